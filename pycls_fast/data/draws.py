@@ -1,0 +1,35 @@
+"""Seeded draws that touch no global generator and do not change with the version of a library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def frozen_generator(seed: int) -> np.random.RandomState:
+    """A NumPy generator for a seed in [0, 2**63).
+
+    `RandomState` is the one generator whose stream NumPy promises never to change (NEP 19), so an order of
+    samples written down by a checkpoint is the same after an upgrade. It takes 32-bit words, hence the two
+    halves.
+    """
+    return np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
+
+
+@contextmanager
+def seeded_torch(seed: int) -> Iterator[None]:
+    """Within the block torch's default CPU generator starts from `seed`; afterwards it is as it was before.
+
+    torchvision's transforms draw from that generator and take no other. `torch.manual_seed` is avoided since
+    it also seeds the accelerators, which belong to the training step.
+    """
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -1,0 +1,253 @@
+"""From a source to batches: the dataset that workers run, the batch they send, the loader around them."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pycls_fast.counter import counter_seed
+from pycls_fast.data.augment import NO_BOX, Box, Transform
+from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, decode
+from pycls_fast.data.sampling import Key
+from pycls_fast.data.sources import Source
+from pycls_fast.errors import UserError
+
+Damage = tuple[str, str]
+"""(name of the image, reason)."""
+
+# The machine is at its limits, which says nothing about the image.
+_OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image, ready for a batch."""
+
+    image_HWC: np.ndarray | None
+    """uint8; None for a damaged image that is left out."""
+    label: int
+    index: int
+    erase: Box = NO_BOX
+    damaged: tuple[Damage, ...] = ()
+    """The damaged images met on the way to this one."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images as they travel from the workers to the device: a quarter of float32's bytes."""
+
+    images_BHWC: torch.Tensor
+    """uint8."""
+    labels_B: torch.Tensor
+    """int64."""
+    indices_B: torch.Tensor
+    """int64, positions in the source."""
+    erase_B4: torch.Tensor | None
+    """int64 boxes (top, left, height, width), all zeros for none; None when the transform never erases."""
+    damaged: tuple[Damage, ...] = ()
+    """Images that could not be used: replaced in training, left out in evaluation."""
+
+    def __len__(self) -> int:
+        return len(self.labels_B)
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory; DataLoader's pinning thread calls this."""
+        erase_B4 = None if self.erase_B4 is None else self.erase_B4.pin_memory()
+        return replace(
+            self,
+            images_BHWC=self.images_BHWC.pin_memory(),
+            labels_B=self.labels_B.pin_memory(),
+            indices_B=self.indices_B.pin_memory(),
+            erase_B4=erase_B4,
+        )
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
+        """A copy on the device."""
+        erase_B4 = None if self.erase_B4 is None else self.erase_B4.to(device, non_blocking=non_blocking)
+        return replace(
+            self,
+            images_BHWC=self.images_BHWC.to(device, non_blocking=non_blocking),
+            labels_B=self.labels_B.to(device, non_blocking=non_blocking),
+            indices_B=self.indices_B.to(device, non_blocking=non_blocking),
+            erase_B4=erase_B4,
+        )
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that `stream` uses the tensors, which were made on another stream."""
+        for tensor in (self.images_BHWC, self.labels_B, self.indices_B, self.erase_B4):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+class BatchSampler(Protocol):
+    """Batches of (epoch, index), as `TrainSampler` and `EvalSampler` make them."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[list[Key]]: ...
+
+
+class ImageDataset(Dataset[Sample]):
+    """Reads, decodes and augments the images of a source; the keys are (epoch, index).
+
+    A sample is a function of (seed, epoch, index) and the files alone: neither worker nor order of visits
+    matters.
+
+    An image that cannot be read or decoded is reported in `damaged`. In training the next image of the source
+    takes its place (in a class folder most likely of the same class) with this sample's own augmentation, so
+    that batches keep their size. In evaluation it is left out, so that it can't count as right or wrong.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        seed: int = 0,
+        training: bool,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        max_replacements: int = 16,
+    ) -> None:
+        """
+        Args:
+            seed: of the augmentation.
+            training: replace damaged images instead of leaving them out.
+            max_pixels: larger images count as damaged.
+            max_replacements: damaged images in a row after which training gives up with a `UserError`.
+        """
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.training = training
+        self._max_pixels = max_pixels
+        self._max_replacements = max_replacements
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: Key) -> Sample:
+        """One sample.
+
+        Raises:
+            UserError: in training, when too many images in a row are damaged.
+        """
+        epoch, index = key
+        count = len(self.source)
+        if not 0 <= index < count:
+            raise IndexError(f"image {index} of {count}")
+        seed = counter_seed(self.seed, epoch, index)
+        damaged: list[Damage] = []
+        for offset in range(min(self._max_replacements + 1, count) if self.training else 1):
+            try:
+                return self._load((index + offset) % count, seed, tuple(damaged))
+            except DamagedImage as error:
+                damaged.append((self.source.name((index + offset) % count), error.reason))
+        if self.training:
+            raise UserError(
+                f"{len(damaged)} images in a row are damaged, the data as a whole must be; the first ones:",
+                *(f"{name}: {reason}" for name, reason in damaged[:3]),
+            )
+        return Sample(None, label=-1, index=index, damaged=tuple(damaged))
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch | UserError:
+        """One batch, collated. DataLoader's workers call this.
+
+        A `UserError` is handed back as a value: raised in a worker, it would arrive inside a traceback.
+        """
+        try:
+            samples = [self[key] for key in keys]
+        except UserError as error:
+            return error
+        return collate(samples, image_size=self.transform.image_size, erases=self.transform.erases)
+
+    def _load(self, index: int, seed: int, damaged: tuple[Damage, ...]) -> Sample:
+        try:
+            data, label = self.source.read(index)
+        except OSError as error:
+            if error.errno in _OUR_OWN_ERRORS:
+                raise
+            raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
+        image = decode(data, max_pixels=self._max_pixels)
+        image_HWC, erase = self.transform(image, seed)
+        return Sample(image_HWC, label, index, erase, damaged)
+
+
+def collate(samples: Sequence[Sample], *, image_size: int, erases: bool) -> Batch:
+    """Put samples together; those without an image only leave their damage report."""
+    whole = [sample for sample in samples if sample.image_HWC is not None]
+    images = [sample.image_HWC for sample in samples if sample.image_HWC is not None]
+    images_BHWC = np.stack(images) if images else np.empty((0, image_size, image_size, 3), dtype=np.uint8)
+    boxes = [sample.erase for sample in whole]
+    return Batch(
+        images_BHWC=torch.from_numpy(images_BHWC),
+        labels_B=torch.tensor([sample.label for sample in whole], dtype=torch.int64),
+        indices_B=torch.tensor([sample.index for sample in whole], dtype=torch.int64),
+        erase_B4=torch.tensor(boxes, dtype=torch.int64).reshape(-1, 4) if erases else None,
+        damaged=tuple(damage for sample in samples for damage in sample.damaged),
+    )
+
+
+class ImageLoader(DataLoader[Any]):
+    """A DataLoader of `Batch` that raises the `UserError` which a worker handed back."""
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        for batch in super().__iter__():
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+
+
+def make_loader(
+    dataset: ImageDataset,
+    sampler: BatchSampler,
+    *,
+    num_workers: int,
+    pin_memory: bool = False,
+    prefetch_factor: int = 2,
+) -> ImageLoader:
+    """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
+
+    Args:
+        num_workers: processes that read and decode; 0 does it in the caller's.
+        pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
+            asynchronously.
+        prefetch_factor: batches that each worker has ready or in work.
+
+    Raises:
+        UserError: when `pin_memory` is asked for without a CUDA device; while iterating, when the data is
+            broken.
+        RuntimeError: while iterating, when a worker died.
+    """
+    if pin_memory and not torch.cuda.is_available():
+        raise UserError("pinned memory needs a CUDA device; switch it off on this machine")
+    return ImageLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_as_is,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        worker_init_fn=_start_worker,
+        # Without one of its own, the loader would draw the workers' seeds from the global generator.
+        generator=torch.Generator().manual_seed(dataset.seed),
+    )
+
+
+def _as_is(batch: Any) -> Any:
+    # The dataset has put the batch together already.
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    torch.set_num_threads(1)
+    # A launcher signals the whole process group. Only the main process may decide what follows, e.g. to
+    # finish the step and save; the workers end when it closes the loader or is gone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

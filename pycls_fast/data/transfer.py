@@ -1,0 +1,66 @@
+"""The copy of batches to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+
+from pycls_fast.data.loading import Batch
+from pycls_fast.errors import UserError
+
+_IN_FLIGHT = 2
+
+
+def to_device(
+    batches: Iterable[Batch], device: torch.device | str, *, mode: Literal["blocking", "prefetch"]
+) -> Iterator[Batch]:
+    """Yield the batches on `device`, in order.
+
+    Args:
+        mode: "blocking" copies each batch when it is asked for, plainly. "prefetch" (CUDA only) copies on a
+            stream of its own with two batches in flight, so that copies run beside the computation; give it
+            pinned batches, else each copy still waits for the host.
+
+    Raises:
+        UserError: for "prefetch" to a device that is not CUDA.
+    """
+    device = torch.device(device)
+    if mode == "blocking":
+        return (batch.to(device) for batch in batches)
+    if mode != "prefetch":
+        raise ValueError(f"unknown mode {mode!r}")
+    if device.type != "cuda":
+        raise UserError(f'copying ahead ("prefetch") needs a CUDA device, not {device.type}; use "blocking"')
+    return _prefetch(iter(batches), device)
+
+
+def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    copy_stream = torch.cuda.Stream(device)
+    in_flight: deque[tuple[Batch, torch.cuda.Event]] = deque()
+
+    def start_copy() -> None:
+        batch = next(batches, None)
+        if batch is None:
+            return
+        with torch.cuda.stream(copy_stream):
+            # The pinned source may be freed at once: its allocator waits for the copy before using the memory
+            # again.
+            copied = batch.to(device, non_blocking=True)
+            in_flight.append((copied, copy_stream.record_event()))
+
+    for _ in range(_IN_FLIGHT):
+        start_copy()
+    while in_flight:
+        batch, copied = in_flight.popleft()
+        compute_stream = torch.cuda.current_stream(device)
+        # An event of its own, not the whole stream: the next batch's copy need not be over.
+        compute_stream.wait_event(copied)
+        # Freed by the consumer, the memory must not go to a new copy while the computation still reads it.
+        batch.record_stream(compute_stream)
+        yield batch
+        # After the consumer has queued its work, which the next copy then overlaps.
+        del batch
+        start_copy()

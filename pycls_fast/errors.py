@@ -1,0 +1,21 @@
+"""The one exception that stands for a user's mistake; everything else is a fault of the program."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in the configuration, the data or the machine's set-up that the user can mend.
+
+    Each line says what is wrong, where it was set and what to do. The command line prints the lines to
+    standard error without a traceback and exits with status 2.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        if not lines:
+            raise ValueError("UserError needs at least one line")
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
+        # The default rebuilds from the joined text, which would merge the lines when a worker process raises it.
+        return type(self), self.lines

@@ -1,0 +1,25 @@
+"""Networks as pure mathematics: they know no ranks, casts, meshes or compilation.
+
+Every model has `forward(images_BCHW) -> logits_BK`, `units()` (the repeated blocks with their qualified names),
+`initialise()` and `head_name` (the name of the final linear layer).
+"""
+
+from __future__ import annotations
+
+from pycls_fast.models.attention import ATTENTION
+from pycls_fast.models.complexity import Complexity, complexity
+from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, SinCos2dPositions
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
+
+__all__ = [
+    "ATTENTION",
+    "ClassToken",
+    "Complexity",
+    "DropPath",
+    "LearnedPositions",
+    "ResNet",
+    "SinCos2dPositions",
+    "VisionTransformer",
+    "complexity",
+]

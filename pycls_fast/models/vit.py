@@ -1,0 +1,180 @@
+"""The vision transformer (Dosovitskiy et al., An Image Is Worth 16x16 Words, 2021, arXiv 2010.11929).
+
+Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.attention import AttentionName
+from pycls_fast.models.layers import (
+    Attention,
+    ClassToken,
+    DropPath,
+    LearnedPositions,
+    Mlp,
+    PatchStem,
+    SinCos2dPositions,
+    drop_path_rates,
+)
+
+Classifier = Literal["token", "pooled"]
+Positions = Literal["learned", "sincos2d"]
+
+
+class Block(nn.Module):
+    """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_width: int,
+        *,
+        drop_path: float = 0.0,
+        norm_eps: float = 1e-6,
+        attention: AttentionName = "reference",
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
+        self.attention = Attention(width, heads, attention=attention)
+        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = Mlp(width, mlp_width)
+        self.drop_path = DropPath(drop_path)
+
+    def reset_parameters(self) -> None:
+        self.norm1.reset_parameters()
+        self.attention.reset_parameters()
+        self.norm2.reset_parameters()
+        self.mlp.reset_parameters()
+
+    def forward(self, features_BND: Tensor) -> Tensor:
+        features_BND = features_BND + self.drop_path(self.attention(self.norm1(features_BND)))
+        return features_BND + self.drop_path(self.mlp(self.norm2(features_BND)))
+
+
+class VisionTransformer(nn.Module):
+    """A vision transformer with a linear classifier.
+
+    Args:
+        image_size: side of the square images in pixels, a multiple of patch_size.
+        patch_size: side of a patch in pixels.
+        width: D, a multiple of heads.
+        depth: number of blocks.
+        heads: attention heads.
+        mlp_width: width between the MLP's two layers.
+        num_classes: K.
+        in_channels: C.
+        classifier: what the head sees. "token": a class token, after the final norm. "pooled": no class token; the
+            mean over the patch tokens, then the norm, as timm's `global_pool="avg"` does (its `fc_norm`; the released
+            JAX code and pycls norm before the mean, which is another function with the same parameters).
+        positions: "learned", or fixed "sincos2d"; see `layers`.
+        drop_path: probability that the last block's branches are dropped for a sample; earlier blocks less, linearly.
+        norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
+        attention: kernel that computes the attention; all of them do the same mathematics.
+
+    Raises:
+        UserError: sizes that do not fit each other, or an unknown name.
+    """
+
+    head_name = "head"
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        width: int,
+        depth: int,
+        heads: int,
+        mlp_width: int,
+        num_classes: int,
+        in_channels: int = 3,
+        classifier: Classifier = "token",
+        positions: Positions = "learned",
+        drop_path: float = 0.0,
+        norm_eps: float = 1e-6,
+        attention: AttentionName = "reference",
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise UserError(
+                f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}"
+            )
+        if classifier not in get_args(Classifier):
+            raise UserError(f"classifier: must be one of {', '.join(get_args(Classifier))}; got {classifier}")
+        if positions not in get_args(Positions):
+            raise UserError(f"positions: must be one of {', '.join(get_args(Positions))}; got {positions}")
+        self.image_size = image_size
+        has_token = classifier == "token"
+        side = image_size // patch_size
+
+        # Built without memory and filled once, by `initialise`: torch's own layers would draw values first that
+        # are thrown away, and a model built on the meta device would then not get the values of a direct build.
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.stem = PatchStem(in_channels, patch_size, width)
+            self.class_token = ClassToken(width) if has_token else None
+            self.positions: LearnedPositions | SinCos2dPositions
+            if positions == "learned":
+                self.positions = LearnedPositions(side * side + has_token, width)
+            else:
+                self.positions = SinCos2dPositions(side, side, width, class_token=has_token)
+            self.blocks = nn.ModuleList(
+                Block(width, heads, mlp_width, drop_path=rate, norm_eps=norm_eps, attention=attention)
+                for rate in drop_path_rates(drop_path, depth)
+            )
+            self.norm = nn.LayerNorm(width, eps=norm_eps)
+            self.head = nn.Linear(width, num_classes)
+        self.to_empty(device=device)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Set every parameter and buffer as the paper's released code does (google-research/vision_transformer,
+        `models_vit.py`): xavier-uniform matrices with zero biases in attention and N(0, 1e-6) biases in MLPs, LeCun
+        normal patches, positions N(0, 0.02), class token and head zero.
+
+        Draws from the default generator of the parameters' device: the same seed gives the same values, on a model
+        just built as on one that was built on the meta device and given memory with `to_empty`.
+        """
+        self.stem.reset_parameters()
+        if self.class_token is not None:
+            self.class_token.reset_parameters()
+        self.positions.reset_parameters()
+        for _, block in self.units():
+            assert isinstance(block, Block)
+            block.reset_parameters()
+        self.norm.reset_parameters()
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The repeated blocks with their qualified names, in forward order."""
+        return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Images (B, C, image_size, image_size), any memory format -> logits_BK.
+
+        Raises:
+            ValueError: images of another size than the model was built for.
+        """
+        if images_BCHW.shape[-2:] != (self.image_size, self.image_size):
+            found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
+            raise ValueError(f"built for images of {self.image_size} x {self.image_size} pixels; got {found}")
+        features_BND = self.stem(images_BCHW)
+        if self.class_token is not None:
+            features_BND = self.class_token(features_BND)
+        features_BND = self.positions(features_BND)
+        for block in self.blocks:
+            features_BND = block(features_BND)
+        return self.head(self._pool(features_BND))
+
+    def _pool(self, features_BND: Tensor) -> Tensor:
+        # The norm acts on each token alone: norming only the class token is norming all and taking it.
+        features_BD = features_BND[:, 0] if self.class_token is not None else features_BND.mean(dim=1)
+        return self.norm(features_BD)

@@ -1,0 +1,71 @@
+"""Exponential moving average of the weights (Polyak and Juditsky, 1992), kept beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """The average `e <- d e + (1 - d) w` of parameters and floating buffers; integer buffers are copied.
+
+    With `warmup` the decay of update t is `min(decay, (1 + t) / (10 + t))`, so that the initial weights are forgotten.
+
+    Args:
+        model: read at every update; it has to keep its tensors in place.
+        decay: `d`, per optimizer step.
+        warmup: raise the decay to its value over the first updates.
+        implementation: "loop" or "foreach".
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool, implementation: str) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        self.implementation = implementation
+        # state_dict shares storage with the model, so these references stay current.
+        self._live: dict[str, Tensor] = {name: value.detach() for name, value in model.state_dict().items()}
+        self.values: dict[str, Tensor] = {name: value.clone() for name, value in self._live.items()}
+        floating = [name for name, value in self._live.items() if value.is_floating_point()]
+        self._averages = [self.values[name] for name in floating]
+        self._weights = [self._live[name] for name in floating]
+        self._copied = [name for name in self._live if name not in set(floating)]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step `step`, counted from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        if self.implementation == "foreach":
+            torch._foreach_lerp_(self._averages, self._weights, 1.0 - decay)
+        else:
+            for average, weight in zip(self._averages, self._weights, strict=True):
+                average.lerp_(weight, 1.0 - decay)
+        for name in self._copied:
+            self.values[name].copy_(self._live[name])
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the averages inside the context, with its own weights again after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, live in self._live.items():
+            kept = live.clone()
+            live.copy_(self.values[name])
+            self.values[name].copy_(kept)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Restore the averages in place.
+
+        Raises:
+            KeyError: a tensor of the model is not among the values.
+        """
+        for name, average in self.values.items():
+            average.copy_(values[name])

@@ -1,0 +1,151 @@
+"""The processes of a run: which one this is, on which device, and how they agree."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of the run (one process: rank 0 of 1)."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    # For flags and names that live on the host, so that asking never waits for the accelerator.
+    host_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """The one rank that writes files and speaks to the person."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's object, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values  # type: ignore[return-value]  # all_gather_object fills every place
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's object on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.host_group)
+
+    @torch.no_grad()
+    def average_buffers(self, tensors: list[Tensor]) -> None:
+        """Make floating buffers (BatchNorm's statistics) the mean over ranks, in place."""
+        for tensor in tensors if self.size > 1 else []:
+            if tensor.is_floating_point():
+                dist.all_reduce(tensor)
+                tensor.div_(self.size)
+
+
+class Agreement:
+    """A flag that any rank may raise and that all ranks see at the same step, without waiting for one another.
+
+    Each step starts a reduction on the host and reads the one started a step before.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pending: tuple[dist.Work, Tensor] | None = None
+
+    def reached(self, raised_here: bool) -> bool:
+        """Call once a step on every rank: True on all of them, one step after the first raised it."""
+        if self._world.size == 1:
+            return raised_here
+        answer = False
+        if self._pending is not None:
+            work, flag = self._pending
+            work.wait()
+            answer = bool(flag.item())
+        flag = torch.tensor(int(raised_here))
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
+        self._pending = (work, flag) if work is not None else None
+        return answer
+
+
+@contextmanager
+def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: str) -> Iterator[World]:
+    """Join the other ranks as torchrun's environment says, or be alone; leave them at the end.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
+        timeout_seconds: a collective that waits longer ends the run.
+        strategy: "auto", "single" or "ddp"; checked against the number of ranks.
+
+    Raises:
+        UserError: a device that is not there, or a strategy that does not fit the number of ranks.
+    """
+    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
+    if strategy == "single" and size > 1:
+        raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
+    chosen = _device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    # ddp with one rank runs too: the same code path without torchrun.
+    if size == 1:
+        yield World(rank=0, size=1, local_rank=0, device=chosen)
+        return
+    if backend == "auto":
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if backend == "nccl" and chosen.type != "cuda":
+        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None)
+    try:
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, host_group=host_group)
+    finally:
+        dist.destroy_process_group()
+
+
+_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(f"torchrun: {local_rank + 1} or more processes on a node with {count} CUDA devices")
+    return torch.device("cuda", local_rank)
+
+
+def floating_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that training changes and evaluation reads."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

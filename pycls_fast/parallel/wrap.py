@@ -1,0 +1,29 @@
+"""The one place where a model meets layouts and ranks, in the one order that works."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pycls_fast.parallel.world import World
+
+
+def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.Module:
+    """Put the model on the device in the memory format, in place. The optimizer and the average come after this."""
+    formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+    model.to(world.device)
+    return model.to(memory_format=formats[memory_format])  # type: ignore[call-overload]  # missing in torch's stub
+
+
+def wrap_model(model: nn.Module, world: World) -> nn.Module:
+    """The module whose forward pass the training step calls; its parameters are the same objects as the model's."""
+    if world.size == 1:
+        return model
+    # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )

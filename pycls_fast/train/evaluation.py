@@ -1,0 +1,84 @@
+"""Evaluation: every image counts once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pycls_fast.data import Batch, Prepare
+from pycls_fast.parallel import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a split scored: `top1` and `top5` in percent, mean cross-entropy in nats, images counted."""
+
+    top1: float
+    top5: float
+    loss: float
+    count: int
+    damaged: tuple[tuple[str, str], ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The four numbers under the names that `metrics.jsonl` uses."""
+        return {"top1": self.top1, "top5": self.top5, "loss": self.loss, "count": self.count}
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[None]],
+    world: World,
+    on_batch: Callable[[int], None] = lambda images: None,
+) -> Evaluation:
+    """Score the model on this rank's batches and sum over the ranks.
+
+    Args:
+        model: not wrapped: ranks may have different numbers of batches. Left in the mode it was in.
+        batches: on the device; a batch may be empty when all its images were damaged.
+        prepare: uint8 images to the model's input.
+        autocast: the context of the forward pass.
+        world: the ranks.
+        on_batch: told the number of images after each batch, for a progress bar.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+    damaged: list[tuple[str, str]] = []
+    try:
+        for batch in batches:
+            damaged.extend(batch.damaged)
+            images = len(batch.labels_B)
+            if images:
+                with autocast():
+                    logits_BK = model(prepare(batch))
+                logits_BK = logits_BK.double()
+                # Rank of the right class: how many classes score strictly higher, or as high with a lower index.
+                right_B1 = logits_BK.gather(1, batch.labels_B[:, None])
+                classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
+                ahead_BK = (logits_BK > right_B1) | (
+                    (logits_BK == right_B1) & (classes_K < batch.labels_B[:, None])
+                )
+                place_B = ahead_BK.sum(dim=1)
+                # A score that is not a number is ahead of nothing; it must not count as right.
+                finite_B = torch.isfinite(logits_BK).all(dim=1)
+                sums[0] += ((place_B < 1) & finite_B).sum()
+                sums[1] += ((place_B < 5) & finite_B).sum()
+                sums[2] += F.cross_entropy(logits_BK, batch.labels_B, reduction="sum")
+                sums[3] += images
+            on_batch(images)
+    finally:
+        model.train(was_training)
+    top1, top5, loss, count = world.sum(sums).tolist()
+    count = int(count)
+    everyone = tuple(sorted({item for part in world.gather(damaged) for item in part}))
+    share = 100.0 / max(count, 1)
+    return Evaluation(top1 * share, top5 * share, loss / max(count, 1), count, everyone)

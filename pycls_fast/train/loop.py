@@ -1,0 +1,272 @@
+"""The training loop: when to log, evaluate, save and stop. What a step does is in `step.py`."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from pycls_fast import build
+from pycls_fast.config.command_line import DONE, STOPPED
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Batch, to_device
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import Agreement, start_world
+from pycls_fast.speed import SwitchName
+from pycls_fast.train import checkpoint
+from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.display import Display
+from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
+from pycls_fast.train.run import Run, primary_records, start_run, summary
+from pycls_fast.train.run_folder import environment_command
+from pycls_fast.train.signals import StopRequest, stop_requests
+from pycls_fast.train.tensorboard import Board
+
+
+class Stopped(Exception):
+    """All ranks agreed to stop because a signal asked one of them to."""
+
+
+def train(config: RunConfig) -> int:
+    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
+
+    Raises:
+        UserError: a mistake in the configuration or the data, or a loss that is no longer a number.
+    """
+    with start_world(
+        device=config.runtime.device,
+        backend=config.parallel.backend,
+        timeout_seconds=config.parallel.timeout_seconds,
+        strategy=config.parallel.name,
+    ) as world:
+        display = Display(speaks=world.is_main, mode=config.runtime.progress)
+        with stop_requests() as stop:
+            run = start_run(config, world, display)
+            with display, Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard) as board:
+                return Loop(run, stop, board).run_to_end()
+
+
+class Loop:
+    """One pass from the run's first step to its last."""
+
+    def __init__(self, run: Run, stop: StopRequest, board: Board) -> None:
+        self.run = run
+        self.stop = stop
+        self.board = board
+        self.agreement = Agreement(run.world)
+        self.metrics = TrainMetrics(run.world.device)
+        self.clock = Clock()
+        self.reported: dict[str, str] = {}
+
+    def run_to_end(self) -> int:
+        """Train, evaluate, save, summarise."""
+        run = self.run
+        step = run.start_step
+        try:
+            if self._evaluation_due(step) and not self._evaluated(step):
+                # The process before this one was stopped between saving and evaluating.
+                self._evaluate(step)
+            run.display.begin_training(step, run.total_steps)
+            with closing(self._microbatches()) as microbatches:
+                self.clock.start()
+                for step in range(run.start_step, run.total_steps):
+                    self._train_step(step, microbatches)
+                    self._after_step(step + 1)
+        except Stopped:
+            return self._leave()
+        self._finish()
+        return DONE
+
+    def _microbatches(self) -> Iterator[Batch]:
+        run = self.run
+        loader = build.train_loader(
+            run.config, run.sources["train"], run.world, start_step=run.start_step, steps=run.total_steps
+        )
+        mode = run.switches[SwitchName.INPUT_COPY]
+        yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
+
+    def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
+        asked = time.perf_counter()
+        batches = list(islice(microbatches, self.run.config.optim.accumulation_steps))
+        waited = time.perf_counter() - asked
+        self.run.step(step, batches, self.metrics)
+        for batch in batches:
+            self.reported.update(batch.damaged)
+        self.clock.add_step(self.run.config.data.global_batch_size, waited)
+        self.run.display.advance(step + 1)
+
+    def _after_step(self, done: int) -> None:
+        run = self.run
+        runtime = run.config.runtime
+        stopping = self.agreement.reached(bool(self.stop))
+        evaluating = self._evaluation_due(done)
+        saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
+        if done % runtime.log_every_steps == 0 or saving or stopping:
+            self._log(done)
+        if saving or stopping:
+            # Before the evaluation: a long one may be killed, and is done again after the restart.
+            run.save(done)
+        if stopping:
+            raise Stopped
+        if evaluating:
+            self._evaluate(done)
+        if saving:
+            self.clock.start()
+
+    def _log(self, done: int) -> None:
+        run = self.run
+        numbers = self.metrics.read(run.world)
+        rates = self.clock.read()
+        skipped = numbers.pop("skipped_steps")
+        self._check_numbers(done, numbers["loss"], int(skipped))
+        self._report_damage(done)
+        extra: dict[str, Any] = {}
+        if run.step.scaler.is_enabled():
+            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(skipped)}
+        if run.world.is_main:
+            record = run.folder.add_record(
+                "train",
+                done,
+                run.epoch(done),
+                loss=numbers["loss"],
+                lr=run.step.schedule(done - 1),
+                grad_norm=numbers["grad_norm"],
+                **rates,
+                memory_peak_bytes=memory_peak_bytes(run.world.device),
+                **extra,
+            )
+            left = (run.total_steps - done) * rates["step_seconds"]
+            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
+            self.board.add(record)
+        self.clock.start()
+
+    def _check_numbers(self, done: int, loss: float, skipped: int) -> None:
+        precision = self.run.config.precision
+        if self.run.step.scaler.is_enabled():
+            scale = self.run.step.scaler.get_scale()
+            if scale < precision.loss_scale_floor:
+                raise UserError(
+                    f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
+                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16"
+                )
+        elif not math.isfinite(loss) or skipped:
+            raise UserError(
+                f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
+                "lengthen schedule.warmup_epochs or set optim.clip_norm; the checkpoints before it are kept"
+            )
+
+    def _report_damage(self, done: int) -> None:
+        run = self.run
+        new = {name: reason for name, reason in self.reported.items() if name not in run.damaged}
+        self.reported.clear()
+        for part in run.world.gather(new):
+            for name, reason in part.items():
+                if name not in run.damaged:
+                    run.damaged[name] = reason
+                    run.display.warn(f"{name}: {reason}; skipped")
+                    if run.world.is_main:
+                        run.folder.add_record(
+                            "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
+                        )
+        limit = run.config.data.max_damaged
+        if len(run.damaged) > limit:
+            raise UserError(
+                f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
+                *(f"{name}: {reason}" for name, reason in run.damaged.items()),
+            )
+
+    def _evaluation_due(self, done: int) -> bool:
+        every = self.run.steps_per_epoch * self.run.config.runtime.eval_every_epochs
+        return done > 0 and (done % every == 0 or done == self.run.total_steps)
+
+    def _evaluated(self, step: int) -> bool:
+        return bool(self.run.world.from_main([r for r in self._evaluations() if r["step"] == step]))
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [record for record in self.run.folder.records() if record["kind"] == "eval"]
+
+    def _evaluate(self, done: int) -> None:
+        run = self.run
+        self._evaluate_weights(done, "model")
+        if run.step.ema is not None:
+            with run.step.ema.swapped_in():
+                self._evaluate_weights(done, "ema")
+        self._report_damage(done)
+        if not run.world.is_main:
+            return
+        scores = [record["top1"] for record in primary_records(run, self._evaluations())]
+        newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
+        if newest is not None and scores and scores[-1] == max(scores):
+            checkpoint.keep_as_best(newest)
+        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+
+    def _evaluate_weights(self, done: int, weights: str) -> None:
+        run = self.run
+        source = run.sources["val"]
+        loader = build.eval_loader(run.config, source, run.world)
+        run.display.begin_evaluation("val", len(source))
+
+        def on_batch(images: int) -> None:
+            run.display.advance_evaluation(images * run.world.size)
+            if self.agreement.reached(bool(self.stop)):
+                raise Stopped
+
+        batches = to_device(loader, run.world.device, mode="blocking")
+        result = evaluate(run.network, batches, run.step.prepare, run.step.autocast, run.world, on_batch)
+        self.reported.update(result.damaged)
+        if run.world.is_main:
+            record = run.folder.add_record(
+                "eval", done, run.epoch(done), split="val", weights=weights, **result.record()
+            )
+            run.display.end_evaluation(record)
+            self.board.add(record)
+
+    def _leave(self) -> int:
+        run = self.run
+        if run.world.is_main:
+            steps = [path.stem for path in checkpoint.checkpoints(run.folder.checkpoints)]
+            step = int(steps[0].removeprefix("step_")) if steps else 0
+            run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
+            draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+            run.display.note(f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved")
+            run.display.note(f"go on with: {self._same_command()}")
+        return STOPPED
+
+    def _same_command(self) -> str:
+        run = self.run
+        command = environment_command()
+        if run.config.run_dir is None:
+            command += f" run_dir={run.folder.path}"
+        if run.world.size > 1:
+            nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
+            each = run.world.size // nodes
+            launcher = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes}" if nodes > 1 else "")
+            command = command.replace("python -u ", f"{launcher} ", 1)
+        return command
+
+    def _finish(self) -> None:
+        run = self.run
+        memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
+        if not run.world.is_main:
+            return
+        intervals = self.clock.intervals
+        seconds = statistics.median(s for s, _ in intervals) if intervals else math.nan
+        rate = statistics.median(r for _, r in intervals) if intervals else math.nan
+        values = summary(run, self._evaluations(), rate, seconds, memory)
+        run.folder.write_json("summary.json", values)
+        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        final, best = values["final"], values["best"]
+        if final is not None and best is not None:
+            run.display.note(
+                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  "
+                f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
+            )
+        run.display.note(f"run folder: {run.folder.path}")
+
+

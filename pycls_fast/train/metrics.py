@@ -1,0 +1,89 @@
+"""Numbers of training, summed on the device and read by the host once per log interval."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pycls_fast.parallel import World
+
+
+class TrainMetrics:
+    """Sums over the steps of an interval, in one device vector: `[loss, finite grad norms, finite steps, steps]`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """A microbatch's share of the step's mean loss."""
+        self._sums[0] += loss.detach()
+
+    def add_step(self, grad_norm: Tensor) -> None:
+        """The end of a step. A norm that is not finite marks a step that loss scaling skips."""
+        finite = torch.isfinite(grad_norm)
+        self._sums[1] += torch.where(finite, grad_norm, 0.0)
+        self._sums[2] += finite
+        self._sums[3] += self._one
+
+    def read(self, world: World) -> dict[str, float]:
+        """Means over the interval and the ranks; starts a new interval. The only wait for the device."""
+        sums = self._sums.clone()
+        # The norm is the same on every rank; the loss is not.
+        loss, norms, finite, steps = (world.sum(sums) / world.size).tolist()
+        self._sums.zero_()
+        return {
+            "loss": loss / max(steps, 1),
+            "grad_norm": norms / finite if finite else float("nan"),
+            "skipped_steps": round(steps - finite),
+        }
+
+
+@dataclass
+class Clock:
+    """Wall time of training alone: evaluation and checkpoints stop it."""
+
+    started: float = 0.0
+    waited: float = 0.0
+    images: int = 0
+    steps: int = 0
+    # (seconds a step, images a second) of every interval but the first, which warms up.
+    intervals: list[tuple[float, float]] = field(default_factory=list)
+    warm: bool = False
+
+    def start(self) -> None:
+        """Begin an interval now."""
+        self.started = time.perf_counter()
+        self.waited, self.images, self.steps = 0.0, 0, 0
+
+    def add_step(self, images: int, waited: float) -> None:
+        """A finished step of `images` over all ranks that waited for data for `waited` seconds."""
+        self.images += images
+        self.waited += waited
+        self.steps += 1
+
+    def read(self) -> dict[str, float]:
+        """Rates of the interval; call it when the device is done."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
+        if self.warm:
+            self.intervals.append((step_seconds, rate))
+        self.warm = True
+        return {
+            "images_per_second": rate,
+            "step_seconds": step_seconds,
+            "data_wait_fraction": self.waited / seconds,
+        }
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated on the CUDA device, or resident in this process (without its workers)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

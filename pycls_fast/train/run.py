@@ -1,0 +1,339 @@
+"""A training run from its configuration to its summary: puts the parts together and keeps their state."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast import build
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Source
+from pycls_fast.errors import UserError
+from pycls_fast.models import Complexity, complexity
+from pycls_fast.parallel import World, floating_buffers, prepare_model, wrap_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train import checkpoint
+from pycls_fast.train.display import Display, human
+from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
+from pycls_fast.train.step import Step
+
+# What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
+_SAME_ON_RESUME = ("seed", "model", "data.global_batch_size", "data.image_size", "optim.name", "optim.ema_decay")
+# What may differ without a word.
+_FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
+
+
+@dataclass
+class Run:
+    """Everything that training reads and changes."""
+
+    config: RunConfig
+    world: World
+    folder: RunFolder
+    display: Display
+    sources: dict[str, Source]
+    network: nn.Module
+    step: Step
+    switches: build.Switches
+    complexity: Complexity
+    steps_per_epoch: int
+    total_steps: int
+    start_step: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    # Wall time of the processes before this one.
+    seconds_before: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names in the order of the model's outputs."""
+        return self.sources["train"].classes
+
+    def epoch(self, step: int) -> float:
+        """Steps as epochs."""
+        return step / self.steps_per_epoch
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the same BatchNorm statistics, those of the average included."""
+        buffers = floating_buffers(self.network)
+        if self.step.ema is not None:
+            names = {name for name, _ in self.network.named_buffers()}
+            buffers += [value for name, value in self.step.ema.values.items() if name in names]
+        self.world.average_buffers(buffers)
+
+    def save(self, step: int) -> Path | None:
+        """Write a checkpoint (rank 0); all ranks call this."""
+        self.sync_buffers()
+        if not self.world.is_main:
+            return None
+        state = {
+            "step": step,
+            "model": self.network.state_dict(),
+            "ema": self.step.ema.values if self.step.ema is not None else None,
+            "optimizer": self.step.optimizer.state_dict()["state"],
+            "loss_scaler": self.step.scaler.state_dict(),
+            "classes": list(self.classes),
+            "train_images": len(self.sources["train"]),
+            "config": self.config.model_dump(mode="json"),
+            "seconds": self.seconds(),
+        }
+        path = checkpoint.save(state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints)
+        self.folder.add_record("checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path)))
+        return path
+
+    def seconds(self) -> float:
+        """Wall time since the run began, without the time between processes."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def resume(self) -> None:
+        """Go on from where the configuration says, if anywhere.
+
+        Raises:
+            UserError: a checkpoint that is missing, damaged or of another run.
+        """
+        setting = self.config.resume
+        if setting == "never":
+            # Asked of rank 0: by the time another rank looks, this run's own files may be there.
+            if self.world.from_main(self.folder.has_run):
+                raise UserError(f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto")
+            return
+        if setting == "auto":
+            newest = checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
+            path = self.world.from_main(newest)
+            if path is None:
+                return
+        else:
+            path = Path(setting).expanduser()
+        state = checkpoint.load(path)
+        self._check_resumable(path, state)
+        self.load_state(state)
+        self.start_step = state["step"]
+        self.seconds_before = state["seconds"]
+        if self.world.is_main:
+            self.folder.forget_after(self.start_step)
+            self.folder.add_record("event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path))
+        self.display.note(f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}")
+
+    def load_state(self, state: checkpoint.State) -> None:
+        """Restore model, average, optimizer and loss scale in place."""
+        self.network.load_state_dict(state["model"])
+        if self.step.ema is not None:
+            self.step.ema.load(state["ema"])
+        optimizer = self.step.optimizer
+        # The groups keep this run's settings (decay, implementation); only what was learned is taken.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+        if state["loss_scaler"] and self.step.scaler.is_enabled():
+            self.step.scaler.load_state_dict(state["loss_scaler"])
+
+    def _check_resumable(self, path: Path, state: checkpoint.State) -> None:
+        before, now = _flat(state["config"]), _flat(self.config.model_dump(mode="json"))
+        changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+        wrong = [
+            f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
+            for key, (old, new) in sorted(changed.items())
+            if _under(key, _SAME_ON_RESUME)
+        ]
+        if state["train_images"] != len(self.sources["train"]) or tuple(state["classes"]) != self.classes:
+            wrong.append(
+                f"data.root: {len(self.sources['train'])} training images in {len(self.classes)} classes now, but "
+                f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
+            )
+        if wrong:
+            raise UserError(*wrong)
+        for key, (old, new) in sorted(changed.items()):
+            if not _under(key, _FREE_ON_RESUME):
+                self.display.note(f"changed since the checkpoint: {key} {old} -> {new}")
+
+
+def _under(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def start_run(config: RunConfig, world: World, display: Display) -> Run:
+    """Build every part, in the order that each needs the ones before it.
+
+    Raises:
+        UserError: anything in the configuration, the data or the machine that stands in the way.
+    """
+    build.set_backend(config, world.device)
+    switches = build.switches(config, world.device)
+    build.microbatch_size(config, world)
+    sources = build.sources(config, world)
+    steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
+            f"{len(sources['train'])} images; use a smaller one"
+        )
+    network = build.model(config, build.num_classes(config, sources["train"]), switches)
+    load_weights(config, network)
+    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    step = Step(
+        forward=wrap_model(network, world),
+        parameters=[p for p in network.parameters() if p.requires_grad],
+        prepare=build.prepare(config, world.device),
+        mixer=build.mixer(config),
+        loss=build.loss(config),
+        autocast=build.autocast(config, world.device),
+        scaler=build.loss_scaler(config, world.device),
+        optimizer=build.optimizer(config, network, switches),
+        schedule=build.schedule(config, steps_per_epoch),
+        clip_norm=config.optim.clip_norm,
+        clip_foreach=switches[SwitchName.CLIP] == "foreach",
+        ema=build.ema(config, network, switches),
+        seed=config.seed,
+        rank=world.rank,
+    )
+    whole = config.schedule.epochs * steps_per_epoch
+    run = Run(
+        config=config,
+        world=world,
+        folder=RunFolder(_run_dir(config, world)),
+        display=display,
+        sources=sources,
+        network=network,
+        step=step,
+        switches=switches,
+        complexity=complexity(network, image_size=config.data.image_size),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=min(whole, config.schedule.max_steps or whole),
+    )
+    run.resume()
+    if world.is_main:
+        run.folder.create()
+        resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}
+        resolved["speed"] |= {str(name): value for name, value in switches.items()}
+        run.folder.write_config(resolved)
+        run.folder.write_json("environment.json", environment(world.device, world.size))
+    _introduce(run)
+    return run
+
+
+def load_weights(config: RunConfig, network: nn.Module) -> None:
+    """Start from the weights of a checkpoint or a run folder, where `weights` names one.
+
+    Raises:
+        UserError: no such file, or weights that do not fit the model.
+    """
+    if config.weights is None:
+        return
+    path = find_checkpoint(Path(config.weights).expanduser())
+    state = checkpoint.load(path)
+    weights: dict[str, Tensor] = state["ema"] or state["model"]
+    own = network.state_dict()
+    wrong = [name for name in own.keys() | weights.keys() if _shape(own, name) != _shape(weights, name)]
+    if wrong:
+        name = min(wrong)
+        raise UserError(
+            f"weights: {path} does not fit the model: {len(wrong)} tensors differ, the first is {name} with shape "
+            f"{_shape(weights, name)} there and {_shape(own, name)} here"
+        )
+    network.load_state_dict(weights)
+
+
+def find_checkpoint(path: Path, choice: str = "best") -> Path:
+    """The checkpoint file that a path means: itself, or the best (else the newest) of a run folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_file():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if choice == "best" and (folder / "best.pt").is_file():
+        return folder / "best.pt"
+    for newest in checkpoint.checkpoints(folder):
+        return newest
+    raise UserError(f"weights: {path} is no checkpoint and no run folder with one; give a step_*.pt file or a run folder")
+
+
+def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
+
+
+def _run_dir(config: RunConfig, world: World) -> Path:
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser()
+    path = Path("runs") / config.config_name / time.strftime("%Y-%m-%d_%H-%M-%S")
+    suffix = 1
+    while path.exists():
+        suffix += 1
+        path = path.with_name(f"{path.name.partition('~')[0]}~{suffix}")
+    return Path(world.from_main(str(path)))
+
+
+def _introduce(run: Run) -> None:
+    config, world = run.config, run.world
+    train, val = run.sources["train"], run.sources["val"]
+    batch = f"{config.data.global_batch_size}"
+    if world.size * config.optim.accumulation_steps > 1:
+        each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
+        batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
+    parameters = run.complexity.parameters
+    # Weights, gradients, optimizer state and average, in float32; activations come on top.
+    copies = 2 + {"sgd": 1, "adamw": 2}[config.optim.name] + (run.step.ema is not None)
+    chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items())
+    rows = [
+        ("model", f"{config.model.kind}, {human(parameters)} parameters"),
+        (
+            "one image",
+            f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
+        ),
+        ("training images", f"{len(train):,} in {len(train.classes)} classes"),
+        ("validation images", f"{len(val):,}"),
+        ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
+        ("global batch", batch),
+        ("memory per rank", f"{human(4.0 * copies * parameters, 'B')} for weights, gradients and optimizer"),
+        ("device", f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}"),
+        ("switches", chosen),
+        ("run folder", str(run.folder.path)),
+    ]
+    run.display.table(config.config_name, rows)
+
+
+def summary(run: Run, evaluations: list[dict[str, Any]], rate: float, step_seconds: float, memory: int) -> dict[str, Any]:
+    """The values of `summary.json`."""
+    primary = primary_records(run, evaluations)
+    return {
+        "config_name": run.config.config_name,
+        "seed": run.config.seed,
+        "steps": run.total_steps,
+        "epochs": run.epoch(run.total_steps),
+        "final": primary[-1] if primary else None,
+        "best": max(primary, key=lambda record: record["top1"]) if primary else None,
+        "images_per_second": _number(rate),
+        "step_seconds_p50": _number(step_seconds),
+        "memory_peak_bytes": memory,
+        "parameters": run.complexity.parameters,
+        "forward_flops_per_image": run.complexity.forward_flops,
+        "wall_seconds": run.seconds(),
+        "world_size": run.world.size,
+        "device": device_name(run.world.device),
+        "versions": versions(),
+    }
+
+
+def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations that count: those of the average where there is one."""
+    weights = "ema" if run.step.ema is not None else "model"
+    return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,162 @@
+"""What a run leaves behind: configuration, environment, metrics, summary. Written by rank 0 alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from pycls_fast.errors import UserError
+
+_PACKAGES = ("pycls_fast", "torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
+
+
+class RunFolder:
+    """The files of one run. Made on rank 0; on other ranks only the path is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run has been here."""
+        return self.metrics.is_file() or self.checkpoints.is_dir()
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            UserError: it cannot be made or written to.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another") from error
+
+    def write_config(self, values: dict[str, Any]) -> None:
+        """`config.yaml`: every value that the run uses, defaults included."""
+        header = f"# {environment_command()}\n"
+        self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
+
+    def read_config(self) -> dict[str, Any] | None:
+        """`config.yaml` of the run that was here before."""
+        file = self.path / "config.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def write_json(self, name: str, values: dict[str, Any]) -> None:
+        """Write a JSON file whole or not at all."""
+        self._write(name, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+    def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
+        """One line of `metrics.jsonl`; a value that is not finite is written as null, which JSON has."""
+        record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        return record
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; a last line cut off by a kill is left out."""
+        if not self.metrics.is_file():
+            return
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+    def forget_after(self, step: int) -> None:
+        """Drop records of steps that a resumed run does again (events are kept: they happened)."""
+        kept = [r for r in self.records() if r["step"] <= step or r["kind"] == "event"]
+        self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.{os.getpid()}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path / name)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def environment_command() -> str:
+    """The command as it was typed (Hydra rewrites `sys.argv`)."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def environment(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Where the run happens: command, versions, commit, hardware."""
+    return {
+        "command": environment_command(),
+        "versions": versions(),
+        "git": git_state(Path(__file__).parents[2]),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": device_name(device),
+        "world_size": world_size,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's product name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the code and whether it was changed since, or None outside a checkout."""
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    described = Path("/proc/cpuinfo")
+    if described.is_file():
+        for line in described.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

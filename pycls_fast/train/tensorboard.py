@@ -1,0 +1,46 @@
+"""TensorBoard: the numbers of `metrics.jsonl` once more, under `tensorboard/` of the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+_TRAIN = ("loss", "lr", "grad_norm", "images_per_second", "data_wait_fraction", "memory_peak_bytes", "loss_scale")
+
+
+class Board:
+    """Writes event files where enabled, nothing elsewhere.
+
+    Args:
+        run_dir: the run folder.
+        start_step: steps from here on that an earlier process wrote are dropped from view.
+        enabled: whether this rank writes.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int, *, enabled: bool) -> None:
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A `train` or `eval` record."""
+        if self._writer is None:
+            return
+        if record["kind"] == "train":
+            values = {f"train/{name}": record[name] for name in _TRAIN if name in record}
+        else:
+            place = f"{record['split']}_{record['weights']}"
+            values = {f"{place}/{name}": record[name] for name in ("top1", "top5", "loss")}
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, record["step"])

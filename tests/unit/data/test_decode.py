@@ -1,0 +1,280 @@
+"""Every kind of image file becomes the right 8-bit RGB; every kind of damage is named."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pycls_fast.data import DamagedImage, decode
+
+
+def encode(image: Image.Image, file_format: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def pixels(data: bytes) -> np.ndarray:
+    image = decode(data)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def random_image(*channels: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (9, 13, *channels), dtype=np.uint8)
+
+
+def smooth_image() -> np.ndarray:
+    """A gradient in each channel, which JPEG keeps within a few levels."""
+    y, x = np.mgrid[0:32, 0:48]
+    return np.stack([40 + 3 * x, 30 + 5 * y, 200 - 2 * x - y], axis=-1).astype(np.uint8)
+
+
+def gray(values_HW: np.ndarray) -> np.ndarray:
+    return np.repeat(values_HW[:, :, None], 3, axis=2)
+
+
+def png(width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG from raw rows (each with its filter byte), for what Pillow cannot write."""
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    data = b"\x89PNG\r\n\x1a\n"
+    for name, body in parts:
+        data += struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    return data
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
+def test_rgb_is_kept(file_format: str) -> None:
+    image = random_image(3)
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), file_format, **options)), image)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "PPM"])
+def test_grayscale_becomes_three_equal_channels(file_format: str) -> None:
+    image = random_image()
+    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), file_format)), gray(image))
+
+
+def test_grayscale_jpeg() -> None:
+    image = smooth_image()[:, :, 0]
+    result = pixels(encode(Image.fromarray(image), "JPEG", quality=95))
+    assert np.abs(result.astype(int) - gray(image)).max() <= 4
+
+
+def test_one_bit_becomes_black_and_white() -> None:
+    image = random_image() > 127
+    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), "PNG")), gray(image * np.uint8(255)))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "BMP"])
+def test_palette_becomes_its_colours(file_format: str) -> None:
+    colours, indices = random_image(3).reshape(-1, 3)[:50], random_image(seed=1) % 50
+    image = Image.fromarray(indices)
+    image.putpalette(colours.tobytes())
+    np.testing.assert_array_equal(pixels(encode(image, file_format)), colours[indices])
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(50))], ids=["one entry", "every entry"])
+def test_transparent_palette_keeps_its_colours(transparency: int | bytes) -> None:
+    colours, indices = random_image(3).reshape(-1, 3)[:50], random_image(seed=1) % 50
+    image = Image.fromarray(indices)
+    image.putpalette(colours.tobytes())
+    data = encode(image, "PNG", transparency=transparency)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(pixels(data), colours[indices])
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_alpha_is_dropped(file_format: str) -> None:
+    rgba = random_image(4)
+    np.testing.assert_array_equal(pixels(encode(Image.fromarray(rgba), file_format)), rgba[:, :, :3])
+
+
+def test_gray_with_alpha() -> None:
+    image = random_image(2)
+    data = encode(Image.fromarray(image), "PNG")
+    assert Image.open(io.BytesIO(data)).mode == "LA"
+    np.testing.assert_array_equal(pixels(data), gray(image[:, :, 0]))
+
+
+def test_cmyk_jpeg() -> None:
+    image = smooth_image()
+    data = encode(Image.fromarray(image).convert("CMYK"), "JPEG", quality=95, subsampling=0)
+    assert Image.open(io.BytesIO(data)).mode == "CMYK"
+    assert np.abs(pixels(data).astype(int) - image).max() <= 6
+
+
+def test_ycck_jpeg() -> None:
+    """YCCK made by hand: a file of four channels under an Adobe marker that calls them YCCK (transform 2).
+
+    Adobe stores CMYK inverted; libjpeg turns the stored YCbCr to RGB and takes CMY as 255 minus that.
+    """
+    image = smooth_image()
+    stored_YCC = np.asarray(Image.fromarray(255 - image).convert("YCbCr"))
+    # Pillow inverts what it writes as CMYK. Black is 0.
+    channels = [Image.fromarray(255 - stored_YCC[:, :, channel]) for channel in range(3)]
+    data = encode(Image.merge("CMYK", [*channels, Image.new("L", channels[0].size)]), "JPEG", quality=95)
+    transform = data.index(b"Adobe") + len(b"Adobe") + 6
+    assert data[transform] == 0
+    data = data[:transform] + b"\x02" + data[transform + 1 :]
+    assert np.abs(pixels(data).astype(int) - image).max() <= 8
+
+
+def test_cmyk_tiff_is_not_inverted() -> None:
+    image = smooth_image()
+    data = encode(Image.fromarray(image).convert("CMYK"), "TIFF")
+    np.testing.assert_array_equal(pixels(data), image)
+
+
+def test_16_bit_gray_is_scaled() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (9, 13)).astype(np.uint16)
+    values[0, :3] = 0, 300, 65535
+    expected = gray(np.rint(values / 257).astype(np.uint8))
+    assert expected[0, :3, 0].tolist() == [0, 1, 255]
+    big_endian_rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    files = {
+        "PNG": png(13, 9, 16, 0, big_endian_rows),
+        "PGM": b"P5 13 9 65535\n" + values.astype(">u2").tobytes(),
+        "TIFF": encode(Image.fromarray(values), "TIFF"),
+        "big-endian TIFF": encode(_mode_i16b(values), "TIFF"),
+    }
+    for name, data in files.items():
+        np.testing.assert_array_equal(pixels(data), expected, err_msg=name)
+
+
+def _mode_i16b(values_HW: np.ndarray) -> Image.Image:
+    height, width = values_HW.shape
+    return Image.frombytes("I;16B", (width, height), values_HW.astype(">u2").tobytes())
+
+
+def test_16_bit_gray_of_small_values_stays_dark() -> None:
+    values = np.full((9, 13), 255, dtype=np.uint16)
+    assert pixels(encode(Image.fromarray(values), "TIFF")).max() == 1
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_16_bit_colour_is_scaled(channels: int) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (9, 13, channels)).astype(np.uint16)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    result = pixels(png(13, 9, 16, {3: 2, 4: 6}[channels], rows))
+    assert np.abs(result - values[:, :, :3] / 257).max() <= 1
+
+
+def test_32_bit_integers() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (9, 13)).astype(np.int32)
+    np.testing.assert_array_equal(
+        pixels(encode(Image.fromarray(values), "TIFF")), gray(np.rint(values / 257).astype(np.uint8))
+    )
+    values[4, 4] = 70_000
+    with pytest.raises(DamagedImage, match="70000 have no agreed scale"):
+        decode(encode(Image.fromarray(values), "TIFF"))
+
+
+@pytest.mark.parametrize("full_scale", [1.0, 255.0, 65535.0])
+def test_floating_point_tiff(full_scale: float) -> None:
+    values = np.random.default_rng(0).random((9, 13), dtype=np.float32)
+    values[0, 0] = 1
+    data = encode(Image.fromarray(values * np.float32(full_scale)), "TIFF")
+    assert np.abs(pixels(data) - gray(values * 255)).max() <= 0.51
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0, 1e9, np.inf])
+def test_floating_point_without_scale(bad: float) -> None:
+    values = np.random.default_rng(0).random((9, 13), dtype=np.float32)
+    values[3, 3] = bad
+    with pytest.raises(DamagedImage, match="no agreed scale"):
+        decode(encode(Image.fromarray(values), "TIFF"))
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_first_frame_of_several(file_format: str) -> None:
+    first, second = (Image.fromarray(np.full((9, 13, 3), value, dtype=np.uint8)) for value in (90, 200))
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    data = encode(first, file_format, save_all=True, append_images=[second], **options)
+    assert pixels(data).min() == pixels(data).max() == 90
+
+
+def test_array_is_taken_as_decoded() -> None:
+    image = random_image(3)
+    np.testing.assert_array_equal(np.asarray(decode(image)), image)
+    with pytest.raises(ValueError, match="uint8 array of shape"):
+        decode(image.astype(np.float32))
+    with pytest.raises(ValueError, match="uint8 array of shape"):
+        decode(image[:, :, 0])
+
+
+JPEG = encode(Image.fromarray(random_image(3)), "JPEG", quality=100)
+PNG = encode(Image.fromarray(random_image(3)), "PNG")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (bytes(2000), "2,000 zero bytes"),
+        (b"\n <!DOCTYPE html><html><body>404</body></html>", "HTML"),
+        (b"hello there, no image", "not an image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
+        (JPEG[:3], "not an image"),
+        (JPEG[: len(JPEG) // 4], "(?i)truncated"),
+        (JPEG[:-100], "(?i)truncated"),
+        (PNG[: len(PNG) // 2], "truncated"),
+        (PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:], "."),
+        (encode(Image.fromarray(random_image(3)), "TIFF")[:150], "."),
+        (encode(Image.fromarray(random_image(3)), "GIF")[:-200], "."),
+        (encode(Image.fromarray(random_image(3)), "WEBP")[:-100], "."),
+        (encode(Image.fromarray(random_image(3)), "BMP")[:-100], "truncated"),
+        (encode(Image.fromarray(random_image(3)), "PPM")[:-100], "."),
+        (png(0, 5, 8, 0, b""), "."),
+        (b"P6 0 5 255\n", "no pixels|not an image"),
+        (png(30_000, 30_000, 8, 0, b"\0" * 100), "decompression bomb"),
+    ],
+)
+def test_damage_is_named(data: bytes, reason: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DamagedImage, match=reason) as caught:
+            decode(data)
+    assert "\n" not in caught.value.reason
+    # An address would make the same damage look different each time.
+    assert "0x" not in caught.value.reason
+
+
+def test_limit_of_pixels() -> None:
+    data = encode(Image.fromarray(random_image(3)), "PNG")
+    decode(data, max_pixels=9 * 13)
+    with pytest.raises(DamagedImage, match=r"13 x 9 pixels are more than the limit of 116"):
+        decode(data, max_pixels=9 * 13 - 1)
+
+
+def test_large_images_do_not_warn() -> None:
+    """Pillow warns from half of its own limit on."""
+    data = png(10_000, 10_000, 1, 0, b"".join([bytes(1251)] * 10_000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(data).size == (10_000, 10_000)
+
+
+def test_random_damage_never_escapes() -> None:
+    """Whatever Pillow raises on flipped bytes becomes a DamagedImage (or the image still decodes)."""
+    generator = np.random.default_rng(0)
+    formats = [("JPEG", {}), ("PNG", {}), ("GIF", {}), ("BMP", {}), ("WEBP", {}), ("TIFF", {"compression": "tiff_lzw"})]
+    for file_format, options in formats:
+        intact = np.frombuffer(encode(Image.fromarray(random_image(3)), file_format, **options), np.uint8)
+        for _ in range(40):
+            broken = intact.copy()
+            broken[generator.integers(0, len(broken), 6)] = generator.integers(0, 256, 6)
+            try:
+                assert decode(broken.tobytes(), max_pixels=10**6).mode == "RGB"
+            except DamagedImage as error:
+                assert error.reason

@@ -1,0 +1,229 @@
+"""Datasets on disk: layouts, splits and what is said about mistakes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import WriteTree
+
+from pycls_fast.data import FolderSource, Source, open_folder
+from pycls_fast.data.folders import EXTENSIONS, scan_classes
+from pycls_fast.errors import UserError
+
+
+def names(source: Source) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
+def below(source: Source, root: Path) -> list[str]:
+    return [os.path.relpath(name, root) for name in names(source)]
+
+
+def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> dict[str, Source]:
+    return open_folder(root, val_fraction=val_fraction, split_seed=split_seed)
+
+
+@pytest.mark.parametrize("val_name", ["val", "valid", "validation", "test"])
+def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val_name: str) -> None:
+    write_tree(tmp_path, {"train/b": 3, "train/a": 2, f"{val_name}/a": 1, f"{val_name}/b": 2})
+    sources = open_plain(tmp_path)
+    assert set(sources) == {"train", "val"}
+    assert sources["train"].classes == sources["val"].classes == ("a", "b")
+    assert below(sources["train"], tmp_path / "train") == ["a/0.png", "a/1.png", "b/0.png", "b/1.png", "b/2.png"]
+    assert below(sources["val"], tmp_path / val_name) == ["a/0.png", "b/0.png", "b/1.png"]
+    for source in sources.values():
+        for index, name in enumerate(names(source)):
+            data, label = source.read(index)
+            assert data == Path(name).read_bytes()
+            assert source.classes[label] == Path(name).parent.name
+    assert sources["train"].describe() == f"5 images of 2 classes in {tmp_path / 'train'}"
+
+
+def test_labelled_test_folder_beside_validation(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "train/b": 2, "val/a": 1, "test/b": 2})
+    sources = open_plain(tmp_path)
+    assert set(sources) == {"train", "val", "test"}
+    assert [sources["test"].read(index)[1] for index in range(2)] == [1, 1]
+
+
+def test_unlabelled_test_folder_is_left_out(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "val/a": 1, "test": 4})
+    assert set(open_plain(tmp_path)) == {"train", "val"}
+
+
+def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 1, "train/b": 1, "train/c": 1, "val/c": 2, "val/b": 1})
+    val = open_plain(tmp_path)["val"]
+    assert val.classes == ("a", "b", "c")
+    assert [val.read(index)[1] for index in range(3)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_random_split_is_stratified_and_complete(tmp_path: Path, write_tree: WriteTree, prefix: str) -> None:
+    counts = {"one": 2, "two": 8, "three": 21}
+    write_tree(tmp_path, {prefix + name: count for name, count in counts.items()})
+    sources = open_plain(tmp_path)
+    train, val = names(sources["train"]), names(sources["val"])
+    assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
+    val_counts = {name: sum(Path(file).parent.name == name for file in val) for name in counts}
+    assert val_counts == {"one": 1, "two": 2, "three": 5}
+    assert names(open_plain(tmp_path)["val"]) == val
+    assert names(open_plain(tmp_path, split_seed=1)["val"]) != val
+
+
+def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "here", {"a": 9, "b": 9})
+    # Other place, other order of creation, one more class.
+    write_tree(tmp_path / "there", {"b": 9, "a": 9, "0": 9})
+    here, there = open_plain(tmp_path / "here")["val"], open_plain(tmp_path / "there")["val"]
+    assert set(below(here, tmp_path / "here")) == {
+        name for name in below(there, tmp_path / "there") if not name.startswith("0/")
+    }
+
+
+@pytest.mark.parametrize("val_fraction", [0.001, 0.999])
+def test_each_side_of_a_split_has_every_class(tmp_path: Path, write_tree: WriteTree, val_fraction: float) -> None:
+    write_tree(tmp_path, {"a": 2, "b": 5})
+    for source in open_plain(tmp_path, val_fraction).values():
+        assert {source.read(index)[1] for index in range(len(source))} == {0, 1}
+
+
+def test_a_class_may_be_called_train(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"bus": 4, "train": 4})
+    assert open_plain(tmp_path)["train"].classes == ("bus", "train")
+
+
+def test_what_counts_as_an_image(tmp_path: Path) -> None:
+    folder = tmp_path / "a class"
+    (folder / "deeper" / "still").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    wanted = [f"image{extension}" for extension in EXTENSIONS]
+    wanted += ["UPPER.JPEG", "Mixed.Png", "naïve 图.jpg", "deeper/1.png", "deeper/still/2.png"]
+    for name in [*wanted, "notes.txt", "._image.jpg", ".hidden/3.png", "jpg", "archive.jpg.zip"]:
+        (folder / name).write_bytes(b"x")
+    source = scan_classes(tmp_path)
+    assert below(source, folder) == sorted(wanted, key=os.fsencode)
+    assert source.classes == ("a class",)
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    path = os.path.join(os.fsencode(tmp_path), b"a", b"\xff\xfe.jpg")
+    with open(path, "wb") as file:
+        file.write(b"content")
+    source = scan_classes(tmp_path)
+    assert os.fsencode(source.name(0)) == path
+    assert source.read(0) == (b"content", 0)
+
+
+def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "elsewhere", {"cats": 2})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
+    (tmp_path / "data" / "cat" / "broken.png").symlink_to(tmp_path / "nowhere.png")
+    source = scan_classes(tmp_path / "data")
+    assert below(source, tmp_path / "data") == ["cat/0.png", "cat/1.png", "cat/broken.png"]
+    with pytest.raises(FileNotFoundError):
+        source.read(2)
+
+
+def test_a_link_to_above_is_an_error(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"a": 2})
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match="is a link to a folder above it"):
+        scan_classes(tmp_path)
+
+
+def test_names_are_held_compactly(tmp_path: Path, write_tree: WriteTree) -> None:
+    source = scan_classes(write_tree(tmp_path, {"a": 20, "b": 20}))
+    for value in vars(source).values():
+        assert not isinstance(value, (list, dict)), "a Python container would be copied into each worker"
+    assert all(len(value) <= 2 for value in vars(source).values() if isinstance(value, tuple))
+    copy: FolderSource = pickle.loads(pickle.dumps(source))
+    assert names(copy) == names(source)
+
+
+def error_line(root: Path, val_fraction: float = 0.25) -> str:
+    with pytest.raises(UserError) as caught:
+        open_plain(root, val_fraction)
+    (line,) = caught.value.lines
+    return line
+
+
+def test_missing_root(tmp_path: Path) -> None:
+    line = error_line(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in line
+    assert "ROOT/train/CLASS/IMAGE" in line
+
+
+def test_root_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file.zip").write_bytes(b"")
+    assert "is a file, not a folder" in error_line(tmp_path / "file.zip")
+
+
+def test_no_class_folders(tmp_path: Path) -> None:
+    assert "holds no class folders" in error_line(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["", "train"])
+def test_images_without_class_folders(tmp_path: Path, write_tree: WriteTree, prefix: str) -> None:
+    write_tree(tmp_path, {prefix: 3})
+    assert re.search(r"holds 3 images but no class folders", error_line(tmp_path))
+
+
+def test_flat_validation_folder(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "val": 3})
+    line = error_line(tmp_path)
+    assert str(tmp_path / "val") in line
+    assert "3 images but no class folders" in line
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_empty_class_folder(tmp_path: Path, write_tree: WriteTree, split: str) -> None:
+    write_tree(tmp_path, {"train/a": 2, "train/b": 2, "val/a": 2, "val/b": 2})
+    shutil.rmtree(tmp_path / split / "b")
+    (tmp_path / split / "b").mkdir()
+    line = error_line(tmp_path)
+    assert str(tmp_path / split) in line
+    assert "folder b/" in line
+
+
+def test_many_names_are_shortened(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {f"c{number}": 0 for number in range(9)})
+    assert "folders c0/, c1/, c2/, c3/, c4/ and 4 more" in error_line(tmp_path)
+
+
+def test_validation_classes_unknown_to_training(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "val/a": 2, "val/zebra": 1, "val/yak": 1})
+    assert "folders yak/, zebra/" in error_line(tmp_path)
+
+
+def test_two_validation_folders(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "val/a": 2, "valid/a": 2})
+    assert "folders val/, valid/ could each be" in error_line(tmp_path)
+
+
+def test_validation_without_training(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"val/a": 2, "test/a": 2})
+    assert "but no train/" in error_line(tmp_path)
+
+
+def test_single_image_cannot_be_split(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"a": 2, "lonely": 1})
+    assert "a single image in the class folder lonely/" in error_line(tmp_path)
+
+
+@pytest.mark.parametrize("val_fraction", [0.0, 1.0, -0.5])
+def test_split_needs_a_fraction(tmp_path: Path, write_tree: WriteTree, val_fraction: float) -> None:
+    write_tree(tmp_path, {"a": 2, "b": 2})
+    assert "val_fraction must lie between 0 and 1" in error_line(tmp_path, val_fraction)
+
+
+def test_a_given_split_needs_no_fraction(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 1, "val/a": 1})
+    assert set(open_plain(tmp_path, val_fraction=0.0)) == {"train", "val"}

@@ -1,0 +1,94 @@
+"""The attention kernels against the formula, and the module that cuts the heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.attention import ATTENTION, AttentionName
+from pycls_fast.models.layers import Attention
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
+    batch, heads, tokens, head_width = 2, 3, 5, 4
+    queries, keys, values = (2 * draw(batch, heads, tokens, head_width, seed=seed) for seed in range(3))
+    found = ATTENTION[name](queries, keys, values)
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(tokens):
+                logits = [float(queries[b, h, n] @ key) / math.sqrt(head_width) for key in keys[b, h]]
+                weights = [math.exp(logit) for logit in logits]
+                expected = sum(w * v for w, v in zip(weights, values[b, h], strict=True)) / sum(weights)
+                torch.testing.assert_close(found[b, h, n], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION if name != "reference"])
+def test_kernels_agree_with_the_reference_forward_and_backward(
+    name: AttentionName, randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    results = []
+    for kernel in ("reference", name):
+        module = randomise(Attention(48, 3, attention=kernel).double())
+        features = draw(2, 17, 48, seed=0).requires_grad_()
+        out = module(features)
+        (out * draw(2, 17, 48, seed=1)).sum().backward()
+        grads = {key: parameter.grad for key, parameter in module.named_parameters()}
+        results.append((out.detach(), features.grad, grads))
+    (out, grad, grads), (other_out, other_grad, other_grads) = results
+    torch.testing.assert_close(other_out, out, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(other_grad, grad, rtol=1e-11, atol=1e-11)
+    for key in grads:
+        # The key bias has no effect on the softmax: its gradient is rounding error around zero.
+        torch.testing.assert_close(other_grads[key], grads[key], rtol=1e-10, atol=1e-10)
+
+
+def test_the_name_picks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    fused = F.scaled_dot_product_attention
+
+    def spy(*args: Tensor) -> Tensor:
+        calls.append(args)
+        return fused(*args)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    Attention(8, 2, attention="reference")(torch.randn(1, 3, 8))
+    assert not calls
+    Attention(8, 2, attention="sdpa")(torch.randn(1, 3, 8))
+    assert len(calls) == 1
+
+
+def test_reference_stays_finite_in_float16_where_unscaled_scores_overflow() -> None:
+    queries = torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16)
+    assert torch.isinf(queries @ queries.transpose(-2, -1)).any()
+    assert ATTENTION["reference"](queries, queries, torch.ones_like(queries)).isfinite().all()
+
+
+def test_heads_attend_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
+    """Changing the query weights of one head changes that head's slice of the merged output alone."""
+    module = randomise(Attention(12, 3).double())
+    module.projection = nn.Identity()
+    features = draw(2, 5, 12, seed=3)
+    before = module(features)
+    with torch.no_grad():
+        module.query.weight[4:8] += 1.0
+    changed = (module(features) != before).any(dim=(0, 1))
+    assert changed.tolist() == [False] * 4 + [True] * 4 + [False] * 4
+
+
+def test_user_errors() -> None:
+    with pytest.raises(UserError, match="heads: the width 10 must be a multiple of it; got 3"):
+        Attention(10, 3)
+    with pytest.raises(UserError, match="attention: must be one of reference, sdpa; got flash"):
+        Attention(8, 2, attention="flash")  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""Counts of parameters, operations and activations: against published tables and against counting by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pycls_fast.models import Complexity, ResNet, VisionTransformer, complexity
+
+# Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021, table 1 (Ti, S).
+SIZES = {
+    "Ti": (192, 12, 3, 768),
+    "S": (384, 12, 6, 1536),
+    "B": (768, 12, 12, 3072),
+    "L": (1024, 24, 16, 4096),
+    "H": (1280, 32, 16, 5120),
+}
+
+
+def vit(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTransformer:
+    width, depth, heads, mlp_width = SIZES[size]
+    kwargs = {"image_size": 224, "num_classes": 1000} | kwargs
+    return VisionTransformer(
+        patch_size=patch_size, width=width, depth=depth, heads=heads, mlp_width=mlp_width, **kwargs
+    )
+
+
+def by_hand(size: str, patch_size: int, token: bool) -> Complexity:
+    """The sums of the layers' textbook counts, written down apart from the code."""
+    width, depth, heads, mlp_width = SIZES[size]
+    patches = (224 // patch_size) ** 2
+    tokens = patches + token
+    pixels = 3 * patch_size**2
+    block_parameters = 4 * (width + 1) * width + (width + 1) * mlp_width + (mlp_width + 1) * width + 4 * width
+    block_products = tokens * (4 * width**2 + 2 * width * mlp_width) + 2 * tokens**2 * width
+    block_outputs = tokens * (3 * width + width + width + mlp_width + width) + heads * tokens**2
+    embedding = (pixels + 1) * width + token * width + tokens * width
+    return Complexity(
+        parameters=embedding + depth * block_parameters + 2 * width + (width + 1) * 1000,
+        forward_flops=2 * (patches * pixels * width + depth * block_products + width * 1000),
+        activations=patches * width + depth * block_outputs + 1000,
+    )
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize(
+    ("size", "patch_size"), [*((size, 16) for size in SIZES), ("B", 32), ("H", 14), ("Ti", 8)]
+)
+def test_vit_is_the_count_by_hand(size: str, patch_size: int, attention: str) -> None:
+    found = complexity(partial(vit, size, patch_size, attention=attention), image_size=224)
+    assert found == by_hand(size, patch_size, token=True)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_pooled_vit_is_the_count_by_hand(attention: str) -> None:
+    found = complexity(partial(vit, "S", classifier="pooled", attention=attention), image_size=224)
+    assert found == by_hand("S", 16, token=False)
+
+
+@pytest.mark.parametrize(
+    ("build", "weights"),
+    [
+        (partial(vit, "B"), torchvision.models.ViT_B_16_Weights.IMAGENET1K_V1),
+        (partial(vit, "B", 32), torchvision.models.ViT_B_32_Weights.IMAGENET1K_V1),
+        (partial(vit, "L"), torchvision.models.ViT_L_16_Weights.IMAGENET1K_V1),
+        (partial(ResNet, depth=18, num_classes=1000), torchvision.models.ResNet18_Weights.IMAGENET1K_V1),
+        (partial(ResNet, depth=34, num_classes=1000), torchvision.models.ResNet34_Weights.IMAGENET1K_V1),
+        (partial(ResNet, depth=50, num_classes=1000), torchvision.models.ResNet50_Weights.IMAGENET1K_V1),
+        (partial(ResNet, depth=101, num_classes=1000), torchvision.models.ResNet101_Weights.IMAGENET1K_V1),
+        (partial(ResNet, depth=152, num_classes=1000), torchvision.models.ResNet152_Weights.IMAGENET1K_V1),
+    ],
+)
+def test_torchvision_publishes_the_same(build: Any, weights: Any) -> None:
+    """torchvision's table of its weights: parameters, and billions of multiply-adds to three digits."""
+    found = complexity(build, image_size=224)
+    assert found.parameters == weights.meta["num_params"]
+    assert found.forward_flops / 2e9 == pytest.approx(weights.meta["_ops"], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "gmacs", "activations"),
+    # timm's model cards on Hugging Face, in millions and billions: deit_small_patch16_224.fb_in1k,
+    # deit3_base_patch16_224.fb_in22k_ft_in1k (DeiT's and DeiT III's B at the paper's ViT layer sizes).
+    [("S", 22.1, 4.6, 11.9), ("B", 86.6, 17.6, 23.9)],
+)
+def test_timm_publishes_the_same_for_vit(
+    size: str, parameters: float, gmacs: float, activations: float
+) -> None:
+    found = complexity(partial(vit, size), image_size=224)
+    assert round(found.parameters / 1e6, 1) == parameters
+    assert round(found.forward_flops / 2e9, 1) == gmacs
+    assert round(found.activations / 1e6, 1) == activations
+
+
+@pytest.mark.parametrize(
+    ("depth", "activations", "flops", "parameters"),
+    # pycls, dev/model_complexity.json, configs/archive/imagenet/resnet/R-{50,101}-1x64d_step_1gpu.yaml.
+    [(50, 11_315_688, 4_089_185_256, 25_557_032), (101, 16_433_640, 7_801_406_440, 44_549_160)],
+)
+def test_pycls_publishes_the_same_for_resnet(
+    depth: Any, activations: int, flops: int, parameters: int
+) -> None:
+    """But for what its definitions add: the output of the max-pool, and one operation for each bias of the head."""
+    found = complexity(partial(ResNet, depth=depth, num_classes=1000), image_size=224)
+    assert found.activations == activations - 64 * 56 * 56
+    assert found.forward_flops == 2 * (flops - 1000)
+    assert found.parameters == parameters
+
+
+class _Devices(TorchDispatchMode):
+    """Notes the devices of everything that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("form", ["model", "function"])
+def test_nothing_is_made_outside_the_meta_device_and_the_model_stays_as_it_is(form: str) -> None:
+    model: nn.Module = vit("Ti", image_size=32, drop_path=0.5).train()
+    model.head.eval()
+    before = {key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()}
+    modes = [module.training for module in model.modules()]
+    random_state = torch.get_rng_state()
+    with _Devices() as devices:
+        source = model if form == "model" else partial(vit, "Ti", image_size=32, drop_path=0.5)
+        found = complexity(source, image_size=32)
+    assert devices.seen == {"meta"}
+    assert {
+        key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()
+    } == before
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_counts_of_a_built_model_do_not_depend_on_dtype_or_statistics(dtype: torch.dtype) -> None:
+    expected = complexity(partial(ResNet, depth=18, num_classes=10, stem="small"), image_size=32)
+    model = ResNet(depth=18, num_classes=10, stem="small").to(dtype)
+    assert complexity(model, image_size=32) == expected
+    assert all(not tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_image_channels_count() -> None:
+    one = complexity(partial(ResNet, depth=18, num_classes=10, in_channels=1), image_size=64, in_channels=1)
+    three = complexity(partial(ResNet, depth=18, num_classes=10), image_size=64)
+    assert three.forward_flops - one.forward_flops == 2 * 2 * 49 * 64 * 32 * 32
+    assert three.activations == one.activations

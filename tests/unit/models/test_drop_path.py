@@ -1,0 +1,117 @@
+"""Drop-path: what it drops, how often, what it does to expectations and gradients, and where models have it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.layers import DropPath, drop_path_rates
+from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
+from pycls_fast.models.vit import Block, VisionTransformer
+
+
+def test_drops_whole_samples_at_the_rate_and_keeps_the_expectation() -> None:
+    torch.manual_seed(0)
+    rate, count = 0.3, 20_000
+    branch = torch.randn(count, 2, 3, dtype=torch.float64)
+    out = DropPath(rate)(branch)
+    kept = out.flatten(1).ne(0).any(dim=1)
+    assert torch.equal(out[~kept], torch.zeros_like(out[~kept]))
+    torch.testing.assert_close(out[kept], branch[kept] / 0.7, rtol=1e-14, atol=0)
+    sigma = (rate * (1 - rate) / count) ** 0.5
+    assert abs(1 - kept.double().mean().item() - rate) < 4 * sigma
+    ones = DropPath(rate)(torch.ones(count, 1, dtype=torch.float64))
+    assert abs(ones.mean().item() - 1) < 4 * sigma / 0.7
+
+
+def test_same_seed_same_drops_in_every_precision() -> None:
+    branch = torch.randn(64, 5)
+    drops = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(7)
+        out = DropPath(0.5)(branch.to(dtype))
+        assert out.dtype == dtype
+        drops.append(out.ne(0).any(dim=1))
+    assert 0 < drops[0].sum() < 64
+    assert all(torch.equal(drop, drops[0]) for drop in drops)
+    assert not torch.equal(DropPath(0.5)(branch).ne(0).any(dim=1), drops[0])
+
+
+def test_kept_samples_are_scaled_exactly_in_bfloat16() -> None:
+    branch = torch.randn(256, 7, dtype=torch.float64).bfloat16()
+    out = DropPath(0.1)(branch)
+    kept = out.ne(0).any(dim=1)
+    assert torch.equal(out[kept], (branch[kept].double() / 0.9).bfloat16())
+
+
+def test_gradient_flows_through_kept_samples_alone() -> None:
+    branch = torch.randn(32, 4, dtype=torch.float64, requires_grad=True)
+    out = DropPath(0.5)(branch)
+    out.sum().backward()
+    kept = out.ne(0).any(dim=1)
+    assert branch.grad is not None
+    torch.testing.assert_close(branch.grad, (2.0 * kept.double())[:, None].expand(32, 4))
+
+
+@pytest.mark.parametrize(("rate", "training"), [(0.5, False), (0.0, True)])
+def test_identity_that_draws_nothing(rate: float, training: bool) -> None:
+    branch = torch.randn(4, 3)
+    state = torch.get_rng_state()
+    assert DropPath(rate).train(training)(branch) is branch
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_rate_outside_the_range_is_a_user_error(rate: float) -> None:
+    with pytest.raises(UserError, match="drop_path: must be at least 0 and below 1"):
+        DropPath(rate)
+
+
+def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
+    assert drop_path_rates(0.3, 4) == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert drop_path_rates(0.3, 1) == [0.0]
+    vit = VisionTransformer(
+        image_size=8, patch_size=4, width=8, depth=5, heads=2, mlp_width=8, num_classes=2, drop_path=0.4
+    )
+    resnet = ResNet(depth=18, num_classes=2, drop_path=0.7)
+    for model, expected in ((vit, [0, 0.1, 0.2, 0.3, 0.4]), (resnet, [0.1 * i for i in range(8)])):
+        assert [block.drop_path.rate for _, block in model.units()] == pytest.approx(expected)
+
+
+def test_vit_block_drops_attention_and_mlp_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
+    """With rate 1/2 a sample's output is one of four: each branch dropped, or doubled; all four occur."""
+    block = randomise(Block(8, 2, 16, drop_path=0.5).double())
+    features = torch.randn(1, 3, 8, dtype=torch.float64)
+    torch.manual_seed(0)
+    outs = block(features.expand(64, -1, -1))
+    possible = []
+    for attention_scale, mlp_scale in itertools.product((0.0, 2.0), repeat=2):
+        middle = features + attention_scale * block.attention(block.norm1(features))
+        possible.append(middle + mlp_scale * block.mlp(block.norm2(middle)))
+    distances = torch.stack([(outs - p).abs().amax(dim=(1, 2)) for p in possible])
+    assert distances.amin(dim=0).max() < 1e-12
+    assert set(distances.argmin(dim=0).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", [BasicBlock, Bottleneck])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_resnet_block_drops_its_branch(
+    kind: type[BasicBlock] | type[Bottleneck], stride: int, randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    block = randomise(kind(4 * kind.expansion, 4, stride, 0.5).double())
+    for module in block.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    maps = torch.randn(1, 4 * kind.expansion, 6, 6, dtype=torch.float64)
+    torch.manual_seed(0)
+    outs = block(maps.expand(32, -1, -1, -1))
+    straight = maps if block.shortcut is None else block.shortcut(maps)
+    possible = [torch.relu(straight), torch.relu(straight + 2 * block.branch(maps))]
+    distances = torch.stack([(outs - p).abs().amax(dim=(1, 2, 3)) for p in possible])
+    assert distances.amin(dim=0).max() < 1e-12
+    assert set(distances.argmin(dim=0).tolist()) == {0, 1}

@@ -1,0 +1,100 @@
+"""What the conversions of checkpoints refuse, and that both directions undo each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, VisionTransformer, foreign
+
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def vit(classifier: str = "token", positions: str = "learned") -> VisionTransformer:
+    return VisionTransformer(
+        image_size=16,
+        patch_size=8,
+        width=12,
+        depth=11,
+        heads=3,
+        mlp_width=20,
+        num_classes=5,
+        classifier=classifier,  # type: ignore[arg-type]
+        positions=positions,  # type: ignore[arg-type]
+    )
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Convert, Convert]] = {
+    "timm-token": (vit, foreign.to_timm_vit, foreign.from_timm_vit),
+    "timm-pooled": (lambda: vit("pooled"), foreign.to_timm_vit, foreign.from_timm_vit),
+    "torchvision-vit": (vit, foreign.to_torchvision_vit, foreign.from_torchvision_vit),
+    "resnet18": (
+        lambda: ResNet(depth=18, num_classes=5),
+        foreign.to_torchvision_resnet,
+        foreign.from_torchvision_resnet,
+    ),
+    "resnet50": (
+        lambda: ResNet(depth=50, num_classes=5),
+        foreign.to_torchvision_resnet,
+        foreign.from_torchvision_resnet,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_there_and_back(name: str, randomise: Callable[[nn.Module], nn.Module]) -> None:
+    build, to_theirs, to_ours = PAIRS[name]
+    state = randomise(build()).state_dict()
+    theirs = to_theirs(state)
+    assert not set(theirs) & set(state) - {"head.weight", "head.bias", "norm.weight", "norm.bias"} - {
+        key for key in state if key.startswith("blocks.") and (".norm" in key or ".mlp.fc" in key)
+    }
+    back = to_ours(theirs)
+    assert back.keys() == state.keys()
+    for key, tensor in state.items():
+        assert torch.equal(back[key], tensor), key
+        assert back[key].shape == tensor.shape
+    build().load_state_dict(back)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_missing_and_unexpected_keys_are_named_in_both_directions(name: str) -> None:
+    build, to_theirs, to_ours = PAIRS[name]
+    ours = dict(build().state_dict())
+    for convert, state in ((to_theirs, ours), (to_ours, to_theirs(ours))):
+        for lost in (next(iter(state)), list(state)[len(state) // 2], list(state)[-1]):
+            if "num_batches_tracked" in lost:
+                continue
+            broken = {key: tensor for key, tensor in state.items() if key != lost}
+            with pytest.raises(UserError, match=f"weights: missing for a .*{lost.replace('.', '[.]')}"):
+                convert(broken)
+        with pytest.raises(UserError, match="weights: unexpected in a .*: blocks.0.scale, extra$"):
+            convert(state | {"extra": torch.zeros(1), "blocks.0.scale": torch.zeros(1)})
+
+
+def test_an_absent_step_counter_is_zero() -> None:
+    model = ResNet(depth=18, num_classes=5)
+    theirs = foreign.to_torchvision_resnet(model.state_dict())
+    old = {key: tensor for key, tensor in theirs.items() if not key.endswith("num_batches_tracked")}
+    model.stem.norm.num_batches_tracked.fill_(5)  # type: ignore[operator, union-attr]
+    model.load_state_dict(foreign.from_torchvision_resnet(old))
+    assert model.stem.norm.num_batches_tracked == 0
+
+
+def test_models_that_are_something_else_are_refused() -> None:
+    with pytest.raises(UserError, match="missing for a vision transformer .*: positions.value"):
+        foreign.to_timm_vit(vit(positions="sincos2d").state_dict())
+    with pytest.raises(
+        UserError, match="missing for a vision transformer with a class token .*: class_token.value"
+    ):
+        foreign.to_torchvision_vit(vit("pooled").state_dict())
+    with pytest.raises(UserError, match="missing for a torchvision resnet"):
+        foreign.from_torchvision_resnet({})
+    theirs = foreign.to_timm_vit(vit().state_dict())
+    for key, shape in (("cls_token", (2, 1, 12)), ("blocks.3.attn.qkv.weight", (35, 12))):
+        with pytest.raises(UserError, match=f"weights: {key} of shape"):
+            foreign.from_timm_vit(theirs | {key: torch.zeros(shape)})

@@ -1,0 +1,208 @@
+"""What every model promises: shapes, names, layouts, dtypes, devices, and that each sample and parameter counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, VisionTransformer
+
+Model = VisionTransformer | ResNet
+Randomise = Callable[[nn.Module], nn.Module]
+
+VIT: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 24,
+    "depth": 3,
+    "heads": 3,
+    "mlp_width": 40,
+    "num_classes": 7,
+}
+
+MODELS: dict[str, Callable[..., Model]] = {
+    "vit": lambda **kwargs: VisionTransformer(**VIT | kwargs),
+    "vit-sdpa": lambda **kwargs: VisionTransformer(**VIT | kwargs, attention="sdpa"),
+    "vit-pooled-sincos2d": lambda **kwargs: VisionTransformer(
+        **VIT | kwargs, classifier="pooled", positions="sincos2d"
+    ),
+    "resnet18": lambda **kwargs: ResNet(depth=18, num_classes=7, stem="small", **kwargs),
+    "resnet50": lambda **kwargs: ResNet(depth=50, num_classes=7, **kwargs),
+}
+BLOCKS = {"vit": 3, "vit-sdpa": 3, "vit-pooled-sincos2d": 3, "resnet18": 8, "resnet50": 16}
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def draw_images(count: int, channels: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, channels, 32, 32, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def test_units_are_named_and_in_forward_order(name: str) -> None:
+    model = MODELS[name]()
+    units = model.units()
+    assert len(units) == BLOCKS[name]
+    assert all(model.get_submodule(unit_name) is unit for unit_name, unit in units)
+    assert len({type(unit) for _, unit in units}) == 1
+    ran: list[nn.Module] = []
+    for _, unit in units:
+        unit.register_forward_hook(lambda module, *_: ran.append(module))
+    model.eval()(draw_images(1, dtype=torch.float32))
+    assert [id(module) for module in ran] == [id(unit) for _, unit in units]
+
+
+def test_head_name_is_the_last_layer(name: str) -> None:
+    model = MODELS[name]()
+    head = model.get_submodule(model.head_name)
+    assert isinstance(head, nn.Linear)
+    outs: list[Tensor] = []
+    head.register_forward_hook(lambda module, args, out: outs.append(out))
+    logits_BK = model.eval()(draw_images(2, dtype=torch.float32))
+    assert logits_BK is outs[0]
+    assert logits_BK.shape == (2, 7)
+
+
+def test_a_sample_does_not_depend_on_the_others(name: str, randomise: Randomise) -> None:
+    model = randomise(MODELS[name]().double()).eval()
+    images = draw_images(3)
+    together = model(images)
+    apart = torch.cat([model(image[None]) for image in images])
+    assert (together[0] - together[1]).abs().max() > 1e-3
+    torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
+
+
+def test_every_parameter_and_pixel_counts(name: str, randomise: Randomise) -> None:
+    model = randomise(MODELS[name]().double()).train()
+    images = draw_images(2).requires_grad_()
+    torch.manual_seed(0)
+    model(images).square().sum().backward()
+    assert images.grad is not None and (images.grad != 0).all()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        # Softmax does not see a number added to all its inputs, which is all that a bias of the keys does.
+        assert key.endswith("key.bias") or parameter.grad.any(), key
+
+
+def test_channels_last_images_and_weights_give_the_same(name: str, randomise: Randomise) -> None:
+    model = randomise(MODELS[name]().double())
+    images = draw_images(2)
+    expected = model(images)
+    found = model(images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found = model.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_autocast_is_near_and_float32_stays_whole(name: str, randomise: Randomise) -> None:
+    model = randomise(MODELS[name]()).eval()
+    images = draw_images(2, dtype=torch.float32)
+    expected = model(images)
+    residual: list[torch.dtype] = []
+    model.units()[-1][1].register_forward_hook(lambda module, args, out: residual.append(out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(images)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    if isinstance(model, VisionTransformer):
+        # Learned positions or fixed: the sum over the branches is kept in float32.
+        assert residual == [torch.float32]
+
+
+def test_bfloat16_and_float64_models_keep_their_dtype(name: str, randomise: Randomise) -> None:
+    model = randomise(MODELS[name]().double()).eval()
+    images = draw_images(2)
+    expected = model(images)
+    assert expected.dtype == torch.float64
+    found = model.bfloat16()(images.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected).norm() < 0.2 * expected.norm()
+
+
+def test_meta(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+        logits_BK = model(torch.empty(2, 3, 32, 32))
+    assert logits_BK.is_meta and logits_BK.shape == (2, 7)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_image_channels(name: str, channels: int) -> None:
+    logits_BK = MODELS[name](in_channels=channels)(draw_images(2, channels, torch.float32))
+    assert logits_BK.shape == (2, 7)
+
+
+def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
+    """Fixed positions follow from the configuration and are not saved; a copy takes a state strictly."""
+    model, other = MODELS[name](), MODELS[name]()
+    other.load_state_dict(model.state_dict())
+    expected = {key for key, _ in model.named_parameters()}
+    expected |= {key for key, _ in model.named_buffers() if "norm" in key}
+    assert set(model.state_dict()) == expected
+
+
+def test_traced_whole_by_dynamo(randomise: Randomise) -> None:
+    """No graph break and no recompilation reason in the models: the graph is traced, not compiled."""
+    for key in ("vit", "vit-pooled-sincos2d", "resnet18"):
+        model = randomise(MODELS[key](drop_path=0.2).double()).eval()
+        traced = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(traced(draw_images(2)), model(draw_images(2)))
+    torch._dynamo.reset()
+
+
+def test_drop_path_reaches_the_models(randomise: Randomise) -> None:
+    for key in ("vit", "resnet18"):
+        model = randomise(MODELS[key](drop_path=0.5).double())
+        images = draw_images(4)
+        torch.manual_seed(0)
+        first = model(images)
+        torch.manual_seed(0)
+        assert torch.equal(model(images), first)
+        assert not torch.equal(model(images), first)
+        model.eval()
+        assert torch.equal(model(images), model(images))
+
+
+def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
+    images = draw_images(1, dtype=torch.float32)
+    assert ResNet(depth=18, num_classes=2, stem="small").stem(images).shape == (1, 64, 32, 32)
+    assert ResNet(depth=18, num_classes=2, stem="imagenet").stem(images).shape == (1, 64, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("build", "line"),
+    [
+        (lambda: MODELS["vit"](image_size=33), "image_size: must be a multiple of the patch size 8; got 33"),
+        (lambda: MODELS["vit"](heads=5), "heads: the width 24 must be a multiple of it; got 5"),
+        (lambda: MODELS["vit"](drop_path=1.5), "drop_path: must be at least 0 and below 1; got 1.5"),
+        (lambda: MODELS["vit"](classifier="map"), "classifier: must be one of token, pooled; got map"),
+        (lambda: MODELS["vit"](positions="rope"), "positions: must be one of learned, sincos2d; got rope"),
+        (lambda: MODELS["vit"](attention="fast"), "attention: must be one of reference, sdpa; got fast"),
+        (
+            lambda: MODELS["vit"](width=6, positions="sincos2d"),
+            "positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got 6",
+        ),
+        (lambda: ResNet(depth=20, num_classes=2), "depth: must be one of 18, 34, 50, 101, 152; got 20"),  # type: ignore[arg-type]
+        (
+            lambda: ResNet(depth=18, num_classes=2, stem="big"),  # type: ignore[arg-type]
+            "stem: must be one of imagenet, small; got big",
+        ),
+    ],
+)
+def test_user_errors(build: Callable[[], Model], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        build()
+    assert str(error.value) == line
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="built for images of 32 x 32 pixels; got 32 x 40"):
+        MODELS["vit"]()(torch.zeros(1, 3, 32, 40))

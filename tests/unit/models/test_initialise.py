@@ -1,0 +1,149 @@
+"""Starting values: their distributions, that none is left out, and that the way a model is built does not matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.init import lecun_normal_
+from pycls_fast.models.vit import Block
+
+WIDTH, MLP_WIDTH = 192, 512
+
+
+def vit(classifier: str = "token", positions: str = "learned") -> VisionTransformer:
+    return VisionTransformer(
+        image_size=64,
+        patch_size=8,
+        width=WIDTH,
+        depth=2,
+        heads=3,
+        mlp_width=MLP_WIDTH,
+        num_classes=10,
+        classifier=classifier,  # type: ignore[arg-type]
+        positions=positions,  # type: ignore[arg-type]
+    )
+
+
+MODELS: dict[str, Callable[[], VisionTransformer | ResNet]] = {
+    "vit": vit,
+    "vit-pooled-sincos2d": lambda: vit("pooled", "sincos2d"),
+    "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
+    "resnet18": lambda: ResNet(depth=18, num_classes=10),
+    "resnet50": lambda: ResNet(depth=50, num_classes=10, stem="small", zero_init_last_gamma=False),
+}
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, those too that are not saved."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def assert_uniform(tensor: Tensor, bound: float) -> None:
+    assert 0.97 * bound < tensor.abs().max() <= bound
+    assert tensor.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+
+
+def assert_zero(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        assert tensor is not None and not tensor.any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_meta_then_to_empty_then_initialise_is_the_direct_build(name: str) -> None:
+    torch.manual_seed(3)
+    direct = MODELS[name]()
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        late = MODELS[name]()
+    assert all(tensor.is_meta for tensor in everything(late).values())
+    late.to_empty(device="cpu")
+    for tensor in everything(late).values():
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 77)
+    late.initialise()
+    assert everything(late).keys() == everything(direct).keys()
+    for key, tensor in everything(direct).items():
+        assert torch.equal(everything(late)[key], tensor), key
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initialise_again_draws_new_values_and_keeps_the_parameters(name: str) -> None:
+    model = MODELS[name]()
+    parameters = list(model.parameters())
+    before = {key: tensor.clone() for key, tensor in everything(model).items()}
+    model.initialise()
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    assert all(parameter.requires_grad for parameter in parameters)
+    names = {key for key, _ in model.named_parameters()}
+    for key, tensor in everything(model).items():
+        is_drawn = key in names and before[key].unique().numel() > 1
+        assert torch.equal(tensor, before[key]) != is_drawn, key
+
+
+def test_vit_values_follow_the_papers_code() -> None:
+    torch.manual_seed(0)
+    model = vit()
+    stem = model.stem.projection
+    fan_in = 3 * 8 * 8
+    assert stem.weight.std().item() == pytest.approx(fan_in**-0.5, rel=0.02)
+    cut = 2 / (0.87962566103423978 * math.sqrt(fan_in))
+    assert 0.98 * cut < stem.weight.abs().max() <= cut * (1 + 1e-6)
+    assert model.class_token is not None
+    assert_zero(stem.bias, model.class_token.value, model.head.weight, model.head.bias, model.norm.bias)
+    assert model.positions.value.std().item() == pytest.approx(0.02, rel=0.03)
+    assert model.positions.value.abs().max() > 0.06  # not cut
+    assert torch.equal(model.norm.weight, torch.ones(WIDTH))
+    for _, block in model.units():
+        assert isinstance(block, Block)
+        attention, mlp = block.attention, block.mlp
+        for linear in (attention.query, attention.key, attention.value, attention.projection):
+            assert_uniform(linear.weight, math.sqrt(6 / (2 * WIDTH)))
+            assert_zero(linear.bias)
+        for linear in (mlp.fc1, mlp.fc2):
+            assert_uniform(linear.weight, math.sqrt(6 / (WIDTH + MLP_WIDTH)))
+            assert linear.bias.std().item() == pytest.approx(1e-6, rel=0.15)
+        for norm in (block.norm1, block.norm2):
+            assert torch.equal(norm.weight, torch.ones(WIDTH))
+            assert_zero(norm.bias)
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("zero_init", [True, False])
+def test_resnet_values(depth: int, zero_init: bool) -> None:
+    torch.manual_seed(0)
+    model = ResNet(depth=depth, num_classes=50, zero_init_last_gamma=zero_init)  # type: ignore[arg-type]
+    last_norms = {id(block.last_norm()) for _, block in model.units()}  # type: ignore[operator]
+    zero_gammas = 0
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
+            assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.06)
+            assert module.weight.abs().max() > 3.2 * math.sqrt(2 / fan_out)  # a normal, not a uniform
+        elif isinstance(module, nn.BatchNorm2d):
+            assert_zero(module.bias, module.running_mean, module.num_batches_tracked)
+            assert module.running_var is not None and (module.running_var == 1).all()
+            is_zero = zero_init and id(module) in last_norms
+            zero_gammas += is_zero
+            assert (module.weight == (0 if is_zero else 1)).all()
+    assert zero_gammas == (len(model.units()) if zero_init else 0)
+    assert model.head.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert_zero(model.head.bias)
+
+
+def test_lecun_normal_has_the_shape_of_a_cut_normal() -> None:
+    """Shares inside 1/2, 1 and 3/2 uncut standard deviations, against the normal distribution function."""
+    torch.manual_seed(0)
+    weight = lecun_normal_(torch.empty(4000, 25, dtype=torch.float64))
+    assert weight.std().item() == pytest.approx(0.2, rel=0.01)
+    uncut = 0.2 / 0.87962566103423978
+    for z in (0.5, 1.0, 1.5):
+        share = (weight.abs() < z * uncut).double().mean().item()
+        assert share == pytest.approx(math.erf(z / math.sqrt(2)) / math.erf(math.sqrt(2)), abs=0.006)
+    assert weight.mean().abs().item() < 4 * 0.2 / math.sqrt(weight.numel())
