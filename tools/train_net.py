@@ -1,7 +1,15 @@
 """Train a network: `python tools/train_net.py --config-name vit_digits [key=value ...]`."""
 
-from pycls_fast.config import command_line
-from pycls_fast.train import train
+from pycls_fast.config import NoOptions, RunConfig, command_line
+
+
+def main(config: RunConfig, options: NoOptions) -> int:
+    """Train as configured."""
+    # torch takes seconds to import; a mistake in the configuration is told before that.
+    from pycls_fast.train import train
+
+    return train(config)
+
 
 if __name__ == "__main__":
-    command_line(lambda config, options: train(config))
+    command_line(main)

@@ -1,7 +1,8 @@
 """Configuration: Hydra composes, pydantic decides. Nothing below `build`, `train`, `ledger` and `tools` imports this."""
 
-from pycls_fast.config.command_line import command_line
+from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config, load_run_config
 from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.variants import variant
 
-__all__ = ["RunConfig", "Section", "command_line", "load_config", "load_run_config"]
+__all__ = ["NoOptions", "RunConfig", "Section", "command_line", "load_config", "load_run_config", "variant"]

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
 
 
-def problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong and what to do) for every impossible combination."""
+    if needs_data and config.data.source == "folder" and config.data.root is None:
+        yield (
+            "data.root",
+            "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
+        )
     yield from _model(config)
     yield from _data(config)
     yield from _schedule(config)
@@ -18,16 +23,11 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
     model, size = config.model, config.data.image_size
     if isinstance(model, ViTModel):
         if size % model.patch_size:
-            below = max(size // model.patch_size, 1) * model.patch_size
-            yield (
-                "data.image_size",
-                f"{size} is not divisible by model.patch_size={model.patch_size}; "
-                f"use {below} or {below + model.patch_size}",
-            )
+            yield "data.image_size", _not_divisible(size, model.patch_size, f"model.patch_size={model.patch_size}")
         if model.width % model.heads:
-            yield "model.width", f"{model.width} is not divisible by model.heads={model.heads}"
+            yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
         if model.positions == "sincos2d" and model.width % 4:
-            yield "model.width", f"{model.width} must be divisible by 4 for model.positions=sincos2d"
+            yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
     if isinstance(model, ResNetModel) and model.stem == "imagenet" and size < 32:
         yield "data.image_size", f"{size} is too small for model.stem=imagenet (32 at least); use model.stem=small"
     if model.num_classes == 1:
@@ -36,23 +36,16 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
-    if data.source == "folder" and data.root is None:
-        yield (
-            "data.root",
-            "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
-        )
-    if data.global_batch_size % config.optim.accumulation_steps:
-        yield (
-            "data.global_batch_size",
-            f"{data.global_batch_size} is not divisible by optim.accumulation_steps={config.optim.accumulation_steps}",
-        )
+    steps = config.optim.accumulation_steps
+    if data.global_batch_size % steps:
+        yield "data.global_batch_size", _not_divisible(data.global_batch_size, steps, f"optim.accumulation_steps={steps}")
     for key in ("scale", "ratio"):
         low, high = getattr(augment, key)
         if low > high:
             yield f"augment.{key}", f"the first value must not be larger than the second; got [{low}, {high}]"
     if augment.scale[1] > 1:
         yield "augment.scale", f"an area cannot be larger than the image's (1.0); got {augment.scale[1]}"
-    microbatch = data.global_batch_size // config.optim.accumulation_steps
+    microbatch = data.global_batch_size // steps
     if (augment.mixup_alpha or augment.cutmix_alpha) and microbatch == 1:
         yield "augment.mixup_alpha", "mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1"
 
@@ -62,7 +55,13 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
     if schedule.warmup_epochs > schedule.epochs:
         yield (
             "schedule.warmup_epochs",
-            f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}",
+            f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
+            f"use schedule.warmup_epochs={schedule.epochs} or less",
         )
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
+
+
+def _not_divisible(value: int, divisor: int, of: str) -> str:
+    below = max(value // divisor, 1) * divisor
+    return f"{value} is not divisible by {of}; use {below} or {below + divisor}"

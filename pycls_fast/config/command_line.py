@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.config.compose import (
     CONFIGS,
@@ -20,10 +20,13 @@ from pycls_fast.config.compose import (
     Composed,
     as_hydra_overrides,
     check,
-    explain,
+    compose_saved,
     validate,
 )
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.variants import quote_items
 from pycls_fast.errors import UserError
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
@@ -40,6 +43,8 @@ def command_line(
     *,
     default: str = "vit_digits",
     options: type[Section] = NoOptions,
+    config_of_weights: bool = False,
+    needs_data: Callable[[Any], bool] = lambda options: True,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -47,21 +52,38 @@ def command_line(
         run: takes the checked configuration and the tool's own options; returns the exit status.
         default: the experiment when `--config-name` is not given.
         options: keys that belong to the tool alone (`split=val`), beside those of `RunConfig`.
+        config_of_weights: without `--config-name`, take the configuration of the run that `weights=` comes from.
+        needs_data: of the options; where False, `data.root` may be missing.
     """
     statuses: list[int] = []
+    faults: list[Exception] = []
 
     def job(config: DictConfig) -> None:
-        statuses.append(reporting(lambda: _run_job(config, run, options)))
+        def action() -> int:
+            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data)
+
+        try:
+            statuses.append(reporting(action))
+        except Exception as error:
+            faults.append(error)
+            raise
 
     def everything() -> int:
+        run_dir = _run_of_weights(sys.argv[1:]) if config_of_weights else None
+        if run_dir is not None:
+            return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data)
         folders = [CONFIGS, *_given_folders(sys.argv[1:])]
-        sys.argv[1:] = _hydra_arguments(sys.argv[1:], folders)
         # Hydra would print its errors in its own way and exit with status 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        try:
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
-        except (HydraException, OmegaConfBaseException) as error:
-            raise explain(error, folders) from error
+        # Hydra makes a folder for a sweep whatever it is told; the runs have their own.
+        with tempfile.TemporaryDirectory(prefix="pycls_fast-sweep-") as sweep:
+            sys.argv[1:] = _hydra_arguments(sys.argv[1:], folders, [f"hydra.sweep.dir={sweep}", "hydra.sweep.subdir=."])
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
+            except COMPOSE_ERRORS as error:
+                if faults:
+                    raise  # Not from the configuration: ours.
+                raise explain(error, folders) from error
         return max(statuses, default=DONE)
 
     sys.exit(reporting(everything))
@@ -73,16 +95,42 @@ def reporting(action: Callable[[], int]) -> int:
         return action()
     except UserError as error:
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}" if len(error.lines) == 1 else f"errors:\n{error}", file=sys.stderr)
+            print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return MISTAKE
 
 
-def _run_job(config: DictConfig, run: Callable[[RunConfig, Any], int], options: type[Section]) -> int:
-    composed = Composed.from_hydra(config, HydraConfig.get())
+def _run_job(
+    composed: Composed,
+    run: Callable[[RunConfig, Any], int],
+    options: type[Section],
+    needs_data: Callable[[Any], bool],
+) -> int:
     own = {key: value for key, value in composed.values.items() if key in options.model_fields}
     rest = {key: value for key, value in composed.values.items() if key not in own}
-    chosen = validate(options, own, composed)
-    return run(check(Composed(rest, composed.config_name, composed.overrides, composed.choices, composed.folders)), chosen)
+    mistakes: list[str] = []
+    chosen = None
+    try:
+        chosen = validate(options, own, composed)
+    except UserError as error:
+        mistakes += error.lines
+    try:
+        wants_data = chosen is not None and needs_data(chosen)
+        config = check(dataclasses.replace(composed, values=rest), needs_data=wants_data, also=options.model_fields)
+    except UserError as error:
+        raise UserError(*mistakes, *error.lines) from error
+    if mistakes:
+        raise UserError(*mistakes)
+    return run(config, chosen)
+
+
+def _run_of_weights(arguments: Sequence[str]) -> Path | None:
+    """The run folder that `weights=` points into, unless an experiment was named or there is none."""
+    if any(argument.startswith("-") for argument in arguments):
+        return None
+    sources = [Path(a.partition("=")[2]).expanduser() for a in arguments if a.startswith("weights=")]
+    # A run folder, or a file in its checkpoints/.
+    candidates = [folder for source in sources[-1:] for folder in (source, source.parent.parent)]
+    return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
 def _given_folders(arguments: Sequence[str]) -> list[Path]:
@@ -95,18 +143,23 @@ def _given_folders(arguments: Sequence[str]) -> list[Path]:
     return found
 
 
-def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Flags as they are; overrides as `as_hydra_overrides` makes them."""
-    result: list[str] = []
+def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings: Sequence[str]) -> list[str]:
+    """Flags as they are; overrides as `as_hydra_overrides` makes them.
+
+    Raises:
+        UserError: an argument that is neither.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
     takes_value = False
     for argument in arguments:
         if takes_value or argument.startswith("-"):
-            result.append(argument)
-            takes_value = argument.startswith("-") and "=" not in argument and argument in _FLAGS_WITH_VALUE
+            flags.append(argument)
+            takes_value = argument in _FLAGS_WITH_VALUE
         else:
-            result += as_hydra_overrides([argument], folders)
-    # Before the user's own overrides, so that those have the last word.
-    return [*HYDRA_SETTINGS, *result]
+            overrides += as_hydra_overrides([quote_items(argument)], folders)
+    # Hydra's parser takes overrides from one place only. Ours come before the user's, who has the last word.
+    return [*flags, *HYDRA_SETTINGS, *settings, *overrides]
 
 
 _FLAGS_WITH_VALUE = ("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
 from pycls_fast.config.checks import problems
+from pycls_fast.config.explain import (
+    COMPOSE_ERRORS,
+    CONFIGS,
+    explain,
+    first_line,
+    no_such_file,
+    shown_path,
+    unreadable,
+)
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 # Each rank would make Hydra's folders and log files; the run folder is written by rank 0 alone.
 HYDRA_SETTINGS = (
@@ -45,64 +50,104 @@ class Composed:
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
     folders: tuple[Path, ...]
+    saved: Path | None = None
+    """The file that holds every key, where the values come from a run folder."""
 
     @classmethod
-    def from_hydra(cls, config: DictConfig, hydra_config: DictConfig) -> Composed:
+    def from_hydra(cls, config: DictConfig, hydra_config: Any) -> Composed:
         """Resolve interpolations and let go of OmegaConf.
 
         Raises:
             UserError: an interpolation that cannot be resolved, or a value left as `???`.
         """
-        own = [key for key in config if key != "hydra"]
-        try:
-            values = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            raise UserError(_first_line(error)) from error
-        if not isinstance(values, dict):
-            raise UserError(f"{hydra_config.job.config_name}: a configuration file holds keys, not a list")
         sources = [Path(s.path) for s in hydra_config.runtime.config_sources if s.schema == "file" and s.path]
-        return cls(
-            values={str(key): value for key, value in values.items()},
-            config_name=str(hydra_config.job.config_name),
+        composed = cls(
+            values={},
+            config_name=str(hydra_config.job.config_name).removesuffix(".yaml"),
             overrides=tuple(hydra_config.overrides.task),
             choices={str(k): str(v) for k, v in hydra_config.runtime.choices.items()},
             folders=tuple(sources),
         )
+        return dataclasses.replace(composed, values=composed.resolve(config))
+
+    def resolve(self, config: Any) -> dict[str, Any]:
+        """Plain values of an OmegaConf configuration, Hydra's own left out.
+
+        Raises:
+            UserError: an interpolation that cannot be resolved, or a value left as `???`.
+        """
+        try:
+            own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+            values = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            key = str(error.full_key)
+            raise UserError(f"{key}: left open as ???; set it with {key}=VALUE ({self.where(key)})") from error
+        except OmegaConfBaseException as error:
+            key = str(error.full_key)
+            raise UserError(f"{key}: {first_line(error)} ({self.where(key)})" if key else first_line(error)) from error
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
 
     def where(self, key: str) -> str:
         """The command line, or the YAML file that set the key, or where it can be set."""
         key = re.sub(r"\[\d+\]", "", key)
-        for override in self.overrides:
-            name = override.lstrip("+~").partition("=")[0]
+        for override in reversed(self.overrides):
+            name, _, value = override.lstrip("+~").partition("=")
+            if name in self.choices and not value.startswith("{"):
+                continue  # It chose a file; the value is in there.
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
-                return "the command line"
-        group = key.partition(".")[0]
-        names = [self.config_name]
-        if group in self.choices:
-            names.append(f"{group}/{self.choices[group]}")
-        for name in names:
-            for folder in self.folders:
-                file = folder / f"{name}.yaml"
-                relative = key.partition(".")[2] if "/" in name else key
-                if file.is_file() and _has_key(file, relative):
-                    return _shown_path(file)
-        return f"configs/{names[-1]}.yaml or the command line"
+                return "deleted on the command line" if override.startswith("~") else "the command line"
+        group, _, rest = key.partition(".")
+        chosen = f"{group}/{self.choices[group]}" if group in self.choices else None
+        if self.saved is not None and chosen is None:
+            return str(self.saved)
+        names = [] if self.saved is not None else [(name, key) for name in self._experiments(self.config_name)]
+        if chosen is not None:
+            names.append((chosen, rest))
+        for name, key_there in names:
+            file = self._file(name)
+            if file is not None and _has_key(file, key_there):
+                return shown_path(file)
+        file = self._file(names[-1][0])
+        return f"{shown_path(file)} or the command line" if file is not None else "the command line"
+
+    def _file(self, name: str) -> Path | None:
+        files = (folder / f"{name}.yaml" for folder in self.folders)
+        return next((file for file in files if file.is_file()), None)
+
+    def _experiments(self, name: str) -> Iterator[str]:
+        """The experiment, and those that its defaults list is based on, later ones first."""
+        yield name
+        file = self._file(name)
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
+        for entry in reversed(values.get("defaults", [])) if isinstance(values, dict) else []:
+            if isinstance(entry, str) and entry != "_self_":
+                yield from self._experiments(entry.lstrip("/").removesuffix(".yaml"))
 
 
-def check(composed: Composed) -> RunConfig:
+def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = ()) -> RunConfig:
     """Validate strictly, then check what involves several keys.
+
+    Args:
+        composed: from Hydra or a run folder.
+        needs_data: False where no image is read, so that `data.root` may be missing.
+        also: keys that exist beside those of a run, to be proposed for a misspelt one.
 
     Raises:
         UserError: one line per bad value, all at once.
     """
-    config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config)]
+    if any(override.lstrip("+~").partition("=")[0] == "config_name" for override in composed.overrides):
+        raise UserError("config_name: the name of the experiment's file; choose it with --config-name (the command line)")
+    config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, needs_data=needs_data)]
     if found:
         raise UserError(*found)
     return config
 
 
-def validate(schema: type[Options], values: Mapping[str, Any], composed: Composed) -> Options:
+def validate(
+    schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()
+) -> Options:
     """Plain values to a section. The JSON text is what is validated, so a YAML list becomes a tuple.
 
     Raises:
@@ -111,7 +156,7 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise UserError(*messages.lines(error, schema, composed.where)) from error
+        raise UserError(*messages.lines(error, schema, composed.where, also)) from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{composed.config_name}: a value is not plain data ({error})") from error
 
@@ -130,78 +175,91 @@ def load_config(
         UserError: one line per mistake.
     """
     folder = folder or CONFIGS
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of configurations")
     with hydra.initialize_config_dir(str(folder.resolve()), version_base="1.3"):
         try:
             composed_config = hydra.compose(
                 config_name, [*HYDRA_SETTINGS, *as_hydra_overrides(overrides, [folder])], return_hydra_config=True
             )
-        except (HydraException, OmegaConfBaseException) as error:
+        except COMPOSE_ERRORS as error:
             raise explain(error, folders=[folder]) from error
         return check(Composed.from_hydra(composed_config, composed_config.hydra))
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run folder was made with, with overrides of single keys.
+    """The configuration that a run folder was made with, with overrides.
 
     Raises:
         UserError: no such run, or a mistake in an override.
     """
+    return check(compose_saved(run_dir, overrides))
+
+
+def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
+    """What `check` takes, from a run folder's `config.yaml`: `group=name` replaces a group, `key=value` a value.
+
+    Raises:
+        UserError: no such run, or an override that cannot be read.
+    """
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
-    values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    GlobalHydra.instance().clear()
+    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    names = groups([CONFIGS])
+    choices: dict[str, str] = {}
+    dotted: list[str] = []
+    for override in overrides:
+        name, separator, value = override.lstrip("+").partition("=")
+        if not separator:
+            raise unreadable(override, [])
+        if name not in names:
+            dotted.append(f"{name}={value}")
+            continue
+        group_file = CONFIGS / name / f"{value}.yaml"
+        if not group_file.is_file():
+            raise no_such_file(name, value, [CONFIGS])
+        values[name] = OmegaConf.to_container(OmegaConf.load(group_file), resolve=False)
+        choices[name] = value
     try:
-        changes = OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
-        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from error
-    if not isinstance(merged, dict):
-        raise UserError(f"{file}: a configuration file holds keys, not a list")
-    plain = {str(key): value for key, value in merged.items()}
-    config_name = str(plain.pop("config_name", run_dir.name))
-    return check(Composed(plain, config_name, tuple(overrides), {}, (run_dir,)))
+        merged = OmegaConf.merge(OmegaConf.create(values), OmegaConf.from_dotlist(dotted))
+    except COMPOSE_ERRORS as error:
+        raise explain(error, [CONFIGS]) from error
+    config_name = str(merged.pop("config_name", run_dir.name))
+    composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=file)
+    return dataclasses.replace(composed, values=composed.resolve(merged))
 
 
 def groups(folders: Sequence[Path]) -> set[str]:
     """The names that choose a file (`model=vit_b16`) rather than set a value."""
-    return {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
+    return {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """`key=value` becomes `++key=value`, so that pydantic, not the YAML files, decides which keys exist.
 
     Left to itself Hydra refuses every key that the chosen files do not spell out, and accepts any name after a `+`.
+
+    Raises:
+        UserError: a group that is given something else than a name.
     """
     names = groups(folders)
-    return [
-        override
-        if override.startswith(("+", "~", "hydra.", "hydra/")) or override.partition("=")[0].partition("@")[0] in names
-        else f"++{override}"
-        for override in overrides
-    ]
+    return [_as_hydra_override(override, names, folders) for override in overrides]
 
 
-def explain(error: Exception, folders: Sequence[Path]) -> UserError:
-    """Hydra's own errors in one line, with the nearest name that exists."""
-    text = str(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        missing = str(error.missing_cfg_file).removesuffix(".yaml")
-        group, _, name = missing.rpartition("/")
-        available = sorted({f.stem for folder in folders for f in (folder / group).glob("*.yaml")})
-        near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(available)}"
-        what = f"{group}={name}" if group else f"--config-name {name}"
-        return UserError(f"{what}: no such file in configs/{group}; {hint}")
-    parsed = re.search(r"Error parsing override '(.*)'\n?(.*)", text)
-    if parsed:
-        override = parsed.group(1).removeprefix("++")
-        return UserError(f"cannot read '{override}' on the command line; write key=value, quoting lists and spaces")
-    return UserError(_first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())
+def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:
+    name, separator, value = override.lstrip("+").partition("=")
+    if not name:
+        raise unreadable(override, folders)
+    if name not in groups or not separator or value.startswith("{"):
+        kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
+        return override if kept else f"++{override}"
+    # Hydra would merge a list of files, and stop with a traceback at a number.
+    if not re.match(r"[A-Za-z_]", value) or value == "null":
+        raise UserError(f"{override}: a group takes the name of a file in configs/{name}/")
+    if override.startswith("++"):
+        raise UserError(f"{override}: write {name}={value}; a ++ is for values")
+    return override
 
 
 def _has_key(file: Path, key: str) -> bool:
@@ -211,10 +269,3 @@ def _has_key(file: Path, key: str) -> bool:
             return False
         node = node[part]
     return True
-
-
-def _shown_path(file: Path) -> str:
-    try:
-        return str(Path("configs") / file.resolve().relative_to(CONFIGS))
-    except ValueError:
-        return str(file)

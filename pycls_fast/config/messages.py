@@ -43,30 +43,31 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def lines(error: ValidationError, schema: type[BaseModel], where: Where) -> list[str]:
-    """One line per bad value, in the order of the schema."""
-    return [_line(found, schema, where) for found in error.errors(include_url=False)]
+def lines(
+    error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()
+) -> list[str]:
+    """One line per bad value, in the order of the schema. `also`: keys beside the schema's that exist at the top."""
+    found = [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
+    # A list that is two items short is still one mistake.
+    return list(dict.fromkeys(found))
 
 
-def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where) -> str:
-    key, section = _key(found["loc"], schema)
-    kind, value, context = found["type"], found["input"], found.get("ctx", {})
+def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also: tuple[str, ...]) -> str:
+    location, kind, value, context = found["loc"], found["type"], found["input"], found.get("ctx", {})
+    if kind in ("missing", "too_long") and isinstance(value, list):
+        location = tuple(part for part in location if isinstance(part, str))
+        kind = "wrong_length"
+    key, section = _key(location, schema)
     origin = where(key)
     if kind == "extra_forbidden":
-        parent, _, name = key.rpartition(".")
-        siblings = section.model_fields if section is not None else ()
-        near = difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.6)
-        if near:
-            return f"{key}: unknown key; did you mean {f'{parent}.' if parent else ''}{near[0]}? ({origin})"
-        # The key may exist under another group, or belong to another kind of the same group.
-        elsewhere = [k for k in sorted(known_keys(schema)) if k.rpartition(".")[2] == name and k != key]
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; {parent or 'the run'} has {', '.join(siblings)}"
-        return f"{key}: unknown key{hint} ({origin})"
+        return f"{key}: {_unknown(key, section, schema, also, origin)} ({origin})"
     if kind == "missing":
-        return f"{key}: missing; set it in a file of configs/ or on the command line ({origin})"
+        several = len(section_keys(schema).get(key, ())) > 1
+        way_out = f"choose one of configs/{key}/ with {key}=NAME" if several else f"set it with {key}=VALUE"
+        return f"{key}: missing; {way_out} ({origin})"
     if kind == "union_tag_not_found":
         tag = context["discriminator"].strip("'")
-        return f"{key}.{tag}: missing; choose a {key} with {key}=NAME from configs/{key}/ ({origin})"
+        return f"{key}.{tag}: missing; choose one of configs/{key}/ with {key}=NAME ({origin})"
     if kind == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
         allowed = [word.strip(" '") for word in context["expected_tags"].split(",")]
@@ -75,8 +76,70 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where) -> st
     if kind == "literal_error":
         near_value = did_you_mean(str(value), _literals(context["expected"]))
         return f"{key}: must be one of {', '.join(_literals(context['expected']))}; got {_shown(value)}{near_value} ({origin})"
-    message = found["msg"].replace("Input should", "must").replace("Object", "value")
-    return f"{key}: {message[0].lower()}{message[1:]}; got {_shown(value)} ({origin})"
+    return f"{key}: {_wrong(kind, key, section, found)}; got {_shown(value)}{_hint(kind, key, value)} ({origin})"
+
+
+def _unknown(
+    key: str, section: type[BaseModel] | None, schema: type[BaseModel], also: tuple[str, ...], origin: str
+) -> str:
+    """What to say of a key that does not exist, with the nearest one that does."""
+    parent, _, name = key.rpartition(".")
+    kinds = section_keys(schema).get(parent, ())
+    other = next((kind for kind in kinds if name in kind.model_fields), None)
+    if section is not None and other is not None:
+        remedy = "" if "command line" in origin else f"; leave it out with ~{key}"
+        return f"unknown key for {parent}.{_tag(section)}; it belongs to {parent}.{_tag(other)}{remedy}"
+    known = known_keys(schema)
+    if key.replace("/", ".") in known:
+        return f"unknown key; did you mean {key.replace('/', '.')}?"
+    siblings = [*(section.model_fields if section is not None else ()), *(() if parent else also)]
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {f'{parent}.' if parent else ''}{near[0]}?"
+    # The key may exist under another group.
+    elsewhere = [k for k in sorted(known) if k.rpartition(".")[2] == name and k != key]
+    if elsewhere:
+        return f"unknown key; did you mean {elsewhere[0]}?"
+    return f"unknown key; {parent or 'the run'} has {', '.join(siblings)}"
+
+
+_WORDING = {
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number that is not so large",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "model_type": "must be a group of keys",
+    "model_attributes_type": "must be a group of keys",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le:g}",
+    "finite_number": "must be a finite number",
+}
+
+
+def _wrong(kind: str, key: str, section: type[BaseModel] | None, found: Mapping[str, Any]) -> str:
+    if kind == "wrong_length":
+        field = section.model_fields[key.rpartition(".")[2]] if section is not None else None
+        count = len(typing.get_args(field.annotation)) if field is not None else "fewer"
+        return f"must be a list of {count} values"
+    if kind in _WORDING:
+        return _WORDING[kind].format(**found.get("ctx", {}))
+    message = str(found["msg"]).replace("Input should", "must").replace("Object", "value")
+    return f"{message[0].lower()}{message[1:]}"
+
+
+def _hint(kind: str, key: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, int | float):
+        return f"; quotes within quotes make it text: '{key}=\"{value}\"'"
+    return ""
 
 
 def _literals(expected: str) -> list[str]:
@@ -85,7 +148,8 @@ def _literals(expected: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value) if not isinstance(value, BaseModel) else repr(value)
+    # Infinity and NaN as they are written in YAML and on the command line.
+    text = str(value) if isinstance(value, float) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -117,3 +181,9 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
         if name in section.model_fields:
             return typing.get_args(section.model_fields[name].annotation)
     return ()
+
+
+def _tag(section: type[BaseModel]) -> str:
+    """`name=sgd`."""
+    name = next(name for name in ("kind", "name") if name in section.model_fields)
+    return f"{name}={_tags(section)[0]}"

@@ -14,15 +14,19 @@ from pycls_fast.speed import SwitchName
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# An unset variable of the shell (`data.root=$DATA`) must not become the current folder.
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
     """A group of keys; what every part of the configuration inherits."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class ViTModel(Section):
@@ -55,7 +59,7 @@ class Data(Section):
     """Where images come from and how they are batched. `global_batch_size` is over all ranks and microbatches."""
 
     source: Literal["folder", "digits", "synthetic"] = "folder"
-    root: str | None = None
+    root: Text | None = None
     image_size: PositiveInt = 224
     global_batch_size: PositiveInt = 256
     eval_batch_size: PositiveInt | None = None
@@ -198,11 +202,11 @@ class Runtime(Section):
 class RunConfig(Section):
     """One run, whole. `run_dir=None` is `runs/<config_name>/<time>`."""
 
-    config_name: str
+    config_name: Text
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    run_dir: str | None = None
-    resume: str = "auto"
-    weights: str | None = None
+    run_dir: Text | None = None
+    resume: Text = "auto"
+    weights: Text | None = None
     model: Annotated[ViTModel | ResNetModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()

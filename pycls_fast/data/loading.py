@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import signal
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.augment import NO_BOX, Box, Transform
@@ -194,14 +197,45 @@ def collate(samples: Sequence[Sample], *, image_size: int, erases: bool) -> Batc
     )
 
 
+# Iterators whose workers may still run.
+_running: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
+
+
+def _stop_workers(iterator: object) -> None:
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        # Still reading after the seconds that torch waits; it ignores torch's SIGTERM.
+        if worker.is_alive():
+            worker.kill()
+
+
+@atexit.register
+def _stop_all_workers() -> None:
+    """End the workers of iterators that a traceback or a global variable keeps alive to the end.
+
+    At exit multiprocessing sends SIGTERM to its children and waits for them without a limit. Workers that ignore
+    the signal must therefore be gone by then; the later registered handler runs first.
+    """
+    for iterator in list(_running):
+        _stop_workers(iterator)
+
+
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises the `UserError` which a worker handed back."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        for batch in super().__iter__():
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+        iterator = super().__iter__()
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            _running.add(iterator)
+        try:
+            for batch in iterator:
+                if isinstance(batch, UserError):
+                    raise batch
+                yield batch
+        finally:
+            _stop_workers(iterator)
 
 
 def make_loader(

@@ -1,7 +1,7 @@
 """Networks as pure mathematics: they know no ranks, casts, meshes or compilation.
 
-Every model has `forward(images_BCHW) -> logits_BK`, `units()` (the repeated blocks with their qualified names),
-`initialise()` and `head_name` (the name of the final linear layer).
+Every model has `forward(images_BCHW) -> logits_BK`, `units()` (the repeated blocks with their qualified
+names), `initialise()` and `head_name` (the name of the final linear layer).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The attention kernels: pure functions of queries, keys and values, one per value of the `attention` switch.
 
 Shape letters: B batch, H heads, N tokens, E width of one head. Each kernel computes
-softmax(q k^T / sqrt(E)) v (Vaswani et al., Attention Is All You Need, 2017, equation 1); how the heads are cut
-out of the token features, and in which memory layout, is the business of `layers.Attention`.
+softmax(q k^T / sqrt(E)) v (Vaswani et al., Attention Is All You Need, 2017, equation 1); how the heads are
+cut out of the token features, and in which memory layout, is the business of `layers.Attention`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AttentionName = Literal["reference", "sdpa"]
 
 def reference_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
     """The formula written out; keeps the (B, H, N, N) scores in memory. Returns (B, H, N, E)."""
-    # The queries carry the scale: N x E numbers to scale instead of N x N, and float16 products stay in range.
+    # The queries carry the scale: N x E numbers to scale instead of N x N, and float16 stays in range.
     scaled_BHNE = queries_BHNE / math.sqrt(queries_BHNE.shape[-1])
     scores_BHNN = scaled_BHNE @ keys_BHNE.transpose(-2, -1)
     return scores_BHNN.softmax(dim=-1) @ values_BHNE

@@ -24,14 +24,16 @@ class Complexity:
     forward_flops: int
     """Operations of convolutions and matrix products; a multiply-add counts 2, a bias nothing."""
     activations: int
-    """Elements in the outputs of convolutions and matrix products, attention scores included (Radosavovic et al.,
-    Designing Network Design Spaces, 2020, section 3.1; Dollar et al., Fast and Accurate Model Scaling, 2021), which
-    follow run time on memory-bound accelerators better than operations do. Not counted: norms, softmax, and the
-    max-pool, which later pycls code adds (ResNet-50 at 224: 11.1 M as in the paper, there 11.3 M)."""
+    """Elements in the outputs of convolutions and matrix products, attention scores included.
+
+    They follow run time on memory-bound accelerators better than operations do (Radosavovic et al., Designing
+    Network Design Spaces, 2020; Dollar et al., Fast and Accurate Model Scaling, 2021). Norms, softmax and
+    pools do not count; pycls' code adds the max-pool (ResNet-50 at 224: 11.3 M there, 11.1 M here).
+    """
 
 
 class _ActivationCounter(TorchDispatchMode):
-    """Adds up the output elements of the operators that have a FLOP formula: convolutions and matrix products."""
+    """Adds up the output elements of operators with a FLOP formula: convolutions and matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +52,8 @@ def complexity(
     """Count on the meta device: nothing is computed, no memory is taken, no random number is drawn.
 
     Args:
-        model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model itself is
-            left as it is, whatever its device and mode; evaluation is what is counted.
+        model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model
+            itself is left as it is, whatever its device and mode; evaluation is what is counted.
         image_size: side of the square image in pixels.
         in_channels: channels of the image.
     """

@@ -1,8 +1,8 @@
 """Checkpoints of timm and torchvision in our names, and ours in theirs.
 
-A conversion is a table of entries (their name, our names, how the tensor differs), made for the depth found in the
-state and read from left to right or back, so that each pair of functions are inverses by construction. Tensors are
-renamed, reshaped, cut or joined, never computed with; they may share memory with the input.
+A conversion is a table of entries (their name, our names, how the tensor differs), made for the depth found
+in the state and read from left to right or back, so that each pair of functions are inverses by construction.
+Tensors are renamed, reshaped, cut or joined, never computed with; they may share memory with the input.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def from_timm_vit(state: State) -> dict[str, Tensor]:
     """timm's `VisionTransformer` (1.0) with a class token and `global_pool="token"`, or without and `"avg"`.
 
     Raises:
-        UserError: missing or unexpected keys, each named: no head, layer scale, registers, or a pooled model that norms
-            before the mean (`fc_norm=False`).
+        UserError: missing or unexpected keys, each named: no head, layer scale, registers, or a pooled model
+            that norms before the mean (`fc_norm=False`).
     """
-    table = _timm_vit(_depth(state, "blocks."), class_token="cls_token" in state)
+    table = _timm_vit(_depth(state, "blocks."), class_token="fc_norm.weight" not in state)
     return _to_ours(state, table, "timm vision transformer")
 
 
@@ -49,7 +49,7 @@ def to_timm_vit(state: State) -> dict[str, Tensor]:
 
 
 def from_torchvision_vit(state: State) -> dict[str, Tensor]:
-    """torchvision's `VisionTransformer` (vit_b_16 and its sisters), the state of a model built by 0.13 or later.
+    """torchvision's `VisionTransformer` (vit_b_16 and its sisters), as a model has it from 0.13 on.
 
     Raises:
         UserError: missing or unexpected keys, each named.
@@ -169,7 +169,8 @@ def _to_ours(state: State, table: list[_Entry], what: str) -> dict[str, Tensor]:
         wrong_front = any(size != 1 for size in tensor.shape[: entry.leading])
         if wrong_front or tensor.shape[:1].numel() % len(entry.ours):
             raise UserError(f"weights: {entry.theirs} of shape {tuple(tensor.shape)} is not from a {what}")
-        for name, part in zip(entry.ours, tensor.chunk(len(entry.ours)), strict=True):
+        parts = tensor.chunk(len(entry.ours)) if len(entry.ours) > 1 else (tensor,)
+        for name, part in zip(entry.ours, parts, strict=True):
             ours[name] = part.reshape(part.shape[entry.leading :])
     return ours
 

@@ -1,12 +1,12 @@
 """The parts that vision transformers are made of, and drop-path, which residual networks use too.
 
 Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Tokens are batch-first
-(B, N, D). Only `Attention` (cutting heads), `DropPath` (which dimension holds the samples), `PatchStem` and the
-model's pooling know that order: norms and MLPs act on the last dimension alone, and tokens and positions are
-stored without a batch dimension.
+(B, N, D). Only `Attention` (cutting heads), `DropPath` (which dimension holds the samples), `PatchStem` and
+the model's pooling know that order: norms and MLPs act on the last dimension alone, and tokens and positions
+are stored without a batch dimension.
 
-Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a model
-built on the meta device can be made real with `to_empty` and initialised in place.
+Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a
+model built on the meta device can be made real with `to_empty` and initialised in place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pycls_fast.models.init import lecun_normal_
 class DropPath(nn.Module):
     """Stochastic depth: in training, zeroes a residual branch for a random part of the samples.
 
-    Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep Networks
-    with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead of at test
-    time). Draws from the default generator of the input's device. Identity in evaluation and at rate 0.
+    Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep
+    Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
+    of at test time). Draws from the default generator of the input's device. Identity in evaluation and at
+    rate 0.
 
     Args:
         rate: probability that a sample's branch is dropped, in [0, 1).
@@ -58,8 +59,8 @@ class DropPath(nn.Module):
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """One rate per block, rising linearly from 0 in the first to `rate` in the last.
 
-    The linear decay rule of Huang et al. 2016 (section 4), started at 0 as in DeiT (Touvron et al., 2021). A single
-    block gets 0.
+    The linear decay rule of Huang et al. 2016 (section 3), started at 0 as in timm's models. A single block
+    gets 0.
     """
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
@@ -156,15 +157,17 @@ class SinCos2dPositions(nn.Module):
         self.value.copy_(grid)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        # Not cast: under autocast the sum is float32, as with learned positions, and the residual stream stays so.
+        # Not cast: under autocast the sum is float32, as with learned positions, and the residual stream
+        # stays so.
         return features_BND + self.value
 
 
 def sincos2d(rows: int, columns: int, width: int) -> Tensor:
     """Positions (rows * columns, width), float64 on the CPU: [sin x, cos x, sin y, cos y], a quarter each.
 
-    Frequencies fall geometrically from 1 to 1/10000 inclusive. `posemb_sincos_2d` of big_vision (Beyer et al.,
-    Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) but for that inclusive end.
+    Frequencies fall geometrically from 1 to 1/10000 inclusive. `posemb_sincos_2d` of big_vision (Beyer et
+    al., Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) but for that
+    inclusive end.
     """
 
     def count(n: int) -> Tensor:
@@ -179,8 +182,8 @@ def sincos2d(rows: int, columns: int, width: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with biases (Vaswani et al. 2017, section 3.2.2).
 
-    Queries, keys and values have their own matrices: this is the layout of checkpoints, and what initialisation
-    and tensor parallelism want. A module that multiplies them in one go can keep that layout.
+    Queries, keys and values have their own matrices: this is the layout of checkpoints, and what
+    initialisation and tensor parallelism want. A module that multiplies them in one go can keep that layout.
 
     Args:
         width: D, a multiple of heads.
@@ -205,8 +208,8 @@ class Attention(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def reset_parameters(self) -> None:
-        # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as torch's
-        # MultiheadAttention does it, would make queries, keys and values smaller by sqrt(2).
+        # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as
+        # torch's MultiheadAttention does it, would make queries, keys and values smaller by sqrt(2).
         for linear in (self.query, self.key, self.value, self.projection):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)

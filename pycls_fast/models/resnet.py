@@ -94,8 +94,9 @@ class BasicBlock(ResidualBlock):
 class Bottleneck(ResidualBlock):
     """1x1, 3x3, 1x1 (figure 5 of the paper, right), the stride in the 3x3 instead of the first 1x1.
 
-    That is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber, Training and
-    investigating residual nets, 2016): a stride in a 1x1 throws three quarters of its input away.
+    That is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber,
+    Training and investigating residual nets, 2016): a stride in a 1x1 throws three quarters of its input
+    away.
     """
 
     expansion = 4
@@ -132,8 +133,9 @@ class ConvStem(nn.Module):
 
     Args:
         in_channels: C of the images.
-        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side is left). "small", for
-            images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section 4.2, 64 wide).
+        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side is left).
+            "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
+            4.2, 64 wide).
 
     Raises:
         UserError: an unknown kind.
@@ -160,9 +162,10 @@ class ResNet(nn.Module):
         num_classes: K.
         in_channels: C of the images.
         stem: "imagenet", or "small" for images up to 64 pixels; see `ConvStem`.
-        zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its shortcut
-            (Goyal et al. 2017, section 5.1).
-        drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less, linearly.
+        zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
+            shortcut (Goyal et al. 2017, section 5.1).
+        drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
+            linearly.
 
     Raises:
         UserError: a depth or stem that does not exist.
@@ -206,8 +209,9 @@ class ResNet(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Set every parameter and buffer: convolutions normal with variance 2 / fan_out (He et al., Delving Deep into
-        Rectifiers, 2015, section 2.2, backward case), norms at identity, head N(0, 0.01) (Goyal et al. 2017).
+        """Set every parameter and buffer: convolutions normal with variance 2 / fan_out (He et al., Delving
+        Deep into Rectifiers, 2015, section 2.2, backward case), norms at identity, head N(0, 0.01) (Goyal et
+        al. 2017).
 
         Draws from the default generator of the parameters' device, as `VisionTransformer.initialise` does.
         """
@@ -232,7 +236,8 @@ class ResNet(nn.Module):
         ]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, H, W), any size that leaves a pixel after the strides, any memory format -> logits_BK."""
+        """Images (B, C, H, W), any size that leaves a pixel after the strides, any memory format ->
+        logits_BK."""
         maps_BCHW = self.stem(images_BCHW)
         for stage in self.stages:
             maps_BCHW = stage(maps_BCHW)

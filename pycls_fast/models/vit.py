@@ -70,11 +70,13 @@ class VisionTransformer(nn.Module):
         mlp_width: width between the MLP's two layers.
         num_classes: K.
         in_channels: C.
-        classifier: what the head sees. "token": a class token, after the final norm. "pooled": no class token; the
-            mean over the patch tokens, then the norm, as timm's `global_pool="avg"` does (its `fc_norm`; the released
-            JAX code and pycls norm before the mean, which is another function with the same parameters).
+        classifier: what the head sees. "token": a class token, after the final norm. "pooled": no class
+            token; the mean over the patch tokens, then the norm, as timm's `global_pool="avg"` does (its
+            `fc_norm`; the released JAX code and pycls norm before the mean, which is another function with
+            the same parameters).
         positions: "learned", or fixed "sincos2d"; see `layers`.
-        drop_path: probability that the last block's branches are dropped for a sample; earlier blocks less, linearly.
+        drop_path: probability that the last block's branches are dropped for a sample; earlier blocks less,
+            linearly.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
         attention: kernel that computes the attention; all of them do the same mathematics.
 
@@ -114,8 +116,9 @@ class VisionTransformer(nn.Module):
         has_token = classifier == "token"
         side = image_size // patch_size
 
-        # Built without memory and filled once, by `initialise`: torch's own layers would draw values first that
-        # are thrown away, and a model built on the meta device would then not get the values of a direct build.
+        # Built without memory and filled once, by `initialise`: torch's own layers would draw values first
+        # that are thrown away, and a model built on the meta device would then not get the values of a direct
+        # build.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.stem = PatchStem(in_channels, patch_size, width)
@@ -135,12 +138,14 @@ class VisionTransformer(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Set every parameter and buffer as the paper's released code does (google-research/vision_transformer,
-        `models_vit.py`): xavier-uniform matrices with zero biases in attention and N(0, 1e-6) biases in MLPs, LeCun
-        normal patches, positions N(0, 0.02), class token and head zero.
+        """Set every parameter and buffer as the paper's released code does.
 
-        Draws from the default generator of the parameters' device: the same seed gives the same values, on a model
-        just built as on one that was built on the meta device and given memory with `to_empty`.
+        That is google-research/vision_transformer, `models_vit.py`: xavier-uniform matrices, with zero biases
+        in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches; positions N(0, 0.02); class token
+        and head zero.
+
+        Draws from the default generator of the parameters' device: the same seed gives the same values, on a
+        model just built as on one that was built on the meta device and given memory with `to_empty`.
         """
         self.stem.reset_parameters()
         if self.class_token is not None:

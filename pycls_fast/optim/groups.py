@@ -31,11 +31,12 @@ def parameter_groups(
         decay_embeddings: decay parameters of the `embeddings` modules (class token, positions).
         embeddings: module types that count as embeddings.
     """
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for kind, parameter in _kinds(model, tuple(embeddings)):
         wanted = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}[kind]
         (decayed if wanted else kept).append(parameter)
-    groups = [
+    groups: list[Group] = [
         {"name": "decayed", "params": decayed, "weight_decay": weight_decay},
         {"name": "not decayed", "params": kept, "weight_decay": 0.0},
     ]

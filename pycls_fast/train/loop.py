@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -255,9 +254,7 @@ class Loop:
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
             return
-        intervals = self.clock.intervals
-        seconds = statistics.median(s for s, _ in intervals) if intervals else math.nan
-        rate = statistics.median(r for _, r in intervals) if intervals else math.nan
+        seconds, rate = self.clock.medians()
         values = summary(run, self._evaluations(), rate, seconds, memory)
         run.folder.write_json("summary.json", values)
         draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import resource
+import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -50,9 +53,8 @@ class Clock:
     waited: float = 0.0
     images: int = 0
     steps: int = 0
-    # (seconds a step, images a second) of every interval but the first, which warms up.
+    # (seconds a step, images a second) of every interval.
     intervals: list[tuple[float, float]] = field(default_factory=list)
-    warm: bool = False
 
     def start(self) -> None:
         """Begin an interval now."""
@@ -69,9 +71,7 @@ class Clock:
         """Rates of the interval; call it when the device is done."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
-        if self.warm:
-            self.intervals.append((step_seconds, rate))
-        self.warm = True
+        self.intervals.append((step_seconds, rate))
         return {
             "images_per_second": rate,
             "step_seconds": step_seconds,
@@ -79,11 +79,18 @@ class Clock:
         }
 
 
+    def medians(self) -> tuple[float, float]:
+        """Median (seconds a step, images a second); the first interval warms up and counts only if it is the only one."""
+        intervals = self.intervals[1:] or self.intervals
+        if not intervals:
+            return math.nan, math.nan
+        seconds, rates = zip(*intervals, strict=True)
+        return statistics.median(seconds), statistics.median(rates)
+
+
 def memory_peak_bytes(device: torch.device) -> int:
     """Largest memory so far: allocated on the CUDA device, or resident in this process (without its workers)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     # Linux counts in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

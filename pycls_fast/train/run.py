@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
@@ -22,6 +22,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, human
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
 from pycls_fast.train.step import Step
+from pycls_fast.train.weights import load_weights
 
 # What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
 _SAME_ON_RESUME = ("seed", "model", "data.global_batch_size", "data.image_size", "optim.name", "optim.ema_decay")
@@ -182,24 +183,10 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
             f"{len(sources['train'])} images; use a smaller one"
         )
     network = build.model(config, build.num_classes(config, sources["train"]), switches)
-    load_weights(config, network)
+    if config.weights is not None:
+        load_weights(network, Path(config.weights), classes=sources["train"].classes)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    step = Step(
-        forward=wrap_model(network, world),
-        parameters=[p for p in network.parameters() if p.requires_grad],
-        prepare=build.prepare(config, world.device),
-        mixer=build.mixer(config),
-        loss=build.loss(config),
-        autocast=build.autocast(config, world.device),
-        scaler=build.loss_scaler(config, world.device),
-        optimizer=build.optimizer(config, network, switches),
-        schedule=build.schedule(config, steps_per_epoch),
-        clip_norm=config.optim.clip_norm,
-        clip_foreach=switches[SwitchName.CLIP] == "foreach",
-        ema=build.ema(config, network, switches),
-        seed=config.seed,
-        rank=world.rank,
-    )
+    step = make_step(config, network, world, switches, steps_per_epoch)
     whole = config.schedule.epochs * steps_per_epoch
     run = Run(
         config=config,
@@ -225,46 +212,26 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     return run
 
 
-def load_weights(config: RunConfig, network: nn.Module) -> None:
-    """Start from the weights of a checkpoint or a run folder, where `weights` names one.
-
-    Raises:
-        UserError: no such file, or weights that do not fit the model.
-    """
-    if config.weights is None:
-        return
-    path = find_checkpoint(Path(config.weights).expanduser())
-    state = checkpoint.load(path)
-    weights: dict[str, Tensor] = state["ema"] or state["model"]
-    own = network.state_dict()
-    wrong = [name for name in own.keys() | weights.keys() if _shape(own, name) != _shape(weights, name)]
-    if wrong:
-        name = min(wrong)
-        raise UserError(
-            f"weights: {path} does not fit the model: {len(wrong)} tensors differ, the first is {name} with shape "
-            f"{_shape(weights, name)} there and {_shape(own, name)} here"
-        )
-    network.load_state_dict(weights)
-
-
-def find_checkpoint(path: Path, choice: str = "best") -> Path:
-    """The checkpoint file that a path means: itself, or the best (else the newest) of a run folder.
-
-    Raises:
-        UserError: there is none.
-    """
-    if path.is_file():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if choice == "best" and (folder / "best.pt").is_file():
-        return folder / "best.pt"
-    for newest in checkpoint.checkpoints(folder):
-        return newest
-    raise UserError(f"weights: {path} is no checkpoint and no run folder with one; give a step_*.pt file or a run folder")
-
-
-def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(state[name].shape) if name in state else None
+def make_step(
+    config: RunConfig, network: nn.Module, world: World, switches: build.Switches, steps_per_epoch: int
+) -> Step:
+    """The training step around a network that is on its device."""
+    return Step(
+        forward=wrap_model(network, world),
+        parameters=[p for p in network.parameters() if p.requires_grad],
+        prepare=build.prepare(config, world.device),
+        mixer=build.mixer(config),
+        loss=build.loss(config),
+        autocast=build.autocast(config, world.device),
+        scaler=build.loss_scaler(config, world.device),
+        optimizer=build.optimizer(config, network, switches),
+        schedule=build.schedule(config, steps_per_epoch),
+        clip_norm=config.optim.clip_norm,
+        clip_foreach=switches[SwitchName.CLIP] == "foreach",
+        ema=build.ema(config, network, switches),
+        seed=config.seed,
+        rank=world.rank,
+    )
 
 
 def _run_dir(config: RunConfig, world: World) -> Path:

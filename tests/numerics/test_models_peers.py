@@ -1,6 +1,7 @@
 """Our models compute what timm's and torchvision's do: float64, random values in every tensor, 1e-9 relative.
 
-Weights go through `pycls_fast.models.foreign`, gradients too, so that a wrong name or cut shows as a wrong number.
+Weights go through `pycls_fast.models.foreign`, gradients too, so that a wrong name or cut shows as a wrong
+number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, VisionTransformer, foreign
+from pycls_fast.models import ResNet, SinCos2dPositions, VisionTransformer, foreign
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 Convert = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -27,7 +28,8 @@ def vit(size: str, **kwargs: Any) -> VisionTransformer:
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its start."""
+    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
+    start."""
     torch.manual_seed(0)
     for name, tensor in model.double().state_dict().items():
         if name.endswith("num_batches_tracked"):
@@ -54,7 +56,9 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, convert: Convert) 
     def gradients(model: nn.Module) -> dict[str, Tensor]:
         # Where there are statistics, they stand in for themselves: the conversion wants every name.
         state = model.state_dict(keep_vars=True)
-        return {key: tensor if tensor.grad is None else tensor.grad for key, tensor in state.items()}
+        return {
+            key: (tensor if tensor.grad is None else tensor.grad).double() for key, tensor in state.items()
+        }
 
     expected, found = convert(gradients(theirs)), gradients(ours)
     scale = max(grad.norm().item() for grad in expected.values())
@@ -103,6 +107,7 @@ def test_timm_vit_gradients_in_training_mode(
 def test_fixed_positions_equal_learned_ones_of_the_same_values() -> None:
     """Also with timm: its learned positions set to ours, the class token's to zero."""
     fixed = vit("tiny", image_size=64, positions="sincos2d").double()
+    assert isinstance(fixed.positions, SinCos2dPositions)
     fixed.positions.reset_parameters()  # in float64
     theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64)).eval()
     theirs.pos_embed.data.copy_(fixed.positions.value)
@@ -123,7 +128,7 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
     ):
         with torch.device("meta"):
             state = timm.create_model(name, **kwargs).state_dict()
-        with pytest.raises(foreign.UserError, match="weights: (missing|unexpected)"):
+        with pytest.raises(foreign.UserError, match=r"weights: (missing|unexpected)"):
             foreign.from_timm_vit(state)
 
 

@@ -41,7 +41,9 @@ def gray(values_HW: np.ndarray) -> np.ndarray:
     return np.repeat(values_HW[:, :, None], 3, axis=2)
 
 
-def png(width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+def png(
+    width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *chunks: tuple[bytes, bytes]
+) -> bytes:
     """A PNG from raw rows (each with its filter byte), for what Pillow cannot write."""
     header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, 0)
     parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
@@ -268,7 +270,14 @@ def test_large_images_do_not_warn() -> None:
 def test_random_damage_never_escapes() -> None:
     """Whatever Pillow raises on flipped bytes becomes a DamagedImage (or the image still decodes)."""
     generator = np.random.default_rng(0)
-    formats = [("JPEG", {}), ("PNG", {}), ("GIF", {}), ("BMP", {}), ("WEBP", {}), ("TIFF", {"compression": "tiff_lzw"})]
+    formats = [
+        ("JPEG", {}),
+        ("PNG", {}),
+        ("GIF", {}),
+        ("BMP", {}),
+        ("WEBP", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+    ]
     for file_format, options in formats:
         intact = np.frombuffer(encode(Image.fromarray(random_image(3)), file_format, **options), np.uint8)
         for _ in range(40):

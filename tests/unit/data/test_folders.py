@@ -6,14 +6,16 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from conftest import WriteTree
 
 from pycls_fast.data import FolderSource, Source, open_folder
 from pycls_fast.data.folders import EXTENSIONS, scan_classes
 from pycls_fast.errors import UserError
+
+WriteTree = Callable[[Path, Mapping[str, int]], Path]
 
 
 def names(source: Source) -> list[str]:
@@ -34,7 +36,13 @@ def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val
     sources = open_plain(tmp_path)
     assert set(sources) == {"train", "val"}
     assert sources["train"].classes == sources["val"].classes == ("a", "b")
-    assert below(sources["train"], tmp_path / "train") == ["a/0.png", "a/1.png", "b/0.png", "b/1.png", "b/2.png"]
+    assert below(sources["train"], tmp_path / "train") == [
+        "a/0.png",
+        "a/1.png",
+        "b/0.png",
+        "b/1.png",
+        "b/2.png",
+    ]
     assert below(sources["val"], tmp_path / val_name) == ["a/0.png", "b/0.png", "b/1.png"]
     for source in sources.values():
         for index, name in enumerate(names(source)):
@@ -87,7 +95,9 @@ def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTr
 
 
 @pytest.mark.parametrize("val_fraction", [0.001, 0.999])
-def test_each_side_of_a_split_has_every_class(tmp_path: Path, write_tree: WriteTree, val_fraction: float) -> None:
+def test_each_side_of_a_split_has_every_class(
+    tmp_path: Path, write_tree: WriteTree, val_fraction: float
+) -> None:
     write_tree(tmp_path, {"a": 2, "b": 5})
     for source in open_plain(tmp_path, val_fraction).values():
         assert {source.read(index)[1] for index in range(len(source))} == {0, 1}

@@ -10,7 +10,8 @@ from torch import nn
 
 
 def fill_random(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its start."""
+    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
+    start."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_the_name_picks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fused = F.scaled_dot_product_attention
 
-    def spy(*args: Tensor) -> Tensor:
+    def spy(*args: Any) -> Tensor:
         calls.append(args)
         return fused(*args)
 
@@ -77,7 +78,7 @@ def test_reference_stays_finite_in_float16_where_unscaled_scores_overflow() -> N
 
 def test_heads_attend_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
     """Changing the query weights of one head changes that head's slice of the merged output alone."""
-    module = randomise(Attention(12, 3).double())
+    module: Any = randomise(Attention(12, 3).double())
     module.projection = nn.Identity()
     features = draw(2, 5, 12, seed=3)
     before = module(features)

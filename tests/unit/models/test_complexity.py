@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.models import Complexity, ResNet, VisionTransformer, complexity
 
-# Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021, table 1 (Ti, S).
+# Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
+# table 1 (Ti, S).
 SIZES = {
     "Ti": (192, 12, 3, 768),
     "S": (384, 12, 6, 1536),
@@ -107,7 +108,8 @@ def test_timm_publishes_the_same_for_vit(
 def test_pycls_publishes_the_same_for_resnet(
     depth: Any, activations: int, flops: int, parameters: int
 ) -> None:
-    """But for what its definitions add: the output of the max-pool, and one operation for each bias of the head."""
+    """But for what its definitions add: the output of the max-pool, and one operation for each bias of the
+    head."""
     found = complexity(partial(ResNet, depth=depth, num_classes=1000), image_size=224)
     assert found.activations == activations - 64 * 56 * 56
     assert found.forward_flops == 2 * (flops - 1000)
@@ -129,14 +131,14 @@ class _Devices(TorchDispatchMode):
 
 @pytest.mark.parametrize("form", ["model", "function"])
 def test_nothing_is_made_outside_the_meta_device_and_the_model_stays_as_it_is(form: str) -> None:
-    model: nn.Module = vit("Ti", image_size=32, drop_path=0.5).train()
+    model = vit("Ti", image_size=32, drop_path=0.5).train()
     model.head.eval()
     before = {key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()}
     modes = [module.training for module in model.modules()]
     random_state = torch.get_rng_state()
     with _Devices() as devices:
-        source = model if form == "model" else partial(vit, "Ti", image_size=32, drop_path=0.5)
-        found = complexity(source, image_size=32)
+        build = partial(vit, "Ti", image_size=32, drop_path=0.5)
+        found = complexity(model if form == "model" else build, image_size=32)
     assert devices.seen == {"meta"}
     assert {
         key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()

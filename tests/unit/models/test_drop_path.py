@@ -1,9 +1,11 @@
-"""Drop-path: what it drops, how often, what it does to expectations and gradients, and where models have it."""
+"""Drop-path: what it drops, how often, what it does to expectations and gradients, and where models have
+it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +81,17 @@ def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
         image_size=8, patch_size=4, width=8, depth=5, heads=2, mlp_width=8, num_classes=2, drop_path=0.4
     )
     resnet = ResNet(depth=18, num_classes=2, drop_path=0.7)
-    for model, expected in ((vit, [0, 0.1, 0.2, 0.3, 0.4]), (resnet, [0.1 * i for i in range(8)])):
+    models: tuple[tuple[Any, list[float]], ...] = (
+        (vit, [0, 0.1, 0.2, 0.3, 0.4]),
+        (resnet, [0.1 * i for i in range(8)]),
+    )
+    for model, expected in models:
         assert [block.drop_path.rate for _, block in model.units()] == pytest.approx(expected)
 
 
 def test_vit_block_drops_attention_and_mlp_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
     """With rate 1/2 a sample's output is one of four: each branch dropped, or doubled; all four occur."""
-    block = randomise(Block(8, 2, 16, drop_path=0.5).double())
+    block: Any = randomise(Block(8, 2, 16, drop_path=0.5).double())
     features = torch.randn(1, 3, 8, dtype=torch.float64)
     torch.manual_seed(0)
     outs = block(features.expand(64, -1, -1))
@@ -103,7 +109,7 @@ def test_vit_block_drops_attention_and_mlp_apart(randomise: Callable[[nn.Module]
 def test_resnet_block_drops_its_branch(
     kind: type[BasicBlock] | type[Bottleneck], stride: int, randomise: Callable[[nn.Module], nn.Module]
 ) -> None:
-    block = randomise(kind(4 * kind.expansion, 4, stride, 0.5).double())
+    block: Any = randomise(kind(4 * kind.expansion, 4, stride, 0.5).double())
     for module in block.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()

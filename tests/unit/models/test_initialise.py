@@ -1,4 +1,5 @@
-"""Starting values: their distributions, that none is left out, and that the way a model is built does not matter."""
+"""Starting values: their distributions, that none is left out, and that the way a model is built does not
+matter."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def assert_uniform(tensor: Tensor, bound: float) -> None:
 
 def assert_zero(*tensors: Tensor | None) -> None:
     for tensor in tensors:
-        assert tensor is not None and not tensor.any()
+        assert tensor is not None
+        assert not tensor.any()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,7 +130,8 @@ def test_resnet_values(depth: int, zero_init: bool) -> None:
             assert module.weight.abs().max() > 3.2 * math.sqrt(2 / fan_out)  # a normal, not a uniform
         elif isinstance(module, nn.BatchNorm2d):
             assert_zero(module.bias, module.running_mean, module.num_batches_tracked)
-            assert module.running_var is not None and (module.running_var == 1).all()
+            assert module.running_var is not None
+            assert (module.running_var == 1).all()
             is_zero = zero_init and id(module) in last_norms
             zero_gammas += is_zero
             assert (module.weight == (0 if is_zero else 1)).all()

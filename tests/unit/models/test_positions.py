@@ -12,8 +12,8 @@ from pycls_fast.models.layers import ClassToken, LearnedPositions, PatchStem, Si
 
 
 def expected_position(row: int, column: int, width: int) -> list[float]:
-    """`posemb_sincos_2d` of big_vision (github.com/google-research/big_vision, models/vit.py), one number at a time:
-    angle = position / 10000^(i / (width / 4 - 1)); first sin x, then cos x, sin y, cos y."""
+    """`posemb_sincos_2d` of big_vision (github.com/google-research/big_vision, models/vit.py), one number at
+    a time: angle = position / 10000^(i / (width / 4 - 1)); first sin x, then cos x, sin y, cos y."""
     quarter = width // 4
     angles = [
         [position / 10_000 ** (i / (quarter - 1)) for i in range(quarter)] for position in (column, row)
@@ -65,7 +65,8 @@ def test_each_owns_one_tensor_called_value() -> None:
 def test_patch_stem_projects_squares_in_row_major_order() -> None:
     """Against squares cut out by hand: forward, and the gradient of a weight and of a pixel."""
     stem = PatchStem(2, 3, 5).double()
-    stem.projection.bias.data.normal_()  # type: ignore[union-attr]
+    assert stem.projection.bias is not None
+    stem.projection.bias.data.normal_()
     images = torch.randn(2, 2, 6, 9, dtype=torch.float64, requires_grad=True)
     weight = stem.projection.weight
     tokens = []

@@ -1,0 +1,97 @@
+"""Errors of Hydra, OmegaConf and YAML as one line each, with what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from pycls_fast.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# What composing raises when a file or an override is wrong.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError)
+
+# Beginnings of Hydra's messages, and what to say instead; groups of the pattern fill the places.
+_REWORDED = (
+    (r"Could not append to config\. An item is already at '(.*)'", "{0}: is set already; write {0}=VALUE, without the +"),
+    (r"Multiple values for (\S+?)\. ", "{0}: chosen twice; write {0}=NAME without a +, or 'override {0}: NAME' in a file's defaults"),
+    (r"Could not delete from config\. '(.*)' does not exist", "~{0}: there is no {0} to delete"),
+    (r"Could not delete from config\. The value of '(.*)' is (\S+) and not", "~{0}: write ~{0} alone; its value is {1}"),
+    (r"Could not delete\. No match for '(.*)' in the defaults list", "~{0}: no file of configs/{0}/ is chosen"),
+    (r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'", "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another"),
+    (r"Could not override '(.*)'", "{0}: unknown key; Hydra has no such setting"),
+)
+
+
+def explain(error: Exception, folders: Sequence[Path]) -> UserError:
+    """The line for an error of `COMPOSE_ERRORS`; `folders` are searched for the nearest name that exists."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+        if text.startswith("Cannot find primary config"):
+            return no_such_experiment(str(error.missing_cfg_file), folders)
+        named_in = re.match(r"In '(.*?)'", text)
+        if not group and named_in:
+            return UserError(f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {named_in[1]})")
+        return no_such_file(group, name, folders)
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override.removeprefix("++"), folders)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is no YAML: {error.problem}")
+    for pattern, wording in _REWORDED:
+        found = re.match(pattern, text)
+        if found:
+            return UserError(wording.format(*found.groups()))
+    return UserError(first_line(error))
+
+
+def no_such_experiment(name: str, folders: Sequence[Path]) -> UserError:
+    """`--config-name` names nothing."""
+    return UserError(f"--config-name {name or chr(34) * 2}: no such experiment{_near(Path(name).stem, '', folders)}")
+
+
+def no_such_file(group: str, name: str, folders: Sequence[Path]) -> UserError:
+    """`group=name` names nothing."""
+    return UserError(f"{group}={name}: no such file in configs/{group}{_near(name, group, folders)}")
+
+
+def unreadable(override: str, folders: Sequence[Path]) -> UserError:
+    """An argument that is no `key=value`."""
+    if override in _available("", folders):
+        return UserError(f"cannot read '{override}' on the command line; did you mean --config-name {override}?")
+    return UserError(f"cannot read '{override}' on the command line; write key=value, quoting lists and spaces")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the lines after it."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    inner = re.match(r"\w+ raised while resolving interpolation: (.*)", message)
+    return inner[1].strip("\"'") if inner else message
+
+
+def shown_path(file: Path) -> str:
+    """A file of ours as `configs/...`, any other as it is."""
+    try:
+        return str(Path("configs") / file.resolve().relative_to(CONFIGS))
+    except ValueError:
+        return str(file)
+
+
+def _available(group: str, folders: Sequence[Path]) -> list[str]:
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def _near(name: str, group: str, folders: Sequence[Path]) -> str:
+    available = _available(group, folders)
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there is {', '.join(available)}" if available else ""

@@ -1,0 +1,84 @@
+"""Several configurations from one command line: the experiment, and it with a few more overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+from pycls_fast.config.compose import Composed, as_hydra_overrides, check
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.errors import UserError
+
+
+def variant(overrides: Sequence[str], *, options: type[Section], needs_data: bool = True) -> RunConfig:
+    """This process's command line with more overrides behind it; only inside `command_line`'s tool.
+
+    Args:
+        overrides: `key=value` and `group=name`, as on the command line.
+        options: the tool's own keys, which are no part of a configuration.
+        needs_data: as in `command_line`.
+
+    Raises:
+        UserError: one line per mistake.
+    """
+    settings = HydraConfig.get()
+    folders = [Path(source.path) for source in settings.runtime.config_sources if source.schema == "file"]
+    typed = [o for o in settings.overrides.task if _key(o) not in options.model_fields]
+    own = [o for o in overrides if _key(o) in options.model_fields]
+    if own:
+        raise UserError(f"{own[0]}: a key of the tool, the same for every variant")
+    try:
+        config = hydra.compose(
+            settings.job.config_name,
+            [*typed, *as_hydra_overrides(overrides, folders)],
+            return_hydra_config=True,
+        )
+    except COMPOSE_ERRORS as error:
+        raise explain(error, folders) from error
+    composed = Composed.from_hydra(config, config.hydra)
+    values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
+    return check(dataclasses.replace(composed, values=values), needs_data=needs_data)
+
+
+def quote_items(argument: str) -> str:
+    """`key=[a=1 b=2,c=3]` -> `key=["a=1 b=2","c=3"]`: Hydra reads an `=` within a value only in quotes."""
+    key, separator, value = argument.partition("=")
+    if not separator or not (value.startswith("[") and value.endswith("]")) or "=" not in value:
+        return argument
+    items = [item.strip() for item in _split(value[1:-1])]
+    return f"{key}=[{','.join(item if item[:1] in _QUOTES else _quoted(item) for item in items)}]"
+
+
+_QUOTES = ("'", '"')
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _quoted(item: str) -> str:
+    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that are in no bracket and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return parts

@@ -1,0 +1,142 @@
+"""Clocks: time between moments on the device, its peak memory, and the rate of a large matrix product."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pycls_fast.ledger.statistics import spread
+from pycls_fast.parallel import World
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Marks:
+    """Moments in the device's own order of work: CUDA events, which nobody waits for, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, after everything that was queued so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between each mark and the next; waits for the device."""
+        synchronize(self._device)
+        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+def timed(action: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` calls, one behind the other; on CUDA the host runs ahead."""
+    synchronize(device)
+    marks = Marks(device)
+    marks.mark()
+    for _ in range(steps):
+        action()
+        marks.mark()
+    return marks.seconds()
+
+
+@dataclass
+class DeviceMemory:
+    """CUDA memory of one variant among several in the process: what it holds, and the highest rise above it.
+
+    On the CPU nothing is known: the system keeps one peak for the whole process.
+    """
+
+    device: torch.device
+    held: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count what happens inside to the part."""
+        if self.device.type != "cuda":
+            yield
+            return
+        synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        synchronize(self.device)
+        rise = torch.cuda.max_memory_allocated(self.device) - before
+        self.peaks[part] = max(self.peaks.get(part, 0), self.held + rise)
+        self.held += torch.cuda.memory_allocated(self.device) - before
+
+
+@dataclass(frozen=True)
+class MatmulPeak:
+    """The rate of a square matrix product, a multiply-add counted as 2; over all ranks together."""
+
+    size: int
+    dtype: str
+    seconds: float
+    flops_per_second: float
+
+    def record(self) -> dict[str, Any]:
+        """The values as JSON has them."""
+        return {
+            "size": self.size,
+            "dtype": self.dtype,
+            "seconds_p50": self.seconds,
+            "flops_per_second": self.flops_per_second,
+        }
+
+
+# Large enough to reach the device's rate, small enough to take a moment.
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MATMUL_LEAST_SECONDS = 0.3
+_MATMUL_LEAST_PRODUCTS = 5
+
+
+def matmul_peak(dtype: torch.dtype, world: World, size: int | None = None) -> MatmulPeak:
+    """Median rate of `size x size` products of random matrices (zeros would draw less power and run faster).
+
+    Args:
+        dtype: of the matrices.
+        world: all ranks multiply at the same time, as they train at the same time.
+        size: None for 2048 on the CPU and 8192 on CUDA.
+    """
+    device = world.device
+    size = size or _MATMUL_SIZE[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    a_NN, b_NN = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    out_NN = torch.empty_like(a_NN)
+
+    def product() -> None:
+        torch.mm(a_NN, b_NN, out=out_NN)
+
+    world.barrier()
+    timed(product, 2, device)
+    seconds: list[float] = []
+    while len(seconds) < _MATMUL_LEAST_PRODUCTS or sum(seconds) < _MATMUL_LEAST_SECONDS:
+        seconds += timed(product, _MATMUL_LEAST_PRODUCTS, device)
+    medians = world.gather(spread(seconds).p50)
+    rate = sum(2 * size**3 / median for median in medians)
+    return MatmulPeak(size, str(dtype).removeprefix("torch."), max(medians), rate)
+
+
+def compute_dtype(autocast: Callable[[], AbstractContextManager[None]], device: torch.device) -> torch.dtype:
+    """What matrix products of float32 values are computed in."""
+    one_11 = torch.ones(1, 1, device=device)
+    with autocast():
+        return (one_11 @ one_11).dtype

@@ -1,0 +1,256 @@
+"""What can be timed: the training step, the inference forward pass, the input pipeline, training fed by it.
+
+Each part is stepped in turns of a few steps, so that several variants of a configuration can take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.data import Batch, Source, to_device
+from pycls_fast.ledger.clocks import Marks, synchronize, timed
+from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+
+PartName = Literal["train", "inference", "loader", "both"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A few steps in a row.
+
+    Attributes:
+        seconds: of each step.
+        total: of all of them, seconds.
+        waited: time that the host waited for batches, seconds.
+        first_batch: seconds from starting the input pipeline to its first batch on the device.
+    """
+
+    seconds: tuple[float, ...]
+    total: float
+    waited: float = 0.0
+    first_batch: float | None = None
+
+
+class Part(Protocol):
+    """Something that can be stepped and timed."""
+
+    name: PartName
+    images_per_step: int
+    """Over all ranks."""
+
+    def warm_up(self, steps: int) -> None:
+        """Steps that do not count."""
+
+    def turn(self, steps: int) -> Turn:
+        """Timed steps of this rank."""
+
+
+def slowest(turn: Turn, world: World) -> Turn:
+    """The turn as the run sees it: a step is over when the last rank is done."""
+    turns = world.gather(turn)
+    firsts = [t.first_batch for t in turns if t.first_batch is not None]
+    return Turn(
+        seconds=tuple(max(each) for each in zip(*(t.seconds for t in turns), strict=True)),
+        total=max(t.total for t in turns),
+        waited=max(t.waited for t in turns),
+        first_batch=max(firsts, default=None),
+    )
+
+
+class Trainer:
+    """The training step of `train_net.py` with a count of its steps, shared by the parts that train."""
+
+    def __init__(self, step: Step, world: World) -> None:
+        self.step = step
+        self.metrics = TrainMetrics(world.device)
+        self._done = 0
+
+    def __call__(self, microbatches: Sequence[Batch]) -> None:
+        """One step."""
+        self.step(self._done, microbatches, self.metrics)
+        self._done += 1
+
+
+class TrainPart:
+    """Training steps on one batch that is on the device already."""
+
+    name: PartName = "train"
+
+    def __init__(self, trainer: Trainer, microbatches: Sequence[Batch], world: World) -> None:
+        self.images_per_step = sum(len(batch) for batch in microbatches) * world.size
+        self._trainer = trainer
+        self._microbatches = microbatches
+        self._device = world.device
+
+    def warm_up(self, steps: int) -> None:
+        """Steps that do not count: kernels are chosen, the optimizer's state is made."""
+        for _ in range(steps):
+            self._trainer(self._microbatches)
+
+    def turn(self, steps: int) -> Turn:
+        """Timed steps."""
+        seconds = timed(lambda: self._trainer(self._microbatches), steps, self._device)
+        return Turn(tuple(seconds), sum(seconds))
+
+
+class InferencePart:
+    """The forward pass of evaluation, uint8 images to logits, on one batch that is on the device already."""
+
+    name: PartName = "inference"
+
+    def __init__(self, network: nn.Module, step: Step, batch: Batch, world: World) -> None:
+        self.images_per_step = len(batch) * world.size
+        self._network = network
+        self._step = step
+        self._batch = batch
+        self._device = world.device
+
+    @torch.no_grad()
+    def forward(self) -> Tensor:
+        """`logits_BK`, as in `train/evaluation.py`."""
+        with self._step.autocast():
+            logits_BK: Tensor = self._network(self._step.prepare(self._batch))
+        return logits_BK
+
+    def warm_up(self, steps: int) -> None:
+        """Passes that do not count."""
+        self.turn(steps)
+
+    def turn(self, steps: int) -> Turn:
+        """Timed passes; the network goes back to training mode behind them."""
+        was_training = self._network.training
+        self._network.eval()
+        try:
+            seconds = timed(self.forward, steps, self._device)
+        finally:
+            self._network.train(was_training)
+        return Turn(tuple(seconds), sum(seconds))
+
+
+class StepRange:
+    """Hands out steps of the training order: no turn reads images that another left in the page cache."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, count: int) -> int:
+        """The first of `count` steps that nobody had before."""
+        first = self._next
+        self._next += count
+        return first
+
+
+class LoaderPart:
+    """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
+
+    Every turn starts the workers anew: two loaders alive at once would take each other's cores. Batches come in
+    bursts of as many as there are workers: a turn is a multiple of that long, and only its mean is used.
+    """
+
+    def __init__(
+        self, config: RunConfig, source: Source, switches: build.Switches, world: World, order: StepRange
+    ) -> None:
+        self.name: PartName = "loader"
+        self.images_per_step = config.data.global_batch_size
+        self._config = config
+        self._source = source
+        self._mode = switches[SwitchName.INPUT_COPY]
+        self._world = world
+        self._order = order
+        self._trainer: Trainer | None = None
+        self._warm_up_steps = 1
+
+    def feeding(self, trainer: Trainer) -> LoaderPart:
+        """Train on what is loaded."""
+        self.name = "both"
+        self._trainer = trainer
+        return self
+
+    def whole_bursts(self, steps: int) -> int:
+        """`steps`, made a multiple of the batches that arrive together."""
+        workers = max(1, self._config.data.num_workers)
+        return -(-max(steps, 1) // workers) * workers
+
+    def warm_up(self, steps: int) -> None:
+        """Only noted: each turn has its own warm-up behind the start of its workers."""
+        self._warm_up_steps = self.whole_bursts(steps)
+
+    def turn(self, steps: int) -> Turn:
+        """Start the workers, warm up, time, stop the workers."""
+        steps = self.whole_bursts(steps)
+        with closing(self._microbatches(self._warm_up_steps + steps)) as microbatches:
+            asked = time.perf_counter()
+            first = next(microbatches)
+            synchronize(self._world.device)
+            first_batch = time.perf_counter() - asked
+            self._use([first, *islice(microbatches, self._config.optim.accumulation_steps - 1)])
+            for _ in range(self._warm_up_steps - 1):
+                self._use(self._next(microbatches))
+            waited = 0.0
+            synchronize(self._world.device)
+            marks = Marks(self._world.device)
+            marks.mark()
+            for _ in range(steps):
+                asked = time.perf_counter()
+                batches = self._next(microbatches)
+                waited += time.perf_counter() - asked
+                self._use(batches)
+                marks.mark()
+            seconds = marks.seconds()
+        return Turn(tuple(seconds), sum(seconds), waited, first_batch)
+
+    def _microbatches(self, steps: int) -> Generator[Batch]:
+        start = self._order.take(steps)
+        loader = build.train_loader(
+            self._config, self._source, self._world, start_step=start, steps=start + steps
+        )
+        yield from to_device(loader, self._world.device, mode=self._mode)  # type: ignore[arg-type]  # a Literal
+
+    def _next(self, microbatches: Iterator[Batch]) -> list[Batch]:
+        return list(islice(microbatches, self._config.optim.accumulation_steps))
+
+    def _use(self, batches: Sequence[Batch]) -> None:
+        if self._trainer is not None:
+            self._trainer(batches)
+
+
+def synthetic_batch(
+    count: int, image_size: int, classes: int, *, erase_probability: float, seed: int, device: torch.device
+) -> Batch:
+    """Random images and labels on the device, with boxes to erase where training has them.
+
+    Args:
+        count: images.
+        image_size: side in pixels.
+        classes: labels are uniform in 0..classes-1.
+        erase_probability: of a box of a quarter of the image; 0 for a batch without boxes at all.
+        seed: of everything.
+        device: where the batch is put.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, image_size, image_size, 3)
+    erase_B4 = None
+    if erase_probability > 0:
+        side = image_size // 2
+        erase_B4 = torch.randint(0, image_size - side + 1, (count, 4), generator=generator)
+        erase_B4[:, 2:] = side
+        erase_B4 *= (torch.rand(count, 1, generator=generator) < erase_probability).long()
+    return Batch(
+        images_BHWC=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        labels_B=torch.randint(0, classes, (count,), generator=generator),
+        indices_B=torch.arange(count),
+        erase_B4=erase_B4,
+    ).to(device)

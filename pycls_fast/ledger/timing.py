@@ -1,0 +1,352 @@
+"""Timing one experiment, or several variants of it in turns: building, measuring, the record of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.config.command_line import DONE
+from pycls_fast.counter import counter_seed
+from pycls_fast.data import Source
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, compute_dtype, matmul_peak
+from pycls_fast.ledger.parts import (
+    InferencePart,
+    LoaderPart,
+    Part,
+    PartName,
+    StepRange,
+    Trainer,
+    TrainPart,
+    Turn,
+    slowest,
+    synthetic_batch,
+)
+from pycls_fast.ledger.records import comparison, part_record, write_record
+from pycls_fast.ledger.report import print_record
+from pycls_fast.models import Complexity, complexity
+from pycls_fast.parallel import World, prepare_model, start_world
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.display import Display
+from pycls_fast.train.metrics import memory_peak_bytes
+from pycls_fast.train.run import make_step
+from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
+
+Mode = Literal["model", "loader", "both", "all"]
+
+PARTS: Mapping[Mode, tuple[PartName, ...]] = {
+    "model": ("train", "inference"),
+    "loader": ("loader",),
+    "both": ("both",),
+    "all": ("train", "inference", "loader", "both"),
+}
+
+_EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
+
+
+@dataclass
+class Variant:
+    """One configuration, built, with what was measured of it."""
+
+    name: str
+    config: RunConfig
+    switches: build.Switches
+    sources: dict[str, Source]
+    complexity: Complexity
+    classes: int
+    memory: DeviceMemory
+    matmul: MatmulPeak | None = None
+    trainer: Trainer | None = None
+    parts: dict[PartName, Part] = field(default_factory=dict)
+    turns: dict[PartName, list[Turn]] = field(default_factory=dict)
+    skipped_steps: int = 0
+    # Of the process behind the first part, on the CPU.
+    process_peak: int | None = None
+
+
+def time_variants(
+    variants: Sequence[tuple[str, RunConfig]],
+    *,
+    mode: Mode,
+    steps: int,
+    warmup_steps: int,
+    repeats: int,
+    matmul_size: int | None = None,
+    output: str | None = None,
+) -> int:
+    """Time configurations in turns, print a table, write JSON; returns the exit status.
+
+    Args:
+        variants: name and configuration; the others are compared with the first.
+        mode: which of the parts.
+        steps: timed steps of a turn.
+        warmup_steps: steps before the first turn (of every turn, where the input pipeline is part of it).
+        repeats: turns of each part and variant.
+        matmul_size: side of the matrices whose product sets the peak; None for the device's usual one.
+        output: the JSON file; None for one in the run folder where `run_dir` is set, else in `timings/`.
+
+    Raises:
+        UserError: what cannot be built, read, compared or written.
+    """
+    base = variants[0][1]
+    _check_comparable(variants)
+    with start_world(
+        device=base.runtime.device,
+        backend=base.parallel.backend,
+        timeout_seconds=base.parallel.timeout_seconds,
+        strategy=base.parallel.name,
+    ) as world:
+        file = _output_file(base, output, world)
+        display = Display(speaks=world.is_main, mode="plain")
+        order = StepRange()
+        built: list[Variant] = []
+        for name, config in variants:
+            built.append(_build(name, config, PARTS[mode], world, order, built, matmul_size))
+        for part in PARTS[mode]:
+            display.note(f"timing {part}: {repeats} turns of {steps} steps each, {len(built)} variant(s)")
+            _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats)
+        for variant in built:
+            if variant.skipped_steps:
+                display.warn(
+                    f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
+                    "where loss scaling skips them they are shorter than whole steps"
+                )
+        if not world.is_main:
+            return DONE
+        settings = {"mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats}
+        record = _record(built, settings, world)
+        write_record(file, record)
+        print_record(display, record)
+        display.note(f"written to {file}")
+        return DONE
+
+
+def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
+    base = variants[0][1]
+    problems = []
+    for name, config in variants:
+        if config.weights is not None:
+            problems.append("weights: timing does not depend on them; leave it out")
+        for key in ("runtime", "parallel"):
+            if getattr(config, key) != getattr(base, key):
+                problems.append(
+                    f"compare: '{name}' changes {key}, which the process shares; time it in a run of its own"
+                )
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
+def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
+    """Where the record goes; found to be writable before the time is spent."""
+    moment = time.strftime("%Y-%m-%d_%H-%M-%S")
+    if output is not None:
+        file = Path(output).expanduser()
+    elif config.run_dir is not None:
+        file = Path(config.run_dir).expanduser() / f"timing-{moment}.json"
+    else:
+        file = Path("timings") / f"{config.config_name}-{moment}.json"
+    problem = None
+    if world.is_main:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            probe = file.with_name(f".{file.name}.probe")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            problem = f"output: {file} cannot be written ({error.strerror}); give another path"
+        if file.is_dir():
+            problem = f"output: {file} is a folder; give the path of a JSON file"
+    problem = world.from_main(problem)
+    if problem is not None:
+        raise UserError(problem)
+    return file
+
+
+def _build(
+    name: str,
+    config: RunConfig,
+    parts: Sequence[PartName],
+    world: World,
+    order: StepRange,
+    others: Sequence[Variant],
+    matmul_size: int | None,
+) -> Variant:
+    if config.data.source == "folder" and config.data.root is None:
+        # Only where no image is read (the check of the configuration sees to that): the number of classes has
+        # to come from somewhere, and the record says from where.
+        config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
+    build.set_backend(config, world.device)
+    switches = build.switches(config, world.device)
+    microbatch = build.microbatch_size(config, world)
+    same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
+    sources = same_data[0] if same_data else build.sources(config, world)
+    train = sources["train"]
+    if {"loader", "both"} & set(parts) and len(train) < config.data.global_batch_size:
+        raise UserError(
+            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
+            f"{len(train)} images; use a smaller one"
+        )
+    classes = build.num_classes(config, train)
+    variant = Variant(
+        name=name,
+        config=config,
+        switches=switches,
+        sources=sources,
+        complexity=complexity(
+            lambda: build.model(config, classes, switches), image_size=config.data.image_size
+        ),
+        classes=classes,
+        memory=DeviceMemory(world.device),
+    )
+    if {"train", "inference", "both"} & set(parts):
+        dtype = compute_dtype(build.autocast(config, world.device), world.device)
+        peaks = [o.matmul for o in others if o.matmul is not None and f"torch.{o.matmul.dtype}" == str(dtype)]
+        # Before the model: libraries keep workspaces that would be counted as the first variant's memory.
+        variant.matmul = peaks[0] if peaks else matmul_peak(dtype, world, matmul_size)
+        with variant.memory.during("building"):
+            _build_model_parts(variant, parts, microbatch, world)
+    if "loader" in parts:
+        variant.parts["loader"] = LoaderPart(config, train, switches, world, order)
+    if "both" in parts:
+        assert variant.trainer is not None
+        variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
+    return variant
+
+
+def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
+    config, switches = variant.config, variant.switches
+    network = build.model(config, variant.classes, switches)
+    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
+    step = make_step(config, network, world, switches, steps_per_epoch)
+    variant.trainer = Trainer(step, world)
+    size = config.data.image_size
+    if "train" in parts:
+        batches = [
+            synthetic_batch(
+                microbatch,
+                size,
+                variant.classes,
+                erase_probability=config.augment.erase_probability,
+                seed=counter_seed(config.seed, _TRAINING_BATCH, position, world.rank),
+                device=world.device,
+            )
+            for position in range(config.optim.accumulation_steps)
+        ]
+        variant.parts["train"] = TrainPart(variant.trainer, batches, world)
+    if "inference" in parts:
+        batch = synthetic_batch(
+            config.data.eval_batch_size or microbatch,
+            size,
+            variant.classes,
+            erase_probability=0.0,
+            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
+            device=world.device,
+        )
+        variant.parts["inference"] = InferencePart(network, step, batch, world)
+
+
+def _measure(
+    variants: Sequence[Variant], name: PartName, world: World, *, steps: int, warmup_steps: int, repeats: int
+) -> None:
+    for variant in variants:
+        variant.turns[name] = []
+        with _at_work(variant, name, world):
+            variant.parts[name].warm_up(warmup_steps)
+        _read_metrics(variant, world)
+    for repeat in range(repeats):
+        # Forwards, then backwards: a steady drift and the place in the round cancel out over two rounds.
+        for variant in variants if repeat % 2 == 0 else reversed(variants):
+            with _at_work(variant, name, world):
+                turn = variant.parts[name].turn(steps)
+            variant.turns[name].append(slowest(turn, world))
+    for variant in variants:
+        variant.skipped_steps += _read_metrics(variant, world)
+        if world.device.type == "cpu" and variant.process_peak is None:
+            variant.process_peak = max(world.gather(memory_peak_bytes(world.device)))
+        elif world.device.type == "cuda":
+            variant.memory.peaks[name] = max(world.gather(variant.memory.peaks[name]))
+
+
+@contextmanager
+def _at_work(variant: Variant, part: PartName, world: World) -> Iterator[None]:
+    """This variant's process-wide settings, its memory count, a start together with the other ranks."""
+    build.set_backend(variant.config, world.device)
+    world.barrier()
+    with variant.memory.during(part):
+        yield
+
+
+def _read_metrics(variant: Variant, world: World) -> int:
+    """Steps since the last call whose gradients were not finite."""
+    return int(variant.trainer.metrics.read(world)["skipped_steps"]) if variant.trainer is not None else 0
+
+
+def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Everything that is written: one variant's values at the top level, several in `variants`."""
+    shared: dict[str, Any] = {
+        "kind": "timing",
+        "config_name": variants[0].config.config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        **settings,
+        "world_size": world.size,
+        "device": device_name(world.device),
+        "versions": versions(),
+        "environment": environment(world.device, world.size),
+        # Of rank 0 so far, workers left out; on the CPU the system knows no other peak than this one.
+        "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
+    }
+    if len(variants) == 1:
+        return {**shared, **_variant_record(variants[0], world, alone=True)}
+    records = [_variant_record(variant, world, alone=False) for variant in variants]
+    comparisons = [
+        comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
+    ]
+    return {**shared, "variants": records, "comparisons": comparisons}
+
+
+def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str, Any]:
+    config, counted = variant.config, variant.complexity
+    first = next(iter(variant.turns))
+    parts: dict[str, Any] = {}
+    for name, turns in variant.turns.items():
+        peak = variant.memory.peaks.get(name)
+        if peak is None and alone and name == first:
+            peak = variant.process_peak
+        parts[name] = part_record(
+            name,
+            turns,
+            images_per_step=variant.parts[name].images_per_step,
+            forward_flops_per_image=counted.forward_flops,
+            matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
+            memory_peak_bytes=peak,
+        )
+    return {
+        "name": variant.name,
+        "model": config.model.kind,
+        "parameters": counted.parameters,
+        "forward_flops_per_image": counted.forward_flops,
+        "activations_per_image": counted.activations,
+        "image_size": config.data.image_size,
+        "num_classes": variant.classes,
+        "data": variant.sources["train"].describe(),
+        "global_batch_size": config.data.global_batch_size,
+        "accumulation_steps": config.optim.accumulation_steps,
+        "num_workers": config.data.num_workers,
+        "precision": config.precision.name,
+        "switches": {str(switch): value for switch, value in variant.switches.items()},
+        "matmul": variant.matmul.record() if variant.matmul is not None else None,
+        "skipped_steps": variant.skipped_steps,
+        # What the names that all tools share stand for here.
+        "headline": first,
+        **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
+        **parts,
+        "config": config.model_dump(mode="json"),
+    }

@@ -1,0 +1,89 @@
+"""Scoring saved weights on a split, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pycls_fast import build
+from pycls_fast.config.command_line import DONE
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import to_device
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import prepare_model, start_world
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.display import Display
+from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.run_folder import device_name, versions
+from pycls_fast.train.weights import load_weights
+
+
+def score(config: RunConfig, split: str, output: str | None) -> int:
+    """Evaluate `config.weights` on a split of the configured data and print top-1, top-5, loss and count.
+
+    Args:
+        config: the model, the data and the preprocessing; `weights` names a checkpoint or a run folder.
+        split: "train", "val", or "test" where the data has one.
+        output: a JSON file for the numbers.
+
+    Raises:
+        UserError: weights or a split that do not exist or do not fit.
+    """
+    if config.weights is None:
+        raise UserError("weights: not set; give a run folder or a checkpoint as weights=PATH")
+    with start_world(
+        device=config.runtime.device,
+        backend=config.parallel.backend,
+        timeout_seconds=config.parallel.timeout_seconds,
+        strategy=config.parallel.name,
+    ) as world:
+        build.set_backend(config, world.device)
+        display = Display(speaks=world.is_main, mode=config.runtime.progress)
+        switches = build.switches(config, world.device)
+        sources = build.sources(config, world)
+        if split not in sources:
+            raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
+        source = sources[split]
+        network = build.model(config, build.num_classes(config, source), switches)
+        origin = load_weights(network, Path(config.weights), classes=source.classes)
+        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        with display:
+            display.begin_evaluation(split, len(source))
+            result = evaluate(
+                network,
+                to_device(build.eval_loader(config, source, world), world.device, mode="blocking"),
+                build.prepare(config, world.device),
+                build.autocast(config, world.device),
+                world,
+                lambda images: display.advance_evaluation(images * world.size),
+            )
+        if not world.is_main:
+            return DONE
+        for name, reason in result.damaged:
+            display.warn(f"{name}: {reason}; not counted")
+        record: dict[str, Any] = {"split": split, "weights": origin.kind, **result.record()}
+        display.note(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+        display.table(
+            f"{source.describe()}",
+            [
+                ("split", split),
+                ("top-1", f"{result.top1:.2f}%"),
+                ("top-5", f"{result.top5:.2f}%"),
+                ("loss", f"{result.loss:.4f}"),
+                ("images", f"{result.count:,}"),
+            ],
+        )
+        if output is not None:
+            values = {
+                **record,
+                "checkpoint": str(origin.path),
+                "step": origin.step,
+                "config_name": config.config_name,
+                "damaged": [list(item) for item in result.damaged],
+                "world_size": world.size,
+                "device": device_name(world.device),
+                "versions": versions(),
+            }
+            Path(output).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return DONE

@@ -1,0 +1,97 @@
+"""Whole runs on the digits: in this process, as a process, and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast.data import write_digits
+
+ROOT = Path(__file__).parents[2]
+
+# Small enough for a step in milliseconds, with everything random switched on: what is exact here is exact at large.
+TINY = (
+    "model.width=32",
+    "model.depth=2",
+    "model.mlp_width=32",
+    "data.image_size=8",
+    "model.patch_size=2",
+    "data.global_batch_size=64",
+    "schedule.epochs=2",
+    "schedule.warmup_epochs=1",
+    "runtime.log_every_steps=1",
+    "runtime.eval_every_epochs=1",
+    "runtime.tensorboard=false",
+    "runtime.progress=plain",
+)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as class folders."""
+    folder = tmp_path_factory.mktemp("digits") / "images"
+    write_digits(folder)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, the checkout first on the path, and no rank left over from anything."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def command(*overrides: str, tool: str = "train_net", config_name: str | None = "vit_digits") -> list[str]:
+    """The command line of a tool."""
+    name = [] if config_name is None else ["--config-name", config_name]
+    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *name, *overrides]
+
+
+def run_process(
+    arguments: Sequence[str], *, cwd: Path, expect: int | None = 0, timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; the status has to be the expected one."""
+    done = subprocess.run(
+        list(arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    if expect is not None:
+        assert done.returncode == expect, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def under_torchrun(arguments: Sequence[str], ranks: int) -> list[str]:
+    """The same command as several ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*launcher, *arguments[1:]]
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of one kind."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run folder."""
+    path = max((run_dir / "checkpoints").glob("step_*.pt"))
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_state(one: Any, other: Any, place: str = "state") -> None:
+    """Nested containers of tensors with the same bits."""
+    assert type(one) is type(other), place
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_same_state(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), f"{place}: largest difference {(one - other).abs().max()}"
+    else:
+        assert one == other, place

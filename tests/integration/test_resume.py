@@ -1,0 +1,191 @@
+"""Stopped in the middle and started again: the same bits as a run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import train
+from tests.integration.conftest import (
+    TINY,
+    assert_same_state,
+    command,
+    environment,
+    newest_checkpoint,
+    records,
+    run_process,
+    under_torchrun,
+)
+
+# Everything that could carry state from step to step.
+EVERYTHING = (
+    "model.drop_path=0.2",
+    "augment.mixup_alpha=0.4",
+    "augment.cutmix_alpha=1.0",
+    "augment.erase_probability=0.5",
+    "augment.erase_value=noise",
+    "augment.rand_augment={num_ops: 1, magnitude: 5}",
+    "optim.accumulation_steps=2",
+    "optim.ema_decay=0.95",
+    "data.num_workers=1",
+    "runtime.checkpoint_every_steps=5",
+)
+
+
+def arguments(run_dir: Path, digits: Path, *overrides: str) -> list[str]:
+    return command(*TINY, *EVERYTHING, f"data.root={digits}", f"run_dir={run_dir}", *overrides)
+
+
+def steps_done(run_dir: Path) -> int:
+    if not (run_dir / "metrics.jsonl").is_file():
+        return 0
+    text = (run_dir / "metrics.jsonl").read_text()
+    return max((json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")), default=0)
+
+
+def start_and_interrupt(
+    arguments: Sequence[str], run_dir: Path, at_step: int, interrupt: Callable[[subprocess.Popen[str]], None]
+) -> tuple[int, str, str]:
+    """Start, wait until the step is done, interrupt; returns (status, standard output, standard error)."""
+    process = subprocess.Popen(
+        list(arguments),
+        cwd=run_dir.parent,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while steps_done(run_dir) < at_step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
+    interrupt(process)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """A run from beginning to end."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run_process(arguments(run_dir, digits), cwd=run_dir.parent)
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    ours, theirs = newest_checkpoint(run_dir), newest_checkpoint(reference)
+    for state in (ours, theirs):
+        for key in ("seconds", "config"):
+            del state[key]
+    assert_same_state(ours, theirs)
+    for kind, names in (("train", ("step", "loss", "grad_norm", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
+        assert [[r[n] for n in names] for r in records(run_dir, kind)] == [
+            [r[n] for n in names] for r in records(reference, kind)
+        ]
+
+
+def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterrupted: Path) -> None:
+    """Twice, the second time in the second epoch, and never at a step that was saved."""
+    run_dir = tmp_path / "run"
+    for at_step in (8, 32):
+        status, _, _ = start_and_interrupt(arguments(run_dir, digits), run_dir, at_step, kill_group)
+        assert status == -signal.SIGKILL
+    done = run_process(arguments(run_dir, digits), cwd=tmp_path)
+    assert "resumed from" in done.stdout
+    assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_says_how_to_go_on(
+    tmp_path: Path, digits: Path, uninterrupted: Path, number: signal.Signals
+) -> None:
+    """The whole process group is signalled, as a terminal and launchers do, workers included."""
+    run_dir = tmp_path / "run"
+    status, out, err = start_and_interrupt(
+        arguments(run_dir, digits), run_dir, 12, lambda process: os.killpg(process.pid, number)
+    )
+    assert status == 3, err
+    assert "Traceback" not in err
+    saved = newest_checkpoint(run_dir)["step"]
+    assert saved >= 12
+    assert f"stopped by {number.name}; everything up to step {saved} is saved" in out
+    (how,) = [line for line in out.splitlines() if line.startswith("go on with: ")]
+    assert f"run_dir={run_dir}" in how
+    run_process(arguments(run_dir, digits), cwd=tmp_path)
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path) -> None:
+    """torchrun passes the signal on; every rank leaves after the same step, and the run goes on from there."""
+    run_dir, reference = tmp_path / "run", tmp_path / "reference"
+    ranks = under_torchrun(arguments(run_dir, digits), 2)
+    status, out, err = start_and_interrupt(ranks, run_dir, 12, lambda process: process.send_signal(signal.SIGTERM))
+    assert status != 0
+    assert "everything up to step" in out, err
+    saved = newest_checkpoint(run_dir)["step"]
+    assert saved >= 12
+    run_process(ranks, cwd=tmp_path)
+    run_process(under_torchrun(arguments(reference, digits), 2), cwd=tmp_path)
+    assert_same_run(run_dir, reference)
+
+
+def test_truncated_checkpoint_is_passed_over(
+    tmp_path: Path, digits: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    config = load_config("vit_digits", arguments(run_dir, digits, "schedule.max_steps=12")[4:])
+    assert train(config) == 0
+    newest, before = sorted((run_dir / "checkpoints").glob("step_*.pt"), reverse=True)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    capsys.readouterr()
+    assert train(load_config("vit_digits", arguments(run_dir, digits)[4:])) == 0
+    printed = capsys.readouterr().out
+    assert f"warning: {newest}: the checkpoint is damaged" in printed
+    assert f"resumed from {before} at step 10" in printed
+    # The bar and the curve are those of the whole run; only an evaluation at step 12 is missing there.
+    ours, theirs = newest_checkpoint(run_dir), newest_checkpoint(uninterrupted)
+    for name in ("model", "ema", "optimizer"):
+        assert_same_state(ours[name], theirs[name])
+
+
+def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
+    assert train(load_config("vit_digits", overrides)) == 0
+    before = (records(tmp_path, "train"), records(tmp_path, "eval"))
+    capsys.readouterr()
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert (records(tmp_path, "train"), records(tmp_path, "eval")) == before
+    assert "done: top-1" in capsys.readouterr().out
+    # More steps than before: it goes on from where it ended.
+    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5"])) == 0
+    assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
+
+
+def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
+    overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=2"]
+    train(load_config("vit_digits", overrides))
+    with pytest.raises(UserError) as caught:
+        train(load_config("vit_digits", [*overrides, "data.global_batch_size=32", "seed=5"]))
+    assert [line.split(";")[0].split(" when ")[0] for line in caught.value.lines] == [
+        "data.global_batch_size: 32 now, but 64",
+        "seed: 5 now, but 0",
+    ]
+    with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
+        train(load_config("vit_digits", [*overrides, "resume=never"]))
+    with pytest.raises(UserError, match=r"no such checkpoint"):
+        train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing.pt'}"]))

@@ -1,0 +1,215 @@
+"""Augmentation: torchvision's operations, decided by the seed alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
+
+from pycls_fast.data import EvalTransform, TrainTransform
+from pycls_fast.data.augment import NO_BOX
+
+EVERYTHING: dict[str, Any] = {
+    "image_size": 24,
+    "rand_augment": (2, 9),
+    "color_jitter": (0.4, 0.4, 0.4, 0.1),
+    "erase_probability": 0.5,
+}
+
+
+def photo(width: int = 50, height: int = 37, seed: int = 0) -> Image.Image:
+    """Random pixels, smoothed so that resizing leaves something to see."""
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (height // 3 + 1, width // 3 + 1, 3), dtype=np.uint8
+    )
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def numbered(width: int, height: int) -> Image.Image:
+    """Every pixel names its own place: red is x, green is y."""
+    y, x = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.stack([x, y, np.full_like(x, 7)], axis=2).astype(np.uint8))
+
+
+def global_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state["state"]["key"].tolist()
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
+def test_only_the_seed_decides(crop: Any) -> None:
+    transform = TrainTransform(crop=crop, **EVERYTHING)
+    image = photo()
+    before = image.tobytes()
+    first = [transform(image, seed) for seed in range(40)]
+    torch.manual_seed(99)
+    random.seed(99)
+    state = global_state()
+    again = [transform(image, seed) for seed in reversed(range(40))][::-1]
+    assert global_state() == state, "a global generator was used"
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.image_HWC, other.image_HWC)
+        assert one.erase == other.erase
+        assert one.image_HWC.shape == (24, 24, 3)
+        assert one.image_HWC.dtype == np.uint8
+    assert len({one.image_HWC.tobytes() for one in first}) > 35
+    assert image.tobytes() == before, "the input was changed"
+
+
+def test_the_generator_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*inputs: Any) -> Any:
+        torch.rand(3)
+        raise RuntimeError("broken step")
+
+    transform = TrainTransform(image_size=24)
+    monkeypatch.setattr(v2.RandomHorizontalFlip, "forward", fail)
+    state = global_state()
+    with pytest.raises(RuntimeError, match="broken step"):
+        transform(photo(), 0)
+    assert global_state() == state
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_same_draws_as_torchvision(interpolation: Any) -> None:
+    """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
+    ours = TrainTransform(
+        image_size=24, scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, rand_augment=(3, 11)
+    )
+    mode = InterpolationMode(interpolation)
+    theirs = v2.Compose(
+        [
+            v2.RandomResizedCrop(24, scale=(0.2, 0.9), interpolation=mode),
+            v2.RandomHorizontalFlip(0.3),
+            v2.RandAugment(3, 11, interpolation=mode),
+        ]
+    )
+    for seed in range(60):
+        image = photo(seed=seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            expected = np.asarray(theirs(image))
+        np.testing.assert_array_equal(ours(image, seed).image_HWC, expected)
+
+
+def test_random_resized_crop_distribution() -> None:
+    """The cut's area and ratio are spread as the paper says, over independent seeds, and cover the image."""
+    width, height, count = 200, 160, 1500
+    transform = TrainTransform(image_size=64, scale=(0.1, 0.6), ratio=(0.5, 2.0), hflip=0.0)
+    areas, log_ratios, centers = [], [], []
+    image = numbered(width, height)
+    for seed in range(count):
+        cut = transform(image, seed).image_HWC.astype(float)
+        # Red runs linearly from the cut's left to its right: 63 of 64 steps lie between the outer pixels' centres,
+        # but those are mixed with fewer neighbours at the borders, so the slope is taken inside.
+        cut_width = (cut[32, 50, 0] - cut[32, 14, 0]) / 36 * 64
+        cut_height = (cut[50, 32, 1] - cut[14, 32, 1]) / 36 * 64
+        areas.append(cut_width * cut_height / (width * height))
+        log_ratios.append(math.log(cut_width / cut_height))
+        centers.append((cut[32, 32, 0] / width, cut[32, 32, 1] / height))
+    # Uniform in 0.1..0.6 but for a few cuts that do not fit (wide ones of large area are drawn again).
+    assert np.quantile(areas, [0.0, 0.25, 0.5, 0.75, 1.0]) == pytest.approx(
+        [0.1, 0.22, 0.34, 0.46, 0.6], abs=0.03
+    )
+    assert min(log_ratios) == pytest.approx(math.log(0.5), abs=0.08)
+    assert max(log_ratios) == pytest.approx(math.log(2.0), abs=0.08)
+    assert np.mean(centers, axis=0) == pytest.approx([0.5, 0.5], abs=0.02)
+    assert np.std(centers, axis=0).min() > 0.08
+
+
+def test_pad_crop_shifts_the_whole_image() -> None:
+    size, pad = 16, 3
+    transform = TrainTransform(image_size=size, crop="pad", pad=pad, hflip=0.5)
+    image = numbered(size, size)
+    padded = np.pad(np.asarray(image), ((pad, pad), (pad, pad), (0, 0)))
+    shifts = {
+        padded[top : top + size, left : left + size][:, ::direction].tobytes(): (top, left, direction)
+        for top in range(2 * pad + 1)
+        for left in range(2 * pad + 1)
+        for direction in (1, -1)
+    }
+    seen = {shifts[transform(image, seed).image_HWC.tobytes()] for seed in range(1000)}
+    assert len(seen) == len(shifts) == 98
+
+
+def test_flip_probability() -> None:
+    image = numbered(8, 8)
+    transform = TrainTransform(image_size=8, crop="none", hflip=0.3)
+    flipped = sum(int(transform(image, seed).image_HWC[0, 0, 0]) == 7 for seed in range(2000))
+    assert flipped / 2000 == pytest.approx(0.3, abs=5 * math.sqrt(0.3 * 0.7 / 2000))
+    without = TrainTransform(image_size=8, crop="none", hflip=0.0)
+    np.testing.assert_array_equal(without(image, 5).image_HWC, np.asarray(image))
+
+
+def test_whole_image_is_fitted_first() -> None:
+    """Crops of the whole image take other sizes too, such as the 8 x 8 digits."""
+    for width, height in [(8, 8), (50, 37), (37, 50)]:
+        image = photo(width, height)
+        fitted = TrainTransform(image_size=24, crop="none", hflip=0.0)(image, 0).image_HWC
+        expected = v2.Compose([v2.Resize(24), v2.CenterCrop(24)])(image)
+        np.testing.assert_array_equal(fitted, np.asarray(expected))
+
+
+def test_erase_boxes_are_those_of_torchvision() -> None:
+    transform = TrainTransform(image_size=32, crop="none", hflip=0.0, erase_probability=0.25)
+    assert transform.erases
+    boxes = [transform(numbered(32, 32), seed).erase for seed in range(3000)]
+    erased = [box for box in boxes if box != NO_BOX]
+    assert len(erased) / 3000 == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / 3000))
+    torchvision_boxes = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(len(erased)):
+            params = v2.RandomErasing(p=1.0).make_params([torch.empty(3, 32, 32)])
+            torchvision_boxes.append((params["i"], params["j"], params["h"], params["w"]))
+    ours, theirs = np.array(erased), np.array(torchvision_boxes)
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, :2] + ours[:, 2:] <= 32).all()
+    spread = theirs.std(axis=0) / math.sqrt(len(theirs))
+    assert (np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) < 5 * math.sqrt(2) * spread).all()
+    assert not TrainTransform(image_size=32).erases
+    assert TrainTransform(image_size=32)(photo(), 0).erase == NO_BOX
+
+
+@pytest.mark.parametrize("size", [(50, 37), (37, 50), (24, 24), (8, 8), (300, 20)])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_evaluation_is_torchvisions(size: tuple[int, int], interpolation: Any) -> None:
+    transform = EvalTransform(image_size=24, crop_ratio=0.875, interpolation=interpolation)
+    image = photo(*size)
+    short_side = 27  # 24 / 0.875 = 27.43
+    theirs = v2.Compose([v2.Resize(short_side, InterpolationMode(interpolation)), v2.CenterCrop(24)])
+    result = transform(image, 1)
+    np.testing.assert_array_equal(result.image_HWC, np.asarray(theirs(image)))
+    assert result.erase == NO_BOX
+    np.testing.assert_array_equal(transform(image, 2).image_HWC, result.image_HWC)
+
+
+def test_evaluation_of_the_whole_short_side() -> None:
+    image = numbered(24, 24)
+    result = EvalTransform(image_size=24, crop_ratio=1.0)(image, 0).image_HWC
+    np.testing.assert_array_equal(result, np.asarray(image))
+    with pytest.raises(ValueError, match="crop_ratio"):
+        EvalTransform(image_size=24, crop_ratio=1.1)
+
+
+@pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
+def test_extreme_proportions(size: tuple[int, int]) -> None:
+    """Resized whole, such a line would need 224 x 13 million pixels."""
+    line = Image.new("RGB", size, (10, 20, 30))
+    for transform in (
+        EvalTransform(image_size=224),
+        TrainTransform(image_size=224, crop="none"),
+        TrainTransform(image_size=224),
+    ):
+        assert (transform(line, 0).image_HWC == [10, 20, 30]).all()
+
+
+def test_unknown_crop() -> None:
+    with pytest.raises(ValueError, match="unknown crop 'middle'"):
+        TrainTransform(image_size=24, crop="middle")  # type: ignore[arg-type]

@@ -1,0 +1,351 @@
+"""Batches from workers: the same for any number of them, whatever happens to files and processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pycls_fast.data import (
+    Batch,
+    EvalSampler,
+    EvalTransform,
+    FolderSource,
+    ImageDataset,
+    ImageLoader,
+    Key,
+    SyntheticSource,
+    TrainSampler,
+    TrainTransform,
+    make_loader,
+)
+from pycls_fast.data.folders import scan_classes
+from pycls_fast.errors import UserError
+
+WriteTree = Callable[[Path, Mapping[str, int]], Path]
+
+# torch's warning about more workers than cores, on small machines.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+TRAIN = TrainTransform(image_size=16, rand_augment=(1, 9), erase_probability=0.5)
+EVAL = EvalTransform(image_size=16)
+
+
+class HookedSource(SyntheticSource):
+    """Synthetic images; `hook(index)` runs before each read."""
+
+    def __init__(self, count: int, hook: Callable[[int], None]) -> None:
+        super().__init__(count, 20, 3, seed=1)
+        self.hook = hook
+
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        self.hook(index)
+        return super().read(index)
+
+
+@pytest.fixture
+def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FolderSource:
+    """Classes a and b of 10 images each, of which a/3 is empty, a/4 is half a file and b/9 is gone."""
+    source = scan_classes(write_tree(tmp_path, {"a": 10, "b": 10}))
+    (tmp_path / "a" / "3.png").write_bytes(b"")
+    half = tmp_path / "a" / "4.png"
+    half.write_bytes(half.read_bytes()[:200])
+    (tmp_path / "b" / "9.png").unlink()
+    return source
+
+
+def train_loader(source: FolderSource | SyntheticSource, num_workers: int, **options: int) -> ImageLoader:
+    dataset = ImageDataset(source, TRAIN, seed=5, training=True)
+    sampler = TrainSampler(len(dataset), seed=5, global_batch_size=6, **{"total_steps": 7, **options})
+    return make_loader(dataset, sampler, num_workers=num_workers)
+
+
+def assert_same(batches: list[Batch], others: list[Batch]) -> None:
+    assert len(batches) == len(others)
+    for batch, other in zip(batches, others, strict=True):
+        assert torch.equal(batch.images_BHWC, other.images_BHWC)
+        assert torch.equal(batch.labels_B, other.labels_B)
+        assert torch.equal(batch.indices_B, other.indices_B)
+        assert (batch.erase_B4 is None) == (other.erase_B4 is None)
+        if batch.erase_B4 is not None and other.erase_B4 is not None:
+            assert torch.equal(batch.erase_B4, other.erase_B4)
+        assert batch.damaged == other.damaged
+
+
+def test_any_number_of_workers(damaged_folder: FolderSource) -> None:
+    """Across two epoch borders, with damaged files; and again the same in a second iteration."""
+    torch.manual_seed(1)
+    state, random_state = torch.get_rng_state(), random.getstate()
+    batches = list(train_loader(damaged_folder, 0))
+    assert_same(batches, list(train_loader(damaged_folder, 0)))
+    torch.manual_seed(2)
+    for num_workers in (1, 3):
+        loader = train_loader(damaged_folder, num_workers)
+        assert len(loader) == 7
+        assert_same(batches, list(loader))
+    assert_same(batches, list(loader))
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == random_state
+    assert len({batch.images_BHWC.numpy().tobytes() for batch in batches}) == 7
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_global_generator_is_left_alone(num_workers: int) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    for _ in train_loader(SyntheticSource(8, 20, 2, seed=0), num_workers):
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_batch_holds() -> None:
+    source = SyntheticSource(20, 30, 3, seed=0)
+    (batch, *_) = train_loader(source, 1)
+    assert batch.images_BHWC.shape == (6, 16, 16, 3)
+    assert batch.images_BHWC.dtype == torch.uint8
+    assert batch.images_BHWC.is_contiguous()
+    assert batch.erase_B4 is not None
+    assert {batch.labels_B.dtype, batch.indices_B.dtype, batch.erase_B4.dtype} == {torch.int64}
+    assert batch.erase_B4.shape == (6, 4)
+    assert batch.damaged == ()
+    assert len(batch) == 6
+    for index, label in zip(batch.indices_B.tolist(), batch.labels_B.tolist(), strict=True):
+        assert label == source.read(index)[1]
+
+
+def test_a_sample_depends_on_seed_epoch_and_index() -> None:
+    source = SyntheticSource(20, 30, 3, seed=0)
+    transform = TrainTransform(image_size=16)
+
+    def image(seed: int, key: Key) -> bytes:
+        sample = ImageDataset(source, transform, seed=seed, training=True)[key]
+        assert sample.image_HWC is not None
+        return sample.image_HWC.tobytes()
+
+    assert image(1, (0, 3)) == image(1, (0, 3))
+    assert len({image(1, (0, 3)), image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3))}) == 4
+
+
+def test_world_size_does_not_matter() -> None:
+    source = SyntheticSource(20, 20, 3, seed=0)
+    alone = list(train_loader(source, 0))
+    ranks = [list(train_loader(source, 0, rank=rank, world_size=3)) for rank in range(3)]
+    for step, batch in enumerate(alone):
+        together = torch.cat([ranks[rank][step].images_BHWC for rank in range(3)])
+        assert torch.equal(together, batch.images_BHWC)
+
+
+def test_resuming_reads_nothing_that_was_seen() -> None:
+    read: list[int] = []
+    source = HookedSource(20, read.append)
+    whole = list(train_loader(source, 0))
+    for start_step in (1, 3, 6, 7):
+        read.clear()
+        assert_same(list(train_loader(source, 0, start_step=start_step)), whole[start_step:])
+        assert len(read) == 6 * (7 - start_step)
+
+
+def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FolderSource) -> None:
+    dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
+    sample = dataset[(0, 3)]
+    names, reasons = zip(*sample.damaged, strict=True)
+    assert names == (damaged_folder.name(3), damaged_folder.name(4))
+    assert "empty" in reasons[0]
+    assert "truncated" in reasons[1].lower()
+    assert (sample.index, sample.label) == (5, 0)
+    # Its own augmentation, so that the stand-in is not twice the same image in an epoch.
+    assert sample.image_HWC is not None
+    assert not np.array_equal(sample.image_HWC, dataset[(0, 5)].image_HWC)
+    # After the last comes the first.
+    sample = dataset[(0, 19)]
+    assert sample.damaged == ((damaged_folder.name(19), "cannot be read: No such file or directory"),)
+    assert sample.index == 0
+    for batch in train_loader(damaged_folder, 2):
+        assert len(batch) == 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_damaged_evaluation_images_are_left_out(damaged_folder: FolderSource, num_workers: int) -> None:
+    dataset = ImageDataset(damaged_folder, EVAL, training=False)
+    loader = make_loader(dataset, EvalSampler(len(dataset), batch_size=3), num_workers=num_workers)
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == [3, 1, 3, 3, 3, 3, 1]
+    seen = [index for batch in batches for index in batch.indices_B.tolist()]
+    assert seen == [index for index in range(20) if index not in (3, 4, 19)]
+    damaged = [name for batch in batches for name, _ in batch.damaged]
+    assert damaged == [damaged_folder.name(index) for index in (3, 4, 19)]
+    assert all(batch.erase_B4 is None for batch in batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batch_without_any_image(damaged_folder: FolderSource, num_workers: int) -> None:
+    dataset = ImageDataset(damaged_folder, TRAIN, training=False)
+    loader = make_loader(
+        dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers
+    )
+    batches = list(loader)
+    # Rank 1 of 3: images 1, 4 (damaged), ..., 16, and of the remaining two images 18, 19 none or one.
+    assert len(batches[1]) == 0
+    assert batches[1].images_BHWC.shape == (0, 16, 16, 3)
+    assert batches[1].labels_B.dtype == torch.int64
+    assert batches[1].erase_B4 is not None
+    assert batches[1].erase_B4.shape == (0, 4)
+    assert [name for name, _ in batches[1].damaged] == [damaged_folder.name(4)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_broken_as_a_whole(tmp_path: Path, write_tree: WriteTree, num_workers: int) -> None:
+    source = scan_classes(write_tree(tmp_path, {"a": 30}))
+    for path in (tmp_path / "a").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(UserError) as caught:
+        list(train_loader(source, num_workers))
+    first, *lines = caught.value.lines
+    assert first.startswith("17 images in a row are damaged")
+    assert len(lines) == 3
+    assert all(line.endswith("the file is empty (0 bytes)") for line in lines)
+
+
+def test_a_small_broken_source_is_tried_once_round(tmp_path: Path, write_tree: WriteTree) -> None:
+    source = scan_classes(write_tree(tmp_path, {"a": 2}))
+    for path in (tmp_path / "a").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="2 images in a row"):
+        ImageDataset(source, TRAIN, training=True)[(0, 1)]
+
+
+def test_limit_of_pixels_is_passed_on() -> None:
+    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True, max_pixels=100)
+    assert dataset[(0, 0)].damaged == (), "arrays are not decoded"
+
+
+def test_the_machines_own_limits_are_no_damage() -> None:
+    def no_more_files(index: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many open files"):
+        list(train_loader(HookedSource(20, no_more_files), 0))
+
+
+def test_programming_errors_are_not_hidden() -> None:
+    def wrong(index: int) -> None:
+        raise TypeError("a bug")
+
+    for num_workers in (0, 1):
+        with pytest.raises(TypeError, match="a bug"):
+            list(train_loader(HookedSource(20, wrong), num_workers))
+    with pytest.raises(IndexError):
+        ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
+
+
+def test_a_dead_worker_is_an_error() -> None:
+    def die(index: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
+        list(train_loader(HookedSource(20, die), 2))
+
+
+def test_workers_leave_signals_to_the_main_process() -> None:
+    """A launcher or Ctrl-C signals the whole group."""
+    main = os.getpid()
+
+    def signal_oneself(index: int) -> None:
+        assert os.getpid() != main
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    expected = list(train_loader(SyntheticSource(20, 20, 3, seed=1), 0))
+    assert_same(list(train_loader(HookedSource(20, signal_oneself), 2)), expected)
+
+
+LEFT_RUNNING = """
+import sys
+from pycls_fast.data import ImageDataset, SyntheticSource, TrainSampler, TrainTransform, make_loader
+
+dataset = ImageDataset(SyntheticSource(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)
+sampler = TrainSampler(20, seed=0, global_batch_size=6, total_steps=1000)
+iterator = iter(make_loader(dataset, sampler, num_workers=2))
+next(iterator)
+sys.exit(3)
+"""
+
+
+def test_a_program_can_end_while_workers_run() -> None:
+    """At exit multiprocessing waits for its children for ever, and ours ignore its SIGTERM."""
+    run = subprocess.run([sys.executable, "-c", LEFT_RUNNING], timeout=60, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (3, "")
+
+
+def test_workers_use_one_thread() -> None:
+    def check(index: int) -> None:
+        assert torch.get_num_threads() == 1
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        list(train_loader(HookedSource(20, check), 1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FolderSource) -> None:
+    """Where processes are not forked (Python 3.14's default), it travels by pickle."""
+    dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[(1, 3)].damaged == dataset[(1, 3)].damaged
+    np.testing.assert_array_equal(copy[(1, 3)].image_HWC, dataset[(1, 3)].image_HWC)
+
+
+def test_iteration_can_be_left_early() -> None:
+    loader = train_loader(SyntheticSource(20, 20, 3, seed=1), 2)
+    iterator: Iterator[Batch] = iter(loader)
+    next(iterator)
+    del iterator
+    assert len(list(loader)) == 7
+
+
+def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(
+        images_BHWC=torch.randint(0, 256, (2, 4, 4, 3), dtype=torch.uint8),
+        labels_B=torch.tensor([4, 5]),
+        indices_B=torch.tensor([7, 8]),
+        erase_B4=torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]),
+        damaged=(("name", "reason"),),
+    )
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    assert_same([batch.pin_memory()], [batch])
+    assert len(pinned) == 4
+
+
+def test_pinning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), EVAL, training=False)
+    with pytest.raises(UserError, match="pinned memory needs a CUDA device"):
+        make_loader(dataset, EvalSampler(3, batch_size=1), num_workers=0, pin_memory=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pinned_batches(num_workers: int) -> None:
+    dataset = ImageDataset(SyntheticSource(20, 20, 3, seed=1), TRAIN, seed=5, training=True)
+    sampler = TrainSampler(20, seed=5, global_batch_size=6, total_steps=7)
+    batches = list(make_loader(dataset, sampler, num_workers=num_workers, pin_memory=True))
+    assert all(batch.images_BHWC.is_pinned() and batch.labels_B.is_pinned() for batch in batches)
+    assert_same(batches, list(train_loader(SyntheticSource(20, 20, 3, seed=1), 0)))

@@ -1,0 +1,152 @@
+"""Who sees what when: exactly the epoch, for any number of ranks and any place to resume."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pycls_fast.data import EvalSampler, Key, TrainSampler, epoch_order
+from pycls_fast.errors import UserError
+
+
+def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -> list[list[Key]]:
+    """The keys of each step, in order: rank after rank, microbatch after microbatch."""
+    ranks = [
+        list(TrainSampler(rank=rank, world_size=world_size, accumulation_steps=accumulation_steps, **options))
+        for rank in range(world_size)
+    ]
+    steps = len(ranks[0]) // accumulation_steps
+    return [
+        [
+            key
+            for batches in ranks
+            for batch in batches[step * accumulation_steps : (step + 1) * accumulation_steps]
+            for key in batch
+        ]
+        for step in range(steps)
+    ]
+
+
+def test_epoch_order_is_a_permutation_of_its_own() -> None:
+    orders = {}
+    for seed in range(3):
+        for epoch in range(4):
+            order = epoch_order(seed, epoch, 101)
+            assert order.dtype == np.int64
+            np.testing.assert_array_equal(np.sort(order), np.arange(101))
+            np.testing.assert_array_equal(order, epoch_order(seed, epoch, 101))
+            orders[tuple(order.tolist())] = (seed, epoch)
+    assert len(orders) == 12
+    assert epoch_order(0, 0, 1).tolist() == [0]
+
+
+def test_epoch_order_is_well_mixed() -> None:
+    """Each image comes to each place equally often (chi-squared over 6 places, 25 degrees of freedom)."""
+    count, trials = 6, 3000
+    table = np.zeros((count, count))
+    for epoch in range(trials):
+        table[np.arange(count), epoch_order(7, epoch, count)] += 1
+    expected = trials / count
+    assert ((table - expected) ** 2 / expected).sum() < 60
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(1, 5),
+    accumulation_steps=st.integers(1, 3),
+    microbatch=st.integers(1, 4),
+    spare=st.integers(0, 70),
+    seed=st.integers(0, 2**62),
+    data=st.data(),
+)
+def test_ranks_together_see_exactly_the_epochs(
+    world_size: int, accumulation_steps: int, microbatch: int, spare: int, seed: int, data: st.DataObject
+) -> None:
+    batch = world_size * accumulation_steps * microbatch
+    count = batch + spare
+    steps_per_epoch = count // batch
+    total_steps = 2 * steps_per_epoch + data.draw(st.integers(0, steps_per_epoch))
+    options = {"count": count, "seed": seed, "global_batch_size": batch, "total_steps": total_steps}
+    steps = global_steps(world_size, accumulation_steps, start_step=0, **options)
+    assert len(steps) == total_steps
+    for step, keys in enumerate(steps):
+        assert len(keys) == batch
+        assert {epoch for epoch, _ in keys} == {step // steps_per_epoch}
+    for epoch in range(2):
+        seen = [
+            key for keys in steps[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for key in keys
+        ]
+        kept = epoch_order(seed, epoch, count)[: steps_per_epoch * batch]
+        assert seen == [(epoch, index) for index in kept.tolist()]
+        assert len(set(seen)) == len(seen)
+    # One rank, no accumulation: the same steps.
+    assert global_steps(1, start_step=0, **options) == steps
+    # From any step on: the rest of the same run.
+    start = data.draw(st.integers(0, total_steps))
+    assert global_steps(world_size, accumulation_steps, start_step=start, **options) == steps[start:]
+
+
+def test_microbatches_are_contiguous_parts_of_the_ranks_part() -> None:
+    order = epoch_order(5, 0, 30)
+    sampler = TrainSampler(
+        30,
+        seed=5,
+        global_batch_size=24,
+        rank=1,
+        world_size=2,
+        start_step=0,
+        total_steps=1,
+        accumulation_steps=3,
+    )
+    assert sampler.steps_per_epoch == 1
+    assert len(sampler) == 3
+    indices = [[index for _, index in batch] for batch in sampler]
+    assert indices == [order[12:16].tolist(), order[16:20].tolist(), order[20:24].tolist()]
+
+
+def test_length_counts_what_is_left() -> None:
+    sampler = TrainSampler(10, seed=0, global_batch_size=4, start_step=3, total_steps=9, accumulation_steps=2)
+    assert len(sampler) == len(list(sampler)) == 12
+    assert len(list(sampler)) == 12, "a second iteration starts over"
+
+
+def test_epochs_differ() -> None:
+    steps = global_steps(1, count=64, seed=0, global_batch_size=64, start_step=0, total_steps=2)
+    first, second = ([index for _, index in keys] for keys in steps)
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_batches_that_cannot_be() -> None:
+    with pytest.raises(UserError, match="has 7 images, fewer than one global batch of 8"):
+        TrainSampler(7, seed=0, global_batch_size=8, total_steps=1)
+    with pytest.raises(
+        UserError, match="global_batch_size 8 cannot be divided among 3 ranks x 1 .* multiple of 3"
+    ):
+        TrainSampler(100, seed=0, global_batch_size=8, world_size=3, total_steps=1)
+    with pytest.raises(UserError, match="2 ranks x 3 accumulation steps; choose a multiple of 6"):
+        TrainSampler(100, seed=0, global_batch_size=8, world_size=2, accumulation_steps=3, total_steps=1)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        TrainSampler(100, seed=0, global_batch_size=8, rank=2, world_size=2, total_steps=1)
+    with pytest.raises(ValueError, match="start_step 2 of total_steps 1"):
+        TrainSampler(100, seed=0, global_batch_size=8, start_step=2, total_steps=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(0, 200), batch_size=st.integers(1, 20), world_size=st.integers(1, 9))
+def test_evaluation_sees_every_image_once(count: int, batch_size: int, world_size: int) -> None:
+    ranks = [
+        list(EvalSampler(count, batch_size=batch_size, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    seen = [key for batches in ranks for batch in batches for key in batch]
+    assert sorted(seen) == [(0, index) for index in range(count)]
+    assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
+    lengths = {len(batches) for batches in ranks}
+    assert lengths == {-(-count // (batch_size * world_size))}, "ranks would fall out of step"
+    assert lengths == {len(EvalSampler(count, batch_size=batch_size, rank=0, world_size=world_size))}
+    for batches in zip(*ranks, strict=True):
+        sizes = [len(batch) for batch in batches]
+        assert max(sizes) - min(sizes) <= 1

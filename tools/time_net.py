@@ -1,0 +1,82 @@
+"""Time an experiment: `python tools/time_net.py --config-name EXPERIMENT [mode=all] [key=value ...]`.
+
+mode=model   the training step and the inference forward pass on one synthetic batch; needs no data
+mode=loader  the input pipeline alone, from files (or data=synthetic) to batches on the device
+mode=both    training steps fed by the loader
+mode=all     the three of them
+
+Variants in turns, each compared with the first, which shows differences far below the machine's own drift:
+
+    python tools/time_net.py --config-name vit_s16 mode=model data.global_batch_size=8 \\
+        "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
+"""
+
+import shlex
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.config import RunConfig, Section, command_line, variant
+from pycls_fast.errors import UserError
+
+
+class Options(Section):
+    """Keys of this tool alone. `repeats` turns of `steps` timed steps each; JSON goes to `output`."""
+
+    mode: Literal["model", "loader", "both", "all"] = "all"
+    steps: Annotated[int, Field(gt=0)] = 5
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    repeats: Annotated[int, Field(gt=0)] = 10
+    matmul_size: Annotated[int, Field(gt=0)] | None = None
+    compare: tuple[str, ...] = ()
+    output: str | None = None
+
+
+def needs_data(options: Options) -> bool:
+    """Whether images are read."""
+    return options.mode != "model"
+
+
+def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]:
+    """Name and configuration of what is timed: the experiment, or what `compare` makes of it."""
+    if not options.compare:
+        return [(config.config_name, config)]
+    if len(options.compare) == 1:
+        raise UserError(
+            "compare: needs 2 variants or more, the first is what the others are compared with; got 1"
+        )
+    made: list[tuple[str, RunConfig]] = []
+    for position, text in enumerate(options.compare):
+        try:
+            changed = variant(shlex.split(text), options=Options, needs_data=needs_data(options))
+        except UserError as error:
+            raise UserError(*(f"compare: '{text}': {line}" for line in error.lines)) from error
+        except ValueError as error:
+            raise UserError(f"compare: cannot read '{text}' ({error})") from error
+        name = text or "as configured"
+        if text in options.compare[:position]:
+            # The same one twice shows what a difference of nothing looks like.
+            name += f" ({options.compare[: position + 1].count(text)})"
+        made.append((name, changed))
+    return made
+
+
+def main(config: RunConfig, options: Options) -> int:
+    """Time, print, write."""
+    chosen = variants(config, options)
+    # torch takes seconds to import; a mistake in the configuration is told before that.
+    from pycls_fast.ledger import time_variants
+
+    return time_variants(
+        chosen,
+        mode=options.mode,
+        steps=options.steps,
+        warmup_steps=options.warmup_steps,
+        repeats=options.repeats,
+        matmul_size=options.matmul_size,
+        output=options.output,
+    )
+
+
+if __name__ == "__main__":
+    command_line(main, options=Options, needs_data=needs_data)
