@@ -73,7 +73,10 @@ def sources(config: RunConfig, world: World) -> dict[str, Source]:
         if world.is_main:
             write_digits(root)
         world.barrier()
-    return open_folder(root, val_fraction=data.val_fraction, split_seed=data.split_seed)
+    try:
+        return open_folder(root, val_fraction=data.val_fraction, split_seed=data.split_seed)
+    except UserError as error:
+        raise UserError(*(f"data.root: {line}" for line in error.lines)) from error
 
 
 def num_classes(config: RunConfig, source: Source) -> int:
@@ -166,10 +169,18 @@ def _loader(
     return make_loader(
         dataset,
         sampler,
-        num_workers=config.data.num_workers,
+        num_workers=num_workers(config),
         pin_memory=world.device.type == "cuda",
         prefetch_factor=config.data.prefetch_factor,
     )
+
+
+def num_workers(config: RunConfig) -> int:
+    """Loading processes of this rank: as configured, else its share of the cores that the run may use, 16 at most."""
+    if config.data.num_workers is not None:
+        return config.data.num_workers
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(len(os.sched_getaffinity(0)) // ranks_here, 1), 16)
 
 
 def microbatch_size(config: RunConfig, world: World) -> int:

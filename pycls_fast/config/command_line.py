@@ -6,7 +6,8 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,7 +25,7 @@ from pycls_fast.config.compose import (
     validate,
 )
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
-from pycls_fast.config.messages import did_you_mean
+from pycls_fast.config.messages import did_you_mean, known_keys
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import quote_items
 from pycls_fast.errors import UserError
@@ -72,12 +73,11 @@ def command_line(
         run_dir = _run_of_weights(sys.argv[1:]) if config_of_weights else None
         if run_dir is not None:
             return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data)
-        folders = [CONFIGS, *_given_folders(sys.argv[1:])]
+        folders = _search_path(sys.argv[1:])
         # Hydra would print its errors in its own way and exit with status 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        # Hydra makes a folder for a sweep whatever it is told; the runs have their own.
-        with tempfile.TemporaryDirectory(prefix="pycls_fast-sweep-") as sweep:
-            sys.argv[1:] = _hydra_arguments(sys.argv[1:], folders, [f"hydra.sweep.dir={sweep}", "hydra.sweep.subdir=."])
+        with _sweep_folder(sys.argv[1:]) as settings:
+            sys.argv[1:] = _hydra_arguments(sys.argv[1:], folders, settings)
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
             except COMPOSE_ERRORS as error:
@@ -133,14 +133,34 @@ def _run_of_weights(arguments: Sequence[str]) -> Path | None:
     return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
-def _given_folders(arguments: Sequence[str]) -> list[Path]:
-    """The values of `--config-dir` and `--config-path`."""
-    found = []
+@contextmanager
+def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Settings that keep Hydra's own notes on a `--multirun` out of sight: it insists on a folder for them."""
+    if not {"--multirun", "-m"} & set(arguments):
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+
+
+def _search_path(arguments: Sequence[str]) -> list[Path]:
+    """`configs/` (or `--config-path` instead of it) and the folder of `--config-dir`.
+
+    Raises:
+        UserError: no such folder.
+    """
+    main, more = CONFIGS, []
     for position, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name in ("--config-dir", "-cd", "--config-path", "-cp"):
-            found.append(Path(value or (arguments[position + 1] if position + 1 < len(arguments) else ".")))
-    return found
+        flag, _, value = argument.partition("=")
+        if flag in _FOLDER_FLAGS:
+            folder = Path(value or next(iter(arguments[position + 1 :]), "."))
+            if not folder.is_dir():
+                raise UserError(f"{flag} {folder}: no such folder; give one that holds .yaml files")
+            if flag in ("--config-path", "-cp"):
+                main = folder
+            else:
+                more.append(folder)
+    return [main, *more]
 
 
 def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings: Sequence[str]) -> list[str]:
@@ -151,15 +171,32 @@ def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings
     """
     flags: list[str] = []
     overrides: list[str] = []
-    takes_value = False
+    waiting = ""  # the flag whose value comes next
     for argument in arguments:
-        if takes_value or argument.startswith("-"):
+        flag, separator, value = argument.partition("=")
+        if waiting:
+            # Hydra would look for a relative --config-path beside its caller.
+            flags += [waiting, str(Path(argument).resolve()) if waiting in _FOLDER_FLAGS else argument]
+            waiting = ""
+        elif flag in _FLAGS_WITH_VALUE and not separator:
+            waiting = flag
+        elif flag in _FLAGS_WITH_VALUE:
+            flags += [flag, str(Path(value).resolve()) if flag in _FOLDER_FLAGS else value]
+        elif argument in _FLAGS:
             flags.append(argument)
-            takes_value = argument in _FLAGS_WITH_VALUE
+        elif argument.startswith("-"):
+            key = f"{flag.lstrip('-')}=VALUE"
+            values = f"; did you mean {key}?" if flag.lstrip("-") in known_keys(RunConfig) else f"; write {key} for a value"
+            raise UserError(f"{flag}: unknown option{did_you_mean(flag, _LONG_FLAGS) or values}")
         else:
             overrides += as_hydra_overrides([quote_items(argument)], folders)
+    if waiting:
+        raise UserError(f"{waiting}: needs a value")
     # Hydra's parser takes overrides from one place only. Ours come before the user's, who has the last word.
     return [*flags, *HYDRA_SETTINGS, *settings, *overrides]
 
 
-_FLAGS_WITH_VALUE = ("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+_FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")
+_FLAGS_WITH_VALUE = (*_FOLDER_FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
+_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--multirun", "-m", "--resolve", "--info", "-i")
+_LONG_FLAGS = [flag for flag in (*_FLAGS, *_FLAGS_WITH_VALUE) if len(flag) > len("--help")]

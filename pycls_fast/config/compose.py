@@ -64,7 +64,7 @@ class Composed:
         composed = cls(
             values={},
             config_name=str(hydra_config.job.config_name).removesuffix(".yaml"),
-            overrides=tuple(hydra_config.overrides.task),
+            overrides=typed_overrides(hydra_config),
             choices={str(k): str(v) for k, v in hydra_config.runtime.choices.items()},
             folders=tuple(sources),
         )
@@ -123,6 +123,11 @@ class Composed:
         for entry in reversed(values.get("defaults", [])) if isinstance(values, dict) else []:
             if isinstance(entry, str) and entry != "_self_":
                 yield from self._experiments(entry.lstrip("/").removesuffix(".yaml"))
+
+
+def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
+    """The command line's overrides as they were typed: an interpolation in one is not resolved."""
+    return tuple(OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
 
 
 def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = ()) -> RunConfig:

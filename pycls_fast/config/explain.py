@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 # What composing raises when a file or an override is wrong.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError)
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
 # Beginnings of Hydra's messages, and what to say instead; groups of the pattern fill the places.
 _REWORDED = (
@@ -26,13 +26,18 @@ _REWORDED = (
     (r"Could not delete from config\. The value of '(.*)' is (\S+) and not", "~{0}: write ~{0} alone; its value is {1}"),
     (r"Could not delete\. No match for '(.*)' in the defaults list", "~{0}: no file of configs/{0}/ is chosen"),
     (r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'", "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another"),
+    (r"primary config '(.*)' must be a DictConfig", "{0}.yaml: holds a list; a configuration is made of key: value"),
     (r"Could not override '(.*)'", "{0}: unknown key; Hydra has no such setting"),
 )
 
 
 def explain(error: Exception, folders: Sequence[Path]) -> UserError:
     """The line for an error of `COMPOSE_ERRORS`; `folders` are searched for the nearest name that exists."""
+    if not str(error) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     text = str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(f"{_not_utf8(folders)}: not written in UTF-8; save it as UTF-8")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         if text.startswith("Cannot find primary config"):
@@ -87,6 +92,15 @@ def shown_path(file: Path) -> str:
 
 def _available(group: str, folders: Sequence[Path]) -> list[str]:
     return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def _not_utf8(folders: Sequence[Path]) -> str:
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return shown_path(file)
+    return "a configuration file"
 
 
 def _near(name: str, group: str, folders: Sequence[Path]) -> str:

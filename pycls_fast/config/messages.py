@@ -117,6 +117,7 @@ _WORDING = {
     "tuple_type": "must be a list",
     "model_type": "must be a group of keys",
     "model_attributes_type": "must be a group of keys",
+    "dict_type": "must be a group of keys",
     "greater_than": "must be greater than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt}",

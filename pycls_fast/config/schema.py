@@ -56,14 +56,18 @@ class ResNetModel(Section):
 
 
 class Data(Section):
-    """Where images come from and how they are batched. `global_batch_size` is over all ranks and microbatches."""
+    """Where images come from and how they are batched.
+
+    `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (left out: that of training),
+    `num_workers` per rank (left out: the rank's share of the cores).
+    """
 
     source: Literal["folder", "digits", "synthetic"] = "folder"
     root: Text | None = None
     image_size: PositiveInt = 224
     global_batch_size: PositiveInt = 256
     eval_batch_size: PositiveInt | None = None
-    num_workers: Annotated[int, Field(ge=0)] = 8
+    num_workers: Annotated[int, Field(ge=0)] | None = None
     prefetch_factor: PositiveInt = 2
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     split_seed: Seed = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from pycls_fast.config.compose import Composed, as_hydra_overrides, check
+from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
@@ -28,7 +28,7 @@ def variant(overrides: Sequence[str], *, options: type[Section], needs_data: boo
     """
     settings = HydraConfig.get()
     folders = [Path(source.path) for source in settings.runtime.config_sources if source.schema == "file"]
-    typed = [o for o in settings.overrides.task if _key(o) not in options.model_fields]
+    typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
     own = [o for o in overrides if _key(o) in options.model_fields]
     if own:
         raise UserError(f"{own[0]}: a key of the tool, the same for every variant")

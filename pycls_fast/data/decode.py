@@ -30,7 +30,7 @@ DEFAULT_MAX_PIXELS = 2 * 89_478_485
 """Above this Pillow itself refuses an image as a decompression bomb. ImageNet's largest has 61 million."""
 
 
-class DamagedImage(Exception):
+class DamagedImage(Exception):  # noqa: N818 - a fact about the data, handled in the normal course
     """An image that cannot be used. `reason` is one line for people; it does not name the file."""
 
     def __init__(self, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -35,7 +34,7 @@ def write_digits(folder: str | Path) -> None:
         _write_images(draft)
         draft.chmod(0o755)  # mkdtemp's folders are readable by their owner alone
         try:
-            os.rename(draft, folder)
+            draft.rename(folder)
         except OSError:
             # Another process was first, or something is in the way: a rename never replaces a filled folder.
             if not _is_complete(folder):

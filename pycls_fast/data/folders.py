@@ -59,12 +59,11 @@ class FolderSource:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        with open(self.name(index), "rb") as file:
-            return file.read(), int(self.labels[index])
+        return Path(self.name(index)).read_bytes(), int(self.labels[index])
 
     def name(self, index: int) -> str:
         file_name = os.fsdecode(self._names[self._starts[index] : self._ends[index]].tobytes())
-        return os.path.join(self.root, self.classes[self.labels[index]], file_name)
+        return str(self.root / self.classes[self.labels[index]] / file_name)
 
     def describe(self) -> str:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self.root}"
@@ -137,7 +136,7 @@ def scan_classes(root: Path) -> FolderSource:
     if not classes:
         raise UserError(_no_class_folders(root))
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-        listings = list(pool.map(_list_images, (os.path.join(root, name) for name in classes)))
+        listings = list(pool.map(_list_images, (f"{root}/{name}" for name in classes)))
     empty = [name for name, listing in zip(classes, listings, strict=True) if not listing]
     if empty:
         raise UserError(
@@ -244,12 +243,12 @@ def _walk_images(folder: str, prefix: str, above: frozenset[tuple[int, int]]) ->
                 yield os.fsencode(prefix + name)
     if not nested:
         return
-    status = os.stat(folder)
+    status = Path(folder).stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
         raise UserError(f"{folder} is a link to a folder above it; remove the link")
     for name in nested:
-        yield from _walk_images(os.path.join(folder, name), f"{prefix}{name}/", above | {here})
+        yield from _walk_images(f"{folder}/{name}", f"{prefix}{name}/", above | {here})
 
 
 def _no_class_folders(root: Path) -> str:

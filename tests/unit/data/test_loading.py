@@ -304,7 +304,9 @@ def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FolderSource) 
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy[(1, 3)].damaged == dataset[(1, 3)].damaged
-    np.testing.assert_array_equal(copy[(1, 3)].image_HWC, dataset[(1, 3)].image_HWC)
+    image_HWC = dataset[(1, 3)].image_HWC
+    assert image_HWC is not None
+    np.testing.assert_array_equal(copy[(1, 3)].image_HWC, image_HWC)
 
 
 def test_iteration_can_be_left_early() -> None:
@@ -341,6 +343,7 @@ def test_pinning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         make_loader(dataset, EvalSampler(3, batch_size=1), num_workers=0, pin_memory=True)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pinned_batches(num_workers: int) -> None:

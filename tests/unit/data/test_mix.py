@@ -164,6 +164,7 @@ def test_values_that_cannot_be() -> None:
         Mixer(mixup_alpha=1, probability=1.5)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_never_waits() -> None:
     images_BCHW = random_images().cuda()

@@ -122,6 +122,7 @@ def test_unknown_erase_value() -> None:
         Prepare(MEAN, STD, erase_value="gray")  # type: ignore[arg-type]
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_never_waits() -> None:
     prepare = Prepare(MEAN, STD, erase_value="noise", device="cuda")

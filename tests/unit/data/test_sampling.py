@@ -123,7 +123,7 @@ def test_batches_that_cannot_be() -> None:
     with pytest.raises(UserError, match="has 7 images, fewer than one global batch of 8"):
         TrainSampler(7, seed=0, global_batch_size=8, total_steps=1)
     with pytest.raises(
-        UserError, match="global_batch_size 8 cannot be divided among 3 ranks x 1 .* multiple of 3"
+        UserError, match=r"global_batch_size 8 cannot be divided among 3 ranks x 1 .* multiple of 3"
     ):
         TrainSampler(100, seed=0, global_batch_size=8, world_size=3, total_steps=1)
     with pytest.raises(UserError, match="2 ranks x 3 accumulation steps; choose a multiple of 6"):

@@ -13,7 +13,7 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.data.transfer import _prefetch
 from pycls_fast.errors import UserError
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+skip_without_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def make_batches(count: int, size: int = 4) -> list[Batch]:
@@ -122,7 +122,8 @@ def test_order_of_copies_and_waits(monkeypatch: pytest.MonkeyPatch, count: int) 
     assert seen == count
 
 
-@needs_cuda
+@pytest.mark.cuda
+@skip_without_cuda
 @pytest.mark.parametrize("mode", ["blocking", "prefetch"])
 def test_on_the_device_under_load(mode: Any) -> None:
     """Large batches, freed at once, while the device is busy: memory reused too early would show."""
@@ -138,7 +139,8 @@ def test_on_the_device_under_load(mode: Any) -> None:
     assert torch.stack(sums).tolist() == expected
 
 
-@needs_cuda
+@pytest.mark.cuda
+@skip_without_cuda
 def test_prefetch_does_not_make_the_host_wait() -> None:
     batches = [batch.pin_memory() for batch in make_batches(6, size=64)]
     torch.cuda.set_sync_debug_mode("error")

@@ -1,0 +1,186 @@
+"""Mistakes that only the data, the files or the machine can show: one clear line each, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import train
+from tests.integration.conftest import TINY, command, records, run_process
+
+
+def images(folder: Path, count: int = 4) -> Path:
+    """A class folder with small pictures."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (9, 9), (40 * number, 10, 200)).save(folder / f"{number}.png")
+    return folder
+
+
+def good(root: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            images(root / split / name)
+
+
+def nothing(root: Path) -> None:
+    pass
+
+
+def a_file(root: Path) -> None:
+    root.write_text("not a folder")
+
+
+def empty(root: Path) -> None:
+    root.mkdir()
+
+
+def loose_images(root: Path) -> None:
+    images(root)
+
+
+def empty_class(root: Path) -> None:
+    good(root)
+    (root / "train" / "zebra").mkdir()
+
+
+def class_without_images(root: Path) -> None:
+    good(root)
+    (root / "train" / "zebra").mkdir()
+    (root / "train" / "zebra" / "notes.txt").write_text("no picture")
+
+
+def unknown_val_class(root: Path) -> None:
+    good(root)
+    images(root / "val" / "zebra")
+
+
+def single_image(root: Path) -> None:
+    images(root / "cat")
+    images(root / "dog", count=1)
+
+
+def empty_train(root: Path) -> None:
+    (root / "train").mkdir(parents=True)
+    images(root / "val" / "cat")
+
+
+BAD_DATA = [
+    (nothing, [], r"^data\.root: there is no dataset folder .*; expected ROOT/train/CLASS/IMAGE"),
+    (a_file, [], r"^data\.root: .* is a file, not a folder; expected"),
+    (empty, [], r"^data\.root: .* holds no class folders; expected"),
+    (loose_images, [], r"^data\.root: .* holds 4 images but no class folders: .* sort them into .*/CLASS/"),
+    (empty_class, [], r"^data\.root: .*train: no images in the class folder zebra/; add images"),
+    (class_without_images, [], r"^data\.root: .*train: no images in the class folder zebra/; add images"),
+    (unknown_val_class, [], r"^data\.root: .*val: the class folder zebra/ not in .*train"),
+    (single_image, [], r"^data\.root: .*: a single image in the class folder dog/; .* add images"),
+    (empty_train, [], r"^data\.root: .*train"),
+    (good, ["data.global_batch_size=64"], r"^data\.global_batch_size: 64 is larger than the training set of 8 images"),
+    (good, ["model.num_classes=2", "data.val_fraction=0.5", "weights=/nowhere/at/all"], r"^weights: /nowhere/at/all is no"),
+]
+
+
+@pytest.mark.parametrize(("make", "overrides", "pattern"), BAD_DATA, ids=[f"{m.__name__}-{i}" for i, (m, _, _) in enumerate(BAD_DATA)])
+def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[str], pattern: str) -> None:
+    root, run_dir = tmp_path / "images", tmp_path / "run"
+    make(root)
+    settings = [*TINY, "data=folder", "data.global_batch_size=4", f"data.root={root}", f"run_dir={run_dir}", *overrides]
+    with pytest.raises(UserError, match=pattern) as caught:
+        train(load_config("vit_digits", settings))
+    assert len(caught.value.lines) == 1
+    assert not run_dir.exists()
+
+
+def test_fewer_outputs_than_classes(tmp_path: Path, digits: Path) -> None:
+    with pytest.raises(UserError, match=r"^model.num_classes: 5 outputs for data with 10 classes; leave it out"):
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", "model.num_classes=5", f"run_dir={tmp_path}"]))
+
+
+def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"^run_dir: .*file/run cannot be written to .*; give another"):
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'file' / 'run'}"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without CUDA")
+@pytest.mark.parametrize(
+    ("override", "pattern"),
+    [
+        ("runtime.device=cuda", r"^runtime.device: cuda was asked for but torch finds no CUDA device"),
+        ("speed.input_copy=prefetch", r"^speed.input_copy: prefetch needs CUDA and this run is on CPU; use speed"),
+    ],
+)
+def test_machine_that_cannot(tmp_path: Path, digits: Path, override: str, pattern: str) -> None:
+    with pytest.raises(UserError, match=pattern):
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", override]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_single_under_torchrun(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^parallel.name: single is one process, but torchrun started 2; use parallel="):
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", "parallel=single"]))
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    """Status 2, one line on standard error, no traceback, no file."""
+    done = run_process(command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: data.root: there is no dataset folder {tmp_path / 'nowhere'}; expected ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:
+    """A copy of the digits in which every n-th file is cut off or is no picture."""
+    shutil.copytree(digits, folder)
+    bad = sorted(folder.rglob("*.png"))[::every]
+    for number, path in enumerate(bad):
+        path.write_bytes(path.read_bytes()[:40] if number % 2 else b"<html>not found</html>")
+    return folder, bad
+
+
+def test_damaged_images_are_named_and_skipped(
+    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, bad = damage(digits, tmp_path / "images", every=90)
+    settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=30", "schedule.epochs=3"]
+    assert train(load_config("vit_digits", settings)) == 0
+    events = records(tmp_path / "run", "event")
+    assert sorted(event["name"] for event in events) == sorted(map(str, bad))
+    printed = capsys.readouterr().out
+    for path in bad:
+        assert printed.count(f"warning: {path}: ") == 1
+    # Validation counts what could be scored, nothing else.
+    counts = {record["count"] for record in records(tmp_path / "run", "eval")}
+    assert len(counts) == 1
+    assert 359 - len(bad) <= counts.pop() < 359
+
+
+def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> None:
+    root, bad = damage(digits, tmp_path / "images", every=40)
+    settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=5"]
+    with pytest.raises(UserError) as caught:
+        train(load_config("vit_digits", settings))
+    first, *listed = caught.value.lines
+    assert first.startswith("data.max_damaged: ")
+    assert "images cannot be read, more than 5:" in first
+    assert len(listed) > 5
+    assert {line.partition(": ")[0] for line in listed} <= set(map(str, bad))
+
+
+def test_all_images_damaged(tmp_path: Path) -> None:
+    good(tmp_path / "images")
+    for path in (tmp_path / "images").rglob("*.png"):
+        os.truncate(path, 0)
+    settings = [*TINY, "data=folder", "data.global_batch_size=4", f"data.root={tmp_path / 'images'}", "data.num_workers=1"]
+    with pytest.raises(UserError, match="damaged"):
+        train(load_config("vit_digits", [*settings, f"run_dir={tmp_path / 'run'}"]))

@@ -1,0 +1,175 @@
+"""`time_net.py`: numbers of every mode agree with one another, variants take turns, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger import time_variants
+from tests.integration.conftest import TINY, command, run_process, under_torchrun
+
+KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
+QUICK = tuple(f"{key}={value}" for key, value in KEYS.items())
+
+NEEDED = (
+    *("images_per_second", "step_seconds_p50", "memory_peak_bytes", "parameters", "forward_flops_per_image"),
+    *(
+        "versions",
+        "device",
+        "world_size",
+        "command",
+        "environment",
+        "switches",
+        "precision",
+        "config",
+        "matmul",
+    ),
+)
+
+
+def check_part(
+    record: dict[str, Any], part: str, *, batch: int, samples: int, forward_passes: int, world_size: int = 1
+) -> None:
+    """The numbers of a part follow from its seconds and from the record's own counts."""
+    found = record[part]
+    assert found["images_per_step"] == batch
+    assert found["images_per_second"] * found["step_seconds_p50"] == pytest.approx(batch)
+    assert 0 < found["step_seconds_p10"] <= found["step_seconds_p50"] <= found["step_seconds_p90"]
+    assert found["samples"] == samples
+    turns, steps = sum(found["turn_seconds"]) * KEYS["steps"], sum(map(sum, found["step_seconds_each"]))
+    # The slowest rank of each step need not be the slowest of the turn.
+    assert turns == pytest.approx(steps) if world_size == 1 else turns <= steps
+    if forward_passes:
+        flops = forward_passes * record["forward_flops_per_image"] * found["images_per_second"]
+        assert found["flops_per_second"] == pytest.approx(flops)
+        assert found["share_of_matmul"] == pytest.approx(flops / record["matmul"]["flops_per_second"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts"),
+    [("model", {"train", "inference"}), ("loader", {"loader"}), ("both", {"both"})],
+)
+def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts: set[str]) -> None:
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}"])
+    settings = {**KEYS, "mode": mode}
+    assert time_variants([("vit_digits", config)], **settings) == 0  # type: ignore[arg-type]  # mixed values
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    assert all(record[key] is not None for key in NEEDED if mode != "loader" or key != "matmul")
+    assert parts == {"train", "inference", "loader", "both"} & record.keys()
+    # 1,797 images, a fifth held out; the head has ten outputs.
+    assert record["num_classes"] == 10
+    steps = KEYS["steps"] * KEYS["repeats"]
+    if "train" in parts:
+        check_part(record, "train", batch=64, samples=steps, forward_passes=3)
+        batch = config.data.eval_batch_size or 64
+        check_part(record, "inference", batch=batch, samples=steps, forward_passes=1)
+    if "loader" in parts:
+        check_part(record, "loader", batch=64, samples=KEYS["repeats"], forward_passes=0)
+    if "both" in parts:
+        check_part(record, "both", batch=64, samples=KEYS["repeats"], forward_passes=3)
+        assert 0 <= record["both"]["data_wait_fraction"] <= 1
+    for part in parts - {"train", "inference"}:
+        assert len(record[part]["first_batch_seconds"]) == KEYS["repeats"]
+    assert record["images_per_second"] == record[record["headline"]]["images_per_second"]
+
+
+def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
+    file = tmp_path / "folder" / "timing.json"
+    names = [
+        "speed=reference model.depth=2",
+        "speed=reference model.depth=2 speed.attention=sdpa optim.betas=[0.9,0.95]",
+        "model=resnet_digits",
+    ]
+    arguments = [f"data.root={digits}", "data.image_size=8", *QUICK, "mode=model", f"output={file}"]
+    compared = f"compare=[{','.join(names)}]"
+    done = run_process(command(*arguments, compared, tool="time_net"), cwd=tmp_path)
+    record = json.loads(file.read_text())
+    assert [v["name"] for v in record["variants"]] == names
+    first, second, third = record["variants"]
+    assert first["switches"]["attention"] == "reference"
+    assert {k: v for k, v in second["switches"].items() if v != first["switches"][k]} == {"attention": "sdpa"}
+    assert second["config"]["optim"]["betas"] == [0.9, 0.95]
+    assert third["model"] == "resnet"
+    assert third["parameters"] != first["parameters"] == second["parameters"]
+    assert third["config"]["speed"]["preset"] == "fast"
+    for variant in record["variants"]:
+        check_part(variant, "train", batch=64, samples=4, forward_passes=3)
+    assert [(c["part"], c["variant"]) for c in record["comparisons"]] == [
+        (part, name) for part in ("train", "inference") for name in names[1:]
+    ]
+    for each in record["comparisons"]:
+        variant = record["variants"][names.index(each["variant"])][each["part"]]["turn_seconds"]
+        reference = first[each["part"]]["turn_seconds"]
+        assert each["pairs"] == pytest.approx(
+            [old / new for old, new in zip(reference, variant, strict=True)]
+        )
+    assert done.stderr == ""
+    assert names[1] in done.stdout
+    assert "speed-up" in done.stdout
+
+
+def test_model_is_timed_without_data(tmp_path: Path) -> None:
+    small = ("model.width=32", "model.depth=1", "model.heads=2", "model.mlp_width=32", "data.image_size=32")
+    arguments = [*small, "data.global_batch_size=4", *QUICK, "mode=model"]
+    arguments += ["output=timing.json"]
+    run_process(command(*arguments, tool="time_net", config_name="vit_b16"), cwd=tmp_path)
+    record = json.loads((tmp_path / "timing.json").read_text())
+    check_part(record, "train", batch=4, samples=4, forward_passes=3)
+    assert "synthetic" in record["data"]
+    assert record["num_classes"] == 1000
+    assert record["matmul"]["dtype"] == "bfloat16"
+    assert record["command"].endswith("output=timing.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("mode=all",), ("data.root: not set",)),
+        (("mode=mdel",), ("mode: must be one of model, loader, both, all", "did you mean model")),
+        (("mode=model", "compare=[speed=fast]"), ("compare: needs 2 variants",)),
+        (("mode=model", "compare=[seed=1,speed.atention=sdpa]"), ("'speed.atention=sdpa'", "did you mean")),
+        (
+            ("mode=model", "compare=[speed=fast,steps=3]"),
+            ("compare: 'steps=3'", "the same for every variant"),
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = run_process(command(*arguments, tool="time_net", config_name="vit_b16"), cwd=tmp_path, expect=2)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "output", "words"),
+    [
+        (["runtime.threads=2"], None, "compare: 'b' changes runtime"),
+        (["weights=best.pt"], None, "weights: timing does not depend on them"),
+        (["data.global_batch_size=2048"], None, "larger than the training set of 1438 images"),
+        ([], ".", "output: . is a folder"),
+        ([], "/proc/timing.json", "output: /proc/timing.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_timed_is_told(
+    digits: Path, overrides: list[str], output: str | None, words: str
+) -> None:
+    one, other = (load_config("vit_digits", [*TINY, f"data.root={digits}", *o]) for o in ([], overrides))
+    with pytest.raises(UserError, match=words):
+        time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_ranks_are_timed_together(tmp_path: Path, digits: Path) -> None:
+    arguments = [f"data.root={digits}", *TINY, *QUICK, "output=timing.json"]
+    done = run_process(under_torchrun(command(*arguments, tool="time_net"), 2), cwd=tmp_path)
+    record = json.loads((tmp_path / "timing.json").read_text())
+    assert record["world_size"] == 2
+    check_part(record, "train", batch=64, samples=4, forward_passes=3, world_size=2)
+    check_part(record, "both", batch=64, samples=2, forward_passes=3, world_size=2)
+    assert done.stdout.count("written to") == 1

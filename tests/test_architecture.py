@@ -1,0 +1,168 @@
+"""Imports point one way: tools -> ledger -> train -> {build, parallel} -> {models, data, optim, losses} -> torch.
+
+A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+_LEAVES = {"errors", "counter"}
+_BOTTOM = {"models", "data", "optim", "losses"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "parallel"}
+_TRAIN = _BUILD | {"build"}
+_LEDGER = _TRAIN | {"train"}
+
+# What each part may import besides itself. A new part has to be entered here.
+ALLOWED: dict[str, set[str]] = {
+    **dict.fromkeys(_LEAVES, set()),
+    **dict.fromkeys(_BOTTOM, _LEAVES),
+    "speed": _LEAVES,
+    "config": _LEAVES | {"speed"},
+    # It asks a module for its units and its plan; a model's class is nothing to it.
+    "parallel": _LEAVES | _BOTTOM - {"models"},
+    "build": _BUILD,
+    "train": _TRAIN,
+    "ledger": _LEDGER,
+    "tools": _LEDGER | {"ledger"},
+    "pycls_fast": set(),
+}
+
+_ONLY_IN_CONFIG = {"hydra", "omegaconf"}
+
+
+def violations(root: Path) -> list[str]:
+    """`file:line: what is wrong` for every import that goes the wrong way."""
+    found = []
+    for folder in ("pycls_fast", "tools"):
+        for file in sorted((root / folder).rglob("*.py")):
+            relative = file.relative_to(root)
+            part = _part(".".join(relative.with_suffix("").parts))
+            if part not in ALLOWED:
+                found.append(f"{relative}:1: the part {part} has no place in the order of imports")
+                continue
+            for line, module in sorted(_imports(file, relative)):
+                reason = _reason(part, module)
+                if reason:
+                    found.append(f"{relative}:{line}: {reason}")
+    return found
+
+
+def _reason(part: str, module: str) -> str:
+    top = module.partition(".")[0]
+    if top in _ONLY_IN_CONFIG:
+        return "" if part == "config" else f"only config imports {top}"
+    if top not in ("pycls_fast", "tools"):
+        return ""
+    imported = _part(module)
+    if imported == part or imported in ALLOWED[part]:
+        return ""
+    if imported == "pycls_fast":
+        return "" if module == "pycls_fast.__version__" else "import the part that is meant, not pycls_fast"
+    return f"{part} imports {imported}"
+
+
+def _part(module: str) -> str:
+    """`pycls_fast.data.mix` -> data; `tools.train_net` -> tools; the package itself -> pycls_fast."""
+    top, _, rest = module.partition(".")
+    first = rest.partition(".")[0]
+    return first if top == "pycls_fast" and not first.startswith("__") and first else top
+
+
+def _imports(file: Path, relative: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported anywhere in a file; `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), filename=str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                # a/b/c.py and a/b/__init__.py both live in the package a.b
+                base = [*relative.parts[: len(relative.parts) - node.level], *base]
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            yield from ((node.lineno, a.value) for a in node.args[:1] if _is_text(a))
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_imports_point_one_way() -> None:
+    assert violations(ROOT) == []
+
+
+def test_every_part_of_the_order_is_looked_at() -> None:
+    present = {_part(".".join(f.relative_to(ROOT).with_suffix("").parts)) for f in ROOT.glob("pycls_fast/**/*.py")}
+    assert present | {"tools"} == set(ALLOWED)
+    assert list((ROOT / "tools").glob("*.py"))
+
+
+def test_the_order_has_no_cycle() -> None:
+    done: set[str] = set()
+    while done != set(ALLOWED):
+        ready = {part for part, allowed in ALLOWED.items() if part not in done and allowed <= done}
+        assert ready, f"a cycle among {set(ALLOWED) - done}"
+        done |= ready
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("models/vit.py", "from pycls_fast.data import Batch", "1: models imports data"),
+        ("models/vit.py", "import pycls_fast.optim.ema as ema", "1: models imports optim"),
+        ("data/mix.py", "from pycls_fast import losses", "1: data imports losses"),
+        ("optim/ema.py", "x = 1\ndef f():\n    from pycls_fast.models import ResNet", "3: optim imports models"),
+        ("losses.py", "if TYPE_CHECKING:\n    from pycls_fast.config import RunConfig", "2: losses imports config"),
+        ("data/mix.py", "from ..config.schema import RunConfig", "1: data imports config"),
+        ("data/__init__.py", "from .. import build", "1: data imports build"),
+        ("data/deep/mix.py", "from ...optim import Ema", "1: data imports optim"),
+        ("data/mix.py", "import importlib\nimportlib.import_module('pycls_fast.train')", "2: data imports train"),
+        ("parallel/wrap.py", "from pycls_fast.models import ResNet", "1: parallel imports models"),
+        ("parallel/wrap.py", "from pycls_fast import build", "1: parallel imports build"),
+        ("parallel/wrap.py", "from pycls_fast.config import RunConfig", "1: parallel imports config"),
+        ("build.py", "from pycls_fast.train.step import Step", "1: build imports train"),
+        ("build.py", "import omegaconf", "1: only config imports omegaconf"),
+        ("train/run.py", "def f():\n    import hydra.core", "2: only config imports hydra"),
+        ("train/run.py", "from pycls_fast.ledger import spread", "1: train imports ledger"),
+        ("ledger/timing.py", "from tools.train_net import main", "1: ledger imports tools"),
+        ("config/schema.py", "from pycls_fast.models import ResNet", "1: config imports models"),
+        ("speed.py", "from pycls_fast.config import RunConfig", "1: speed imports config"),
+        ("errors.py", "from pycls_fast.counter import counter_seed", "1: errors imports counter"),
+        ("data/mix.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
+        ("__init__.py", "from pycls_fast.train import train", "1: pycls_fast imports train"),
+        ("../tools/x.py", "import hydra", "1: only config imports hydra"),
+        ("novel/x.py", "", "1: the part novel has no place in the order of imports"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, found: str) -> None:
+    path = tmp_path / "pycls_fast" / file
+    for folder in (tmp_path / "tools", path.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    shown = path.resolve().relative_to(tmp_path.resolve())
+    assert violations(tmp_path) == [f"{shown}:{found}"]
+
+
+def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
+    for file, text in {
+        "pycls_fast/models/vit.py": "import torch\nfrom pycls_fast.models.layers import Mlp\nfrom . import layers",
+        "pycls_fast/data/mix.py": "from pycls_fast.errors import UserError\nfrom ..counter import counter_seed",
+        "pycls_fast/config/schema.py": "import hydra\nfrom omegaconf import OmegaConf\nfrom pycls_fast import speed",
+        "pycls_fast/train/run.py": "from pycls_fast import __version__, build\nfrom pycls_fast.config import RunConfig",
+        "pycls_fast/parallel/wrap.py": "from pycls_fast.optim import Ema",
+        "tools/x.py": "from pycls_fast.ledger import spread\nfrom pycls_fast import config",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text + "\n")
+    assert violations(tmp_path) == []

@@ -1,0 +1,257 @@
+"""Every kind of bad configuration gets its own clear line: the key, what is wrong, where it was set, the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+
+HERE = "(the command line)"
+ROOT = "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH"
+
+# (overrides of vit_digits, the line)
+ONE_MISTAKE = [
+    # Keys that do not exist, at every depth.
+    (["sed=1"], f"sed: unknown key; did you mean seed? {HERE}"),
+    (["optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
+    (
+        ["augment.rand_augment.num_opps=1"],
+        f"augment.rand_augment.num_opps: unknown key; did you mean augment.rand_augment.num_ops? {HERE}",
+    ),
+    (["modle=vit_s16"], f"modle: unknown key; did you mean model? {HERE}"),
+    (["Optim.lr=1"], f"Optim: unknown key; did you mean optim? {HERE}"),
+    (["optim/lr=1"], f"optim/lr: unknown key; did you mean optim.lr? {HERE}"),
+    (["drop_path=0.1"], f"drop_path: unknown key; did you mean model.drop_path? {HERE}"),
+    (["schedule.lr=1"], f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
+    (
+        ["loss.zzz=1"],
+        f"loss.zzz: unknown key; loss has name, label_smoothing, bce_reduction {HERE}",
+    ),
+    (["+optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
+    (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
+    (["hydra.foo=1"], "hydra.foo: unknown key; Hydra has no such setting"),
+    # Keys of another kind.
+    (["model.stem=small"], f"model.stem: unknown key for model.kind=vit; it belongs to model.kind=resnet {HERE}"),
+    (
+        ["optim=sgd", "optim.betas=[0.9,0.95]"],
+        f"optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw {HERE}",
+    ),
+    (["optim.momentum=0.5"], f"optim.momentum: unknown key for optim.name=adamw; it belongs to optim.name=sgd {HERE}"),
+    # Files that do not exist.
+    (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
+    (["optim=adam"], "optim=adam: no such file in configs/optim; did you mean adamw?"),
+    (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine"),
+    (["optim=3"], "optim=3: a group takes the name of a file in configs/optim/"),
+    (["optim=null"], "optim=null: a group takes the name of a file in configs/optim/"),
+    (["model=[vit_s16,vit_b16]"], "model=[vit_s16,vit_b16]: a group takes the name of a file in configs/model/"),
+    # Types.
+    (["optim.lr=fast"], f'optim.lr: must be a number; got "fast" {HERE}'),
+    (["optim.lr=null"], f"optim.lr: must be a number; got null {HERE}"),
+    (["optim.lr=true"], f"optim.lr: must be a number; got true {HERE}"),
+    (["optim.lr.x=3"], f'optim.lr: must be a number; got {{"x": 3}} {HERE}'),
+    (["schedule.epochs=1.5"], f"schedule.epochs: must be a whole number; got 1.5 {HERE}"),
+    (["schedule.epochs='3'"], f'schedule.epochs: must be a whole number; got "3" {HERE}'),
+    (["runtime.tensorboard=yes"], f'runtime.tensorboard: must be true or false; got "yes" {HERE}'),
+    (["runtime.tensorboard=1"], f"runtime.tensorboard: must be true or false; got 1 {HERE}"),
+    (
+        ["data.root=3"],
+        f"data.root: must be text; got 3; quotes within quotes make it text: 'data.root=\"3\"' {HERE}",
+    ),
+    (["data.root="], f'data.root: must not be empty; got "" {HERE}'),
+    (["augment.scale=0.3"], f"augment.scale: must be a list; got 0.3 {HERE}"),
+    (["augment.scale=[0.1]"], f"augment.scale: must be a list of 2 values; got [0.1] {HERE}"),
+    (["augment.scale=[0.1,0.2,0.3]"], f"augment.scale: must be a list of 2 values; got [0.1, 0.2, 0.3] {HERE}"),
+    (["data.mean=[0.5]"], f"data.mean: must be a list of 3 values; got [0.5] {HERE}"),
+    (["data.std=[0.5,a,0.5]"], f'data.std[1]: must be a number; got "a" {HERE}'),
+    (["augment.rand_augment=3"], f"augment.rand_augment: must be a group of keys; got 3 {HERE}"),
+    # Ranges.
+    (["optim.lr=-1"], f"optim.lr: must be greater than 0; got -1 {HERE}"),
+    (["++optim.lr=-1"], f"optim.lr: must be greater than 0; got -1 {HERE}"),
+    (["optim.lr=nan"], f"optim.lr: must be a finite number; got nan {HERE}"),
+    (["optim.lr=.nan"], f'optim.lr: must be a number; got ".nan" {HERE}'),
+    (["optim.lr=inf"], f"optim.lr: must be a finite number; got inf {HERE}"),
+    (["data.mean=[0,nan,0]"], f"data.mean[1]: must be a finite number; got nan {HERE}"),
+    (["precision.loss_scale_growth=inf"], f"precision.loss_scale_growth: must be a finite number; got inf {HERE}"),
+    (["seed=-1"], f"seed: must be at least 0; got -1 {HERE}"),
+    (["seed=99999999999"], f"seed: must be less than 2147483648; got 99999999999 {HERE}"),
+    (["augment.hflip=1.5"], f"augment.hflip: must be at most 1; got 1.5 {HERE}"),
+    (["optim.betas=[0.9,1.5]"], f"optim.betas[1]: must be less than 1.0; got 1.5 {HERE}"),
+    (["model.depth=0"], f"model.depth: must be greater than 0; got 0 {HERE}"),
+    # Choices.
+    (
+        ["speed.attention=sdap"],
+        f'speed.attention: must be one of reference, sdpa; got "sdap"; did you mean sdpa? {HERE}',
+    ),
+    (["schedule.name=step"], f'schedule.name: must be one of cosine, constant; got "step" {HERE}'),
+    (["model.kind=vitt"], f"model.kind: must be one of vit, resnet; got vitt; did you mean vit? {HERE}"),
+    # Things that cannot go together.
+    (["data=folder"], f"data.root: {ROOT} (configs/data/folder.yaml or the command line)"),
+    (["data.source=folder", "data.root=null"], f"data.root: {ROOT} {HERE}"),
+    (
+        ["data.image_size=30"],
+        f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}",
+    ),
+    (
+        ["model.heads=5"],
+        "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (configs/model/vit_digits.yaml)",
+    ),
+    (
+        ["model.width=62", "model.heads=31", "model.positions=sincos2d"],
+        f"model.width: 62 is not divisible by 4, which model.positions=sincos2d needs; use 60 or 64 {HERE}",
+    ),
+    (
+        ["optim.accumulation_steps=3"],
+        "data.global_batch_size: 64 is not divisible by optim.accumulation_steps=3; use 63 or 66 "
+        "(configs/data/digits.yaml)",
+    ),
+    (
+        ["schedule.epochs=3"],
+        "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=3; use schedule.warmup_epochs=3 "
+        "or less (configs/vit_digits.yaml)",
+    ),
+    (
+        ["augment.scale=[0.5,0.1]"],
+        f"augment.scale: the first value must not be larger than the second; got [0.5, 0.1] {HERE}",
+    ),
+    (["augment.scale=[0.5,1.1]"], f"augment.scale: an area cannot be larger than the image's (1.0); got 1.1 {HERE}"),
+    (
+        ["data.global_batch_size=1", "augment.mixup_alpha=0.2"],
+        f"augment.mixup_alpha: mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1 {HERE}",
+    ),
+    (["model.num_classes=1"], f"model.num_classes: classification needs at least 2 classes; got 1 {HERE}"),
+    (
+        ["optim=sgd", "optim.nesterov=true", "optim.momentum=0", "~optim.betas"],
+        "~optim.betas: there is no optim.betas to delete",
+    ),
+    # Interpolations.
+    (["optim.lr=${optim.lrr}"], f"optim.lr: Interpolation key 'optim.lrr' not found {HERE}"),
+    (["optim.lr=${optim.lr}"], f"optim.lr: Recursive interpolation detected {HERE}"),
+    (
+        ["data.root=${oc.env:PYCLS_FAST_NO_SUCH}"],
+        f"data.root: Environment variable 'PYCLS_FAST_NO_SUCH' not found {HERE}",
+    ),
+    (["optim.lr=???"], f"optim.lr: left open as ???; set it with optim.lr=VALUE {HERE}"),
+    # What cannot be read.
+    (["optim.lr"], "cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"),
+    (["optim.lr=[1"], "cannot read 'optim.lr=[1' on the command line; write key=value, quoting lists and spaces"),
+    (["=3"], "cannot read '=3' on the command line; write key=value, quoting lists and spaces"),
+    ([""], "cannot read '' on the command line; write key=value, quoting lists and spaces"),
+    (["optim..lr=1"], "cannot read 'optim..lr=1' on the command line; write key=value, quoting lists and spaces"),
+    (["vit_s16"], "cannot read 'vit_s16' on the command line; did you mean --config-name vit_s16?"),
+    (
+        ["optim.betas=0.9,0.95"],
+        "optim.betas=0.9,0.95: several values; write a list as optim.betas=[0.9,0.95], or add --multirun to run one "
+        "after another",
+    ),
+    # Additions and deletions.
+    (["+optim.lr=1"], "optim.lr: is set already; write optim.lr=VALUE, without the +"),
+    (
+        ["+model=vit_s16"],
+        "model: chosen twice; write model=NAME without a +, or 'override model: NAME' in a file's defaults",
+    ),
+    (["++model=vit_s16"], "++model=vit_s16: write model=vit_s16; a ++ is for values"),
+    (["~model"], "model: missing; choose one of configs/model/ with model=NAME (deleted on the command line)"),
+    (["~optim"], "optim.name: missing; choose one of configs/optim/ with optim=NAME (deleted on the command line)"),
+    (["~optim.lr"], "optim.lr: missing; set it with optim.lr=VALUE (deleted on the command line)"),
+    (["~nope"], "~nope: there is no nope to delete"),
+    # The name of the experiment is its file's.
+    (
+        ["config_name=mine"],
+        f"config_name: the name of the experiment's file; choose it with --config-name {HERE}",
+    ),
+    # The last of two values counts.
+    (["optim.lr=1", "optim.lr=-2"], f"optim.lr: must be greater than 0; got -2 {HERE}"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), ONE_MISTAKE, ids=[" ".join(case[0]) or "nothing" for case in ONE_MISTAKE])
+def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("vit_digits", overrides)
+    assert caught.value.lines == (line,)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "line"),
+    [
+        ("vit_digit", [], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),
+        ("configs/vit_digits.yaml", [], "--config-name configs/vit_digits.yaml: no such experiment; did you mean vit_digits?"),
+        (
+            "resnet_digits",
+            ["model.depth=20"],
+            f"model.depth: must be one of 18, 34, 50, 101, 152; got 20 {HERE}",
+        ),
+        (
+            "resnet_digits",
+            ["optim.momentum=0"],
+            "optim.nesterov: needs optim.momentum larger than 0; use optim.nesterov=false (configs/optim/sgd.yaml)",
+        ),
+        (
+            "resnet50",
+            ["data.root=x", "data.image_size=16"],
+            f"data.image_size: 16 is too small for model.stem=imagenet (32 at least); use model.stem=small {HERE}",
+        ),
+        ("vit_ti16", [], f"data.root: {ROOT} (configs/data/imagenet.yaml or the command line)"),
+        (
+            # A key of the file itself that the chosen group has no use for.
+            "vit_l16",
+            ["data.root=x", "optim=sgd"],
+            "optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw; leave it out with "
+            "~optim.betas (configs/vit_l16.yaml)",
+        ),
+    ],
+)
+def test_a_mistake_in_another_experiment(name: str, overrides: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(name, overrides)
+    assert caught.value.lines == (line,)
+
+
+def test_the_way_out_that_a_line_names_works() -> None:
+    assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
+    assert load_config("vit_digits", ['data.root="3"']).data.root == "3"
+    assert load_config("vit_digits", ["optim.betas=[0.9,0.95]"]).optim.model_dump()["betas"] == (0.9, 0.95)
+
+
+def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(UserError, match=r"^--config-name zzz: no such experiment; there is resnet18, .*vit_ti16$"):
+        load_config("zzz")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(
+            "vit_digits",
+            ["optim.lrr=1", "seed=-1", "data.image_size=big", "augment.scale=[1,2,3]", "speed.clip=x", "zz=1"],
+        )
+    lines = caught.value.lines
+    assert [line.partition(":")[0] for line in lines[:5]] == [
+        "seed",
+        "data.image_size",
+        "augment.scale",
+        "optim.lrr",
+        "speed.clip",
+    ]
+    assert lines[5].startswith("zz: unknown key; the run has config_name, seed, ")
+    assert len(lines) == 6
+
+
+def test_all_impossible_combinations_are_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("vit_digits", ["data.image_size=9", "model.heads=3", "schedule.epochs=1"])
+    assert [line.partition(":")[0] for line in caught.value.lines] == [
+        "data.image_size",
+        "model.width",
+        "schedule.warmup_epochs",
+    ]
+
+
+def test_the_last_of_two_values_counts() -> None:
+    config = load_config("vit_digits", ["optim.lr=1", "optim.lr=2", "model=vit_s16", "model=vit_ti16"])
+    assert (config.optim.lr, config.model.model_dump()["width"]) == (2, 192)
+
+
+def test_the_name_of_an_experiment_may_end_in_yaml() -> None:
+    assert load_config("vit_digits.yaml") == load_config("vit_digits")
+    assert load_config("vit_digits").config_name == "vit_digits"

@@ -1,0 +1,225 @@
+"""Experiments and groups of the user's own, in a folder given with `--config-dir`: mistakes name the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pycls_fast.config import RunConfig, Section, command_line, load_config
+from pycls_fast.errors import UserError
+
+Tool = Callable[..., tuple[int, list[str], list[tuple[RunConfig, Any]]]]
+
+
+class Options(Section):
+    """What a tool could ask for."""
+
+    split: str = "val"
+    steps: int = 3
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Tool]:
+    """Runs a tool in this process: status, lines on standard error, and what it was called with."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **settings: Any) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
+        calls: list[tuple[RunConfig, Any]] = []
+
+        def main(config: RunConfig, options: Any) -> int:
+            calls.append((config, options))
+            return 0
+
+        monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            command_line(main, options=Options, **settings)
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, capsys.readouterr().err.splitlines(), calls
+
+    yield run
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("optim: {lrr: 3}", "optim.lrr: unknown key; did you mean optim.lr? ({file})"),
+        ("optim: {lr: fast}", 'optim.lr: must be a number; got "fast" ({file})'),
+        ("optim: {lr: .nan}", "optim.lr: must be a finite number; got nan ({file})"),
+        ("optim: 3", "optim: must be a group of keys; got 3 ({file})"),
+        ("optim: {lr: '${foo.bar}'}", "optim.lr: Interpolation key 'foo.bar' not found ({file})"),
+        ("optim: {eps: '???'}", "optim.eps: left open as ???; set it with optim.eps=VALUE ({file})"),
+        ("data: {image_size: 17}", "data.image_size: 17 is not divisible by model.patch_size=4; use 16 or 20 ({file})"),
+        # Set in the experiment that this one is based on.
+        (
+            "schedule: {epochs: 2}",
+            "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; use schedule.warmup_epochs=2 "
+            "or less (configs/vit_digits.yaml)",
+        ),
+        ("seed: 1\nseed: 2", "{file}: line 3 is no YAML: found duplicate key seed"),
+        ("optim: {lr: 3\nseed: 2", "{file}: line 3 is no YAML: expected ',' or '}}', but got ':'"),
+        ("\tseed: 3", "{file}: line 2 is no YAML: found character '\\t' that cannot start any token"),
+    ],
+)
+def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "own" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(f"defaults: [vit_digits, _self_]\n{text}\n")
+    status, lines, calls = tool("--config-dir", str(file.parent), "--config-name", "mine")
+    assert (status, lines, calls) == (2, [f"error: {line.format(file=file)}"], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of mine)"),
+        (
+            "defaults: [vit_digits, {optim: sgd}]",
+            "optim: chosen twice; write optim=NAME without a +, or 'override optim: NAME' in a file's defaults",
+        ),
+        (
+            "defaults: [vit_digits, {override optim: sgdd}]",
+            "optim=sgdd: no such file in configs/optim; did you mean sgd?",
+        ),
+        ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
+        ("[1, 2]", "mine.yaml: holds a list; a configuration is made of key: value"),
+    ],
+)
+def test_a_mistake_in_the_defaults_of_an_own_experiment(tool: Tool, tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"{text}\n")
+    status, lines, _ = tool("--config-dir", ".", "--config-name", "mine")
+    assert (status, lines) == (2, [f"error: {line}"])
+
+
+def test_a_file_in_another_encoding_is_named(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"run_dir: caf\xe9\n")
+    assert tool("--config-dir=.", "--config-name=mine")[:2] == (
+        2,
+        ["error: mine.yaml: not written in UTF-8; save it as UTF-8"],
+    )
+
+
+def test_a_mistake_in_an_own_group_names_the_file_though_it_was_chosen_on_the_command_line(
+    tool: Tool, tmp_path: Path
+) -> None:
+    file = tmp_path / "model" / "tiny.yaml"
+    file.parent.mkdir()
+    file.write_text("kind: vit\nwidth: 8\ndepth: 2\nheads: 2\nmlp_widht: 3\npatch_size: 4\n")
+    status, lines, _ = tool("--config-dir", ".", "model=tiny")
+    assert status == 2
+    assert lines == [
+        f"error: model.mlp_width: missing; set it with model.mlp_width=VALUE ({file} or the command line)",
+        f"error: model.mlp_widht: unknown key; did you mean model.mlp_width? ({file})",
+    ]
+    file.write_text("kind: vit\nwidth: 8\ndepth: 2\nheads: 2\nmlp_width: 3\npatch_size: 4\n")
+    status, lines, calls = tool("--config-dir", ".", "model=tiny")
+    assert (status, lines) == (0, [])
+    assert calls[0][0].model.model_dump()["width"] == 8
+
+
+def test_a_folder_of_configurations_for_load_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "model: {kind: resnet, depth: 18}\noptim: {name: sgd, lr: 1e-3}\ndata: {source: synthetic}\nloss: {nmae: bce}\n"
+    )
+    with pytest.raises(UserError) as caught:
+        load_config("mine", folder=tmp_path)
+    assert caught.value.lines == (f"loss.nmae: unknown key; did you mean loss.name? ({tmp_path / 'mine.yaml'})",)
+    # YAML 1.1 reads 1e-3 as text; Hydra does not.
+    assert load_config("mine", ["~loss.nmae"], folder=tmp_path).optim.lr == 1e-3
+    with pytest.raises(UserError, match=r"/nowhere: no such folder of configurations$"):
+        load_config("mine", folder=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--config-dir", "nowhere"], "--config-dir nowhere: no such folder; give one that holds .yaml files"),
+        (["--config-name"], "--config-name: needs a value"),
+        (["--confi-name", "x"], "--confi-name: unknown option; did you mean --config-name?"),
+        (["--confi-name=x"], "--confi-name: unknown option; did you mean --config-name?"),
+        (["--seed", "3"], "--seed: unknown option; did you mean seed=VALUE?"),
+        (["--config-name", ""], None),  # and all that there are
+        (["splt=train"], "splt: unknown key; did you mean split? (the command line)"),
+        (["steps=1.5"], "steps: must be a whole number; got 1.5 (the command line)"),
+    ],
+)
+def test_mistakes_in_flags_and_options_of_a_tool(tool: Tool, arguments: list[str], line: str | None) -> None:
+    status, lines, calls = tool(*arguments)
+    assert (status, len(lines), calls) == (2, 1, [])
+    if line is not None:
+        assert lines == [f"error: {line}"]
+
+
+def test_mistakes_in_options_and_configuration_are_told_together(tool: Tool) -> None:
+    status, lines, _ = tool("steps=x", "seed=-1")
+    assert (status, len(lines)) == (2, 2)
+    assert [line.split(":")[1] for line in lines] == [" steps", " seed"]
+
+
+def test_flags_and_overrides_may_come_in_any_order(tool: Tool) -> None:
+    for arguments in (
+        ["--config-name", "resnet_digits", "seed=3", "steps=5"],
+        ["seed=3", "--config-name=resnet_digits", "steps=5"],
+        ["seed=3", "steps=5", "-cn", "resnet_digits"],
+    ):
+        status, lines, calls = tool(*arguments)
+        assert (status, lines) == (0, [])
+        [(config, options)] = calls
+        assert (config.config_name, config.seed, options) == ("resnet_digits", 3, Options(steps=5))
+
+
+def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: Tool) -> None:
+    assert tool("--config-name", "vit_ti16")[0] == 2
+    for steps, status in ((3, 0), (4, 2)):
+        arguments = ("--config-name", "vit_ti16", f"steps={steps}")
+        assert tool(*arguments, needs_data=lambda options: options.steps == 4)[0] == status
+
+
+def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
+    status, lines, calls = tool("--multirun", "seed=1,2", "optim=adamw,sgd", "~optim.clip_norm")
+    assert (status, lines) == (0, [])
+    assert [(config.seed, config.optim.name) for config, _ in calls] == [
+        (1, "adamw"),
+        (1, "sgd"),
+        (2, "adamw"),
+        (2, "sgd"),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_bad_run_of_several_is_told_and_the_others_run(tool: Tool) -> None:
+    status, lines, calls = tool("-m", "seed=1,-2,3")
+    assert (status, lines) == (2, ["error: seed: must be at least 0; got -2 (the command line)"])
+    assert [config.seed for config, _ in calls] == [1, 3]
+
+
+def test_only_the_first_rank_speaks(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert tool("seed=-1")[:2] == (2, [])
+
+
+@pytest.mark.parametrize("fault", [ValueError("ours"), KeyError("ours"), TypeError("ours")])
+def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    def main(config: RunConfig, options: Any) -> int:
+        raise fault
+
+    monkeypatch.setattr("sys.argv", ["tool.py"])
+    try:
+        with pytest.raises(type(fault), match="ours"):
+            command_line(main)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def test_the_status_of_the_tool_is_the_status_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["tool.py"])
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            command_line(lambda config, options: 3)
+    finally:
+        GlobalHydra.instance().clear()
+    assert stopped.value.code == 3

@@ -1,0 +1,95 @@
+"""The same from outside: real processes end with status 2, one line per mistake, no traceback, nothing on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "lines"),
+    [
+        (
+            "train_net",
+            ["--config-name", "vit_digits", "optim.lr=-1", "seed=-1", "sped.clip=loop"],
+            [
+                "seed: must be at least 0; got -1 (the command line)",
+                "optim.lr: must be greater than 0; got -1 (the command line)",
+                "sped: unknown key; did you mean speed? (the command line)",
+            ],
+        ),
+        (
+            "train_net",
+            ["--config-name=vit_digitz"],
+            ["--config-name vit_digitz: no such experiment; did you mean vit_digits?"],
+        ),
+        ("train_net", ["optim=adam"], ["optim=adam: no such file in configs/optim; did you mean adamw?"]),
+        ("train_net", ["optim=3"], ["optim=3: a group takes the name of a file in configs/optim/"]),
+        (
+            "train_net",
+            ["data.root=${oc.env:PYCLS_FAST_NO_SUCH}"],
+            ["data.root: Environment variable 'PYCLS_FAST_NO_SUCH' not found (the command line)"],
+        ),
+        ("train_net", ["--lr", "3"], ["--lr: unknown option; write lr=VALUE for a value"]),
+        ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
+    ],
+)
+def test_a_mistake_ends_the_process_with_status_2(
+    tmp_path: Path, name: str, arguments: list[str], lines: list[str]
+) -> None:
+    done = tool(name, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: {line}" for line in lines]
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_switch_that_the_device_cannot_run_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    done = tool("train_net", "runtime.device=cpu", "speed.input_copy=prefetch", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: speed.input_copy: prefetch needs CUDA and this run is on CPU; use speed.input_copy=blocking"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
+    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="1")
+    assert (done.returncode, done.stderr, done.stdout) == (2, "", "")
+
+
+def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    """A mistake is told in half a second, not after the seconds that torch takes."""
+    code = (
+        "import sys; sys.argv = ['tool', 'seed=-1']\n"
+        "from pycls_fast.config import command_line\n"
+        "try: command_line(lambda config, options: 0)\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")

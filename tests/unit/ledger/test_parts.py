@@ -1,0 +1,205 @@
+"""The clock, and what is stepped when: with a clock and with steps whose length is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.ledger import clocks, parts, timing
+from pycls_fast.ledger.parts import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
+from pycls_fast.parallel import World
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]
+
+
+class Time:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(clocks, "time", made)
+    monkeypatch.setattr(parts, "time", made)
+    return made
+
+
+def test_each_step_has_its_own_time(time: Time) -> None:
+    lengths = iter([1.0, 2.0, 4.0])
+
+    def step() -> None:
+        time.now += next(lengths)
+
+    assert clocks.timed(step, 3, CPU) == [1.0, 2.0, 4.0]
+
+
+def test_slowest_rank_sets_the_time() -> None:
+    turns = [Turn((1.0, 5.0), 6.0, 0.5, 3.0), Turn((2.0, 3.0), 5.0, 0.75, 2.0)]
+
+    class Two(World):
+        def gather(self, value: Any) -> list[Any]:
+            return turns
+
+    assert slowest(turns[0], Two(0, 2, 0, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
+
+
+class Recorded:
+    """A part that only writes down that it was stepped."""
+
+    name: PartName = "train"
+    images_per_step = 1
+
+    def __init__(self, label: str, log: list[str]) -> None:
+        self.label, self.log = label, log
+
+    def warm_up(self, steps: int) -> None:
+        self.log.append(f"warm {self.label} {steps}")
+
+    def turn(self, steps: int) -> Turn:
+        self.log.append(f"{self.label} {steps}")
+        return Turn((1.0,) * steps, float(steps))
+
+
+def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
+    made = []
+    for label in ("a", "b", "c"):
+        fields: dict[str, Any] = {"sources": {}, "complexity": None, "classes": 2, "switches": {}}
+        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
+        variant = timing.Variant(**fields)
+        variant.parts["train"] = Recorded(label, log)
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    assert [entry for entry in log if not entry.startswith("backend")] == [
+        *("warm a 3", "warm b 3", "warm c 3"),
+        *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
+    ]
+    # Every turn runs under its own variant's process-wide settings.
+    assert all(
+        before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True)
+    )
+    assert all(len(variant.turns["train"]) == 3 for variant in made)
+
+
+@pytest.fixture
+def loader() -> Callable[..., LoaderPart]:
+    def make(*overrides: str, order: StepRange | None = None) -> LoaderPart:
+        config = load_config("vit_digits", [*SMALL, *overrides])
+        source = build.sources(config, ALONE)["train"]
+        return LoaderPart(config, source, build.switches(config, CPU), ALONE, order or StepRange())
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps", "expected"), [(0, 5, 5), (1, 5, 5), (4, 5, 8), (4, 8, 8), (3, 0, 3)]
+)
+def test_turns_are_whole_bursts(
+    loader: Callable[..., LoaderPart], workers: int, steps: int, expected: int
+) -> None:
+    assert loader(f"data.num_workers={workers}").whole_bursts(steps) == expected
+
+
+def test_only_steps_behind_the_warm_up_are_timed(loader: Callable[..., LoaderPart], time: Time) -> None:
+    sizes: list[int] = []
+
+    def train(batches: list[Any]) -> None:
+        sizes.append(sum(len(batch) for batch in batches))
+        time.now += 7.0 if len(sizes) <= 2 else 3.0
+
+    part = loader("optim.accumulation_steps=2")
+    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
+    part.warm_up(2)
+    turn = part.turn(4)
+    assert turn.seconds == (3.0,) * 4
+    assert turn.total == 12.0
+    assert turn.waited == 0.0
+    # Whole steps: all microbatches of each, the first step's too.
+    assert sizes == [8] * 6
+
+
+def test_waiting_for_data_is_told_from_training(
+    loader: Callable[..., LoaderPart], time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = parts.to_device
+
+    def slow(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            time.now += 0.5
+            yield batch
+
+    monkeypatch.setattr(parts, "to_device", slow)
+
+    def train(batches: list[Any]) -> None:
+        time.now += 1.5
+
+    part = loader()
+    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
+    part.warm_up(1)
+    turn = part.turn(3)
+    assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
+
+
+def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = parts.to_device
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            seen.extend(batch.indices_B.tolist())
+            yield batch
+
+    monkeypatch.setattr(parts, "to_device", watched)
+    order = StepRange()
+    for part in (loader(order=order), loader(order=order)):
+        part.warm_up(1)
+        part.turn(2)
+        part.turn(2)
+    assert len(seen) == 2 * 2 * 3 * 8
+    assert len(set(seen)) == len(seen)
+
+
+def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
+    batch = synthetic_batch(512, 8, 3, erase_probability=0.25, seed=1, device=CPU)
+    assert batch.images_BHWC.shape == (512, 8, 8, 3)
+    assert batch.images_BHWC.dtype == torch.uint8
+    assert batch.images_BHWC.float().mean().item() == pytest.approx(127.5, abs=3)
+    assert set(batch.labels_B.tolist()) == {0, 1, 2}
+    assert batch.erase_B4 is not None
+    erased_B = batch.erase_B4[:, 2] > 0
+    assert erased_B.float().mean().item() == pytest.approx(0.25, abs=0.08)
+    assert (batch.erase_B4[:, :2] + batch.erase_B4[:, 2:]).max().item() <= 8
+    assert synthetic_batch(4, 8, 3, erase_probability=0.0, seed=1, device=CPU).erase_B4 is None
+
+
+def test_compute_dtype_is_that_of_the_products() -> None:
+    config = load_config("vit_digits", ["precision=amp_bf16"])
+    assert clocks.compute_dtype(build.autocast(config, CPU), CPU) == torch.bfloat16
+    assert clocks.compute_dtype(build.autocast(load_config("vit_digits"), CPU), CPU) == torch.float32
+
+
+def test_matmul_counts_a_multiply_add_as_two(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.mm
+
+    def product(*arguments: Any, **options: Any) -> torch.Tensor:
+        time.now += 0.25
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(torch, "mm", product)
+    peak = clocks.matmul_peak(torch.float32, ALONE, size=10)
+    assert peak.seconds == 0.25
+    assert peak.flops_per_second == 2 * 10 * 10 * 10 / 0.25

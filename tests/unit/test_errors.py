@@ -1,0 +1,25 @@
+"""UserError: lines, text, and the way between processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from pycls_fast.errors import UserError
+
+
+@pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
+def test_it_survives_a_pickle(lines: tuple[str, ...]) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        back = pickle.loads(pickle.dumps(UserError(*lines), protocol))
+        assert type(back) is UserError
+        assert back.lines == lines
+        assert str(back) == "\n".join(lines)
+    assert copy.copy(UserError(*lines)).lines == lines
+
+
+def test_it_needs_a_line() -> None:
+    with pytest.raises(ValueError, match="at least one line"):
+        UserError()

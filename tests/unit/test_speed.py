@@ -1,0 +1,105 @@
+"""The catalogue of switches, and what a preset and the choices by hand come to on a device."""
+
+from __future__ import annotations
+
+import re
+import typing
+
+import pytest
+import torch
+
+from pycls_fast import build, speed
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import Speed
+from pycls_fast.errors import UserError
+from pycls_fast.speed import CATALOGUE, Switch, SwitchName
+
+DEVICES: tuple[speed.Device, ...] = typing.get_args(speed.Device)
+by_switch = pytest.mark.parametrize("switch", CATALOGUE, ids=[str(switch.name) for switch in CATALOGUE])
+
+
+def test_the_catalogue_and_the_configuration_have_the_same_switches() -> None:
+    names = [str(switch.name) for switch in CATALOGUE]
+    assert sorted(names) == sorted(set(Speed.model_fields) - {"preset"}) == sorted(SwitchName)
+    assert len(names) == len(set(names))
+
+
+@by_switch
+def test_a_field_has_the_values_of_its_switch_and_the_reference_first(switch: Switch) -> None:
+    literal, nothing = typing.get_args(Speed.model_fields[switch.name].annotation)
+    assert nothing is type(None)
+    assert typing.get_args(literal) == switch.values
+    assert switch.reference == switch.values[0]
+    assert Speed.model_fields[switch.name].default is None
+
+
+@by_switch
+def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Switch) -> None:
+    assert len(switch.values) == len(set(switch.values)) >= 2
+    assert set(switch.fast) == set(DEVICES)
+    for device, value in switch.fast.items():
+        assert value in switch.values
+        assert switch.requires.get(value, device) == device
+    assert set(switch.requires) <= set(switch.values) - {switch.reference}
+    assert switch.numerics in typing.get_args(speed.Numerics)
+    assert set(switch.applies_to) <= {"vit", "resnet"}
+    assert switch.applies_to
+    assert switch.note.endswith(".")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_presets(device: speed.Device) -> None:
+    assert speed.resolve("reference", {}, device) == {switch.name: switch.values[0] for switch in CATALOGUE}
+    assert speed.resolve("fast", {}, device) == {switch.name: switch.fast[device] for switch in CATALOGUE}
+
+
+@by_switch
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+def test_one_choice_by_hand_changes_one_switch(switch: Switch, preset: str) -> None:
+    plain = speed.resolve(preset, {}, "cuda")
+    for value in switch.values:
+        if switch.requires.get(value, "cuda") == "cuda":
+            assert speed.resolve(preset, {switch.name: value}, "cuda") == {**plain, switch.name: value}
+
+
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out(preset: str) -> None:
+    refused = 0
+    for switch in CATALOGUE:
+        for value, needed in switch.requires.items():
+            for device in DEVICES:
+                if device == needed:
+                    continue
+                refused += 1
+                with pytest.raises(UserError) as caught:
+                    speed.resolve(preset, {switch.name: value}, device)
+                (line,) = caught.value.lines
+                assert line.startswith(
+                    f"speed.{switch.name}: {value} needs {needed.upper()} and this run is on {device.upper()}; use "
+                )
+                way_out = re.search(rf"use speed\.{switch.name}=(\w+)", line)
+                assert way_out is not None
+                assert speed.resolve(preset, {switch.name: way_out[1]}, device)[switch.name] == way_out[1]
+    assert refused
+
+
+def test_all_refused_values_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    needy = [
+        Switch(name, ("plain", "quick", "slow"), {"cpu": "plain", "cuda": "quick"}, "rounding", ("vit",), {"quick": "cuda"}, "N.")
+        for name in (SwitchName.CLIP, SwitchName.EMA)
+    ]  # fmt: skip
+    monkeypatch.setattr(speed, "CATALOGUE", tuple(needy))
+    with pytest.raises(UserError) as caught:
+        speed.resolve("fast", {SwitchName.CLIP: "quick", SwitchName.EMA: "quick"}, "cpu")
+    assert caught.value.lines == tuple(
+        f"speed.{name}: quick needs CUDA and this run is on CPU; use speed.{name}=plain or slow" for name in ("clip", "ema")
+    )
+
+
+def test_build_asks_for_the_device_at_hand() -> None:
+    config = load_config("vit_digits", ["speed.input_copy=prefetch", "speed.optimizer=loop"])
+    with pytest.raises(UserError, match=r"^speed\.input_copy: prefetch needs CUDA and this run is on CPU; use"):
+        build.switches(config, torch.device("cpu"))
+    chosen = build.switches(config, torch.device("cuda", 3))
+    assert (chosen[SwitchName.INPUT_COPY], chosen[SwitchName.OPTIMIZER]) == ("prefetch", "loop")
+    assert chosen[SwitchName.EMA] == "foreach"
