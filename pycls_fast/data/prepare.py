@@ -57,7 +57,7 @@ class Prepare(nn.Module):
         """`images_BCHW` of a batch on this module's device."""
         # (B, H, W, C) -> (B, C, H, W): a view
         images_BCHW = batch.images_BHWC.permute(0, 3, 1, 2).to(self._compute_dtype)
-        images_BCHW = images_BCHW.div_(255).div_(self.std_C11).sub_(self.mean_C11).to(self._dtype)
+        images_BCHW = images_BCHW.div_(255).sub_(self.mean_C11).div_(self.std_C11).to(self._dtype)
         if batch.erase_B4 is None:
             return images_BCHW
         mask_B1HW = box_mask(batch.erase_B4, *images_BCHW.shape[2:]).unsqueeze(1)

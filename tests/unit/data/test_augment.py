@@ -106,8 +106,8 @@ def test_random_resized_crop_distribution() -> None:
     image = numbered(width, height)
     for seed in range(count):
         cut = transform(image, seed).image_HWC.astype(float)
-        # Red runs linearly from the cut's left to its right: 63 of 64 steps lie between the outer pixels' centres,
-        # but those are mixed with fewer neighbours at the borders, so the slope is taken inside.
+        # Red runs linearly from the cut's left to its right. Near the borders fewer neighbours are mixed in,
+        # so the slope is taken inside.
         cut_width = (cut[32, 50, 0] - cut[32, 14, 0]) / 36 * 64
         cut_height = (cut[50, 32, 1] - cut[14, 32, 1]) / 36 * 64
         areas.append(cut_width * cut_height / (width * height))

@@ -165,7 +165,9 @@ def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: Folder
     assert (sample.index, sample.label) == (5, 0)
     # Its own augmentation, so that the stand-in is not twice the same image in an epoch.
     assert sample.image_HWC is not None
-    assert not np.array_equal(sample.image_HWC, dataset[(0, 5)].image_HWC)
+    neighbour_HWC = dataset[(0, 5)].image_HWC
+    assert neighbour_HWC is not None
+    assert not np.array_equal(sample.image_HWC, neighbour_HWC)
     # After the last comes the first.
     sample = dataset[(0, 19)]
     assert sample.damaged == ((damaged_folder.name(19), "cannot be read: No such file or directory"),)
