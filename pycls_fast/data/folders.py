@@ -191,7 +191,7 @@ def _scan_like(root: Path, train: FolderSource) -> FolderSource:
     unknown = sorted(set(source.classes) - set(train.classes))
     if unknown:
         raise UserError(
-            f"{root}: the class {_folders(unknown)} not in {train.root}; nothing could learn them"
+            f"{root}: no images of the class {_folders(unknown)} in {train.root}; add some there or remove it here"
         )
     return source.with_classes(train.classes)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import errno
 import signal
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -222,11 +224,20 @@ def _stop_all_workers() -> None:
         _stop_workers(iterator)
 
 
+@contextmanager
+def _workers_as_chosen() -> Iterator[None]:
+    """Without torch's warning of more workers than cores: loading that waits for a network disk gains from them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises the `UserError` which a worker handed back."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        iterator = super().__iter__()
+        with _workers_as_chosen():
+            iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
         try:
@@ -261,17 +272,18 @@ def make_loader(
     """
     if pin_memory and not torch.cuda.is_available():
         raise UserError("pinned memory needs a CUDA device; switch it off on this machine")
-    return ImageLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=_as_is,
-        pin_memory=pin_memory,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        worker_init_fn=_start_worker,
-        # Without one of its own, the loader would draw the workers' seeds from the global generator.
-        generator=torch.Generator().manual_seed(dataset.seed),
-    )
+    with _workers_as_chosen():
+        return ImageLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_as_is,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            worker_init_fn=_start_worker,
+            # Without one of its own, the loader would draw the workers' seeds from the global generator.
+            generator=torch.Generator().manual_seed(dataset.seed),
+        )
 
 
 def _as_is(batch: Any) -> Any:

@@ -46,9 +46,7 @@ class _ActivationCounter(TorchDispatchMode):
         return out
 
 
-def complexity(
-    model: nn.Module | Callable[[], nn.Module], *, image_size: int, in_channels: int = 3
-) -> Complexity:
+def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int, in_channels: int = 3) -> Complexity:
     """Count on the meta device: nothing is computed, no memory is taken, no random number is drawn.
 
     Args:

@@ -143,9 +143,7 @@ class SinCos2dPositions(nn.Module):
     def __init__(self, rows: int, columns: int, width: int, *, class_token: bool) -> None:
         super().__init__()
         if width % 4 or width < 8:
-            raise UserError(
-                f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}"
-            )
+            raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
         self.rows, self.columns, self.class_token = rows, columns, class_token
         self.register_buffer("value", torch.empty(rows * columns + class_token, width), persistent=False)
 

@@ -105,9 +105,7 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise UserError(
-                f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}"
-            )
+            raise UserError(f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}")
         if classifier not in get_args(Classifier):
             raise UserError(f"classifier: must be one of {', '.join(get_args(Classifier))}; got {classifier}")
         if positions not in get_args(Positions):

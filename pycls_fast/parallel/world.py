@@ -110,7 +110,9 @@ def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: st
     """
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     if strategy == "single" and size > 1:
-        raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
+        raise UserError(
+            f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp"
+        )
     chosen = _device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -121,11 +123,14 @@ def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: st
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if backend == "nccl" and chosen.type != "cuda":
-        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+        raise UserError(
+            "parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo"
+        )
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None)
     try:
         host_group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(host_group, dist.ProcessGroup)  # every rank is a member
         yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, host_group=host_group)
     finally:
         dist.destroy_process_group()
@@ -137,7 +142,9 @@ _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 def _device(name: str, local_rank: int) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
+        raise UserError(
+            "runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu"
+        )
     if name == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -13,7 +13,7 @@ def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.M
     """Put the model on the device in the memory format, in place. The optimizer and the average come after this."""
     formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
     model.to(world.device)
-    return model.to(memory_format=formats[memory_format])  # type: ignore[call-overload]  # missing in torch's stub
+    return model.to(memory_format=formats[memory_format])
 
 
 def wrap_model(model: nn.Module, world: World) -> nn.Module:

@@ -28,7 +28,12 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         _line(accuracy, chosen, "top5", f"{label} top-5", ":")
     _line(rate, train, "lr", "learning rate", "-", marker=None)
     _line(speed, train, "images_per_second", "images/s", "-", marker=None)
-    for axes, name in ((loss, "loss (nats)"), (accuracy, "accuracy (%)"), (rate, "learning rate"), (speed, "images/s")):
+    for axes, name in (
+        (loss, "loss (nats)"),
+        (accuracy, "accuracy (%)"),
+        (rate, "learning rate"),
+        (speed, "images/s"),
+    ):
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)

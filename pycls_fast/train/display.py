@@ -37,7 +37,7 @@ class Display:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TextColumn("left"),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                TimeRemainingColumn(),
                 console=self.console,
                 refresh_per_second=4,
             )
@@ -78,9 +78,13 @@ class Display:
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=step)
 
-    def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
+    def training(
+        self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float
+    ) -> None:
         """The numbers of a log interval."""
-        numbers = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
+        numbers = (
+            f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
+        )
         if self._bar is not None and self._training is not None:
             self._bar.update(
                 self._training,

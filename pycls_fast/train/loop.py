@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -47,7 +47,12 @@ def train(config: RunConfig) -> int:
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         with stop_requests() as stop:
             run = start_run(config, world, display)
-            with display, Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard) as board:
+            with (
+                display,
+                Board(
+                    run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard
+                ) as board,
+            ):
                 return Loop(run, stop, board).run_to_end()
 
 
@@ -82,7 +87,7 @@ class Loop:
         self._finish()
         return DONE
 
-    def _microbatches(self) -> Iterator[Batch]:
+    def _microbatches(self) -> Generator[Batch, None, None]:
         run = self.run
         loader = build.train_loader(
             run.config, run.sources["train"], run.world, start_step=run.start_step, steps=run.total_steps
@@ -141,7 +146,9 @@ class Loop:
                 **extra,
             )
             left = (run.total_steps - done) * rates["step_seconds"]
-            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
+            run.display.training(
+                record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left
+            )
             self.board.add(record)
         self.clock.start()
 
@@ -233,7 +240,9 @@ class Loop:
             step = int(steps[0].removeprefix("step_")) if steps else 0
             run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
             draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
-            run.display.note(f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved")
+            run.display.note(
+                f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
+            )
             run.display.note(f"go on with: {self._same_command()}")
         return STOPPED
 
@@ -265,5 +274,3 @@ class Loop:
                 f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
-
-

@@ -78,7 +78,6 @@ class Clock:
             "data_wait_fraction": self.waited / seconds,
         }
 
-
     def medians(self) -> tuple[float, float]:
         """Median (seconds a step, images a second); the first interval warms up and counts only if it is the only one."""
         intervals = self.intervals[1:] or self.intervals

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pycls_fast import build
@@ -25,7 +24,14 @@ from pycls_fast.train.step import Step
 from pycls_fast.train.weights import load_weights
 
 # What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
-_SAME_ON_RESUME = ("seed", "model", "data.global_batch_size", "data.image_size", "optim.name", "optim.ema_decay")
+_SAME_ON_RESUME = (
+    "seed",
+    "model",
+    "data.global_batch_size",
+    "data.image_size",
+    "optim.name",
+    "optim.ema_decay",
+)
 # What may differ without a word.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
 
@@ -84,8 +90,12 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
         }
-        path = checkpoint.save(state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints)
-        self.folder.add_record("checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path)))
+        path = checkpoint.save(
+            state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints
+        )
+        self.folder.add_record(
+            "checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path))
+        )
         return path
 
     def seconds(self) -> float:
@@ -102,10 +112,14 @@ class Run:
         if setting == "never":
             # Asked of rank 0: by the time another rank looks, this run's own files may be there.
             if self.world.from_main(self.folder.has_run):
-                raise UserError(f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto")
+                raise UserError(
+                    f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto"
+                )
             return
         if setting == "auto":
-            newest = checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
+            newest = (
+                checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
+            )
             path = self.world.from_main(newest)
             if path is None:
                 return
@@ -118,8 +132,12 @@ class Run:
         self.seconds_before = state["seconds"]
         if self.world.is_main:
             self.folder.forget_after(self.start_step)
-            self.folder.add_record("event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path))
-        self.display.note(f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}")
+            self.folder.add_record(
+                "event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path)
+            )
+        self.display.note(
+            f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}"
+        )
 
     def load_state(self, state: checkpoint.State) -> None:
         """Restore model, average, optimizer and loss scale in place."""
@@ -134,7 +152,9 @@ class Run:
 
     def _check_resumable(self, path: Path, state: checkpoint.State) -> None:
         before, now = _flat(state["config"]), _flat(self.config.model_dump(mode="json"))
-        changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+        changed = {
+            key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)
+        }
         wrong = [
             f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
             for key, (old, new) in sorted(changed.items())
@@ -267,14 +287,19 @@ def _introduce(run: Run) -> None:
         ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
         ("memory per rank", f"{human(4.0 * copies * parameters, 'B')} for weights, gradients and optimizer"),
-        ("device", f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}"),
+        (
+            "device",
+            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
+        ),
         ("switches", chosen),
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
 
 
-def summary(run: Run, evaluations: list[dict[str, Any]], rate: float, step_seconds: float, memory: int) -> dict[str, Any]:
+def summary(
+    run: Run, evaluations: list[dict[str, Any]], rate: float, step_seconds: float, memory: int
+) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
     return {

@@ -48,7 +48,9 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another") from error
+            raise UserError(
+                f"run_dir: {self.path} cannot be written to ({error.strerror}); give another"
+            ) from error
 
     def write_config(self, values: dict[str, Any]) -> None:
         """`config.yaml`: every value that the run uses, defaults included."""
@@ -141,6 +143,7 @@ def device_name(device: torch.device) -> str:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the code and whether it was changed since, or None outside a checkout."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10

@@ -9,7 +9,15 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
-_TRAIN = ("loss", "lr", "grad_norm", "images_per_second", "data_wait_fraction", "memory_peak_bytes", "loss_scale")
+_TRAIN = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "images_per_second",
+    "data_wait_fraction",
+    "memory_peak_bytes",
+    "loss_scale",
+)
 
 
 class Board:
@@ -22,7 +30,9 @@ class Board:
     """
 
     def __init__(self, run_dir: Path, start_step: int, *, enabled: bool) -> None:
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
+        self._writer = (
+            SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -45,7 +45,9 @@ def load_weights(network: nn.Module, source: Path, *, classes: tuple[str, ...]) 
     saved_classes = tuple(state["classes"])
     if saved_classes[: len(classes)] != classes:
         pairs = enumerate(zip(saved_classes, classes, strict=False))
-        place, (before, now) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(saved_classes), ("", "")))
+        place, (before, now) = next(
+            ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(saved_classes), ("", ""))
+        )
         raise UserError(
             f"weights: {path} was trained on other classes than data.root has: output {place} was {before or 'none'} "
             f"and is {now or 'one more'}"
@@ -67,7 +69,9 @@ def find_checkpoint(path: Path) -> Path:
         return folder / "best.pt"
     newest = next(checkpoint.checkpoints(folder), None) if folder.is_dir() else None
     if newest is None:
-        raise UserError(f"weights: {path} is no checkpoint and no run folder with one; give a .pt file or a run folder")
+        raise UserError(
+            f"weights: {path} is no checkpoint and no run folder with one; give a .pt file or a run folder"
+        )
     return newest
 
 

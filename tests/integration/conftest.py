@@ -44,7 +44,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment() -> dict[str, str]:
     """One thread a process, the checkout first on the path, and no rank left over from anything."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -59,7 +61,13 @@ def run_process(
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; the status has to be the expected one."""
     done = subprocess.run(
-        list(arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+        list(arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     if expect is not None:
         assert done.returncode == expect, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -11,13 +11,24 @@ from pycls_fast.config import load_config
 from pycls_fast.train import train
 from tests.integration.conftest import TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
-COMMON = (*TINY, "schedule.max_steps=20", "schedule.epochs=1", "schedule.warmup_epochs=0.5", "optim.clip_norm=1.0")
+COMMON = (
+    *TINY,
+    "schedule.max_steps=20",
+    "schedule.epochs=1",
+    "schedule.warmup_epochs=0.5",
+    "optim.clip_norm=1.0",
+)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_ranks_equal_one(tmp_path: Path, digits: Path, accumulation: int) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
-    overrides = [*COMMON, f"data.root={digits}", "optim.ema_decay=0.9", f"optim.accumulation_steps={accumulation}"]
+    overrides = [
+        *COMMON,
+        f"data.root={digits}",
+        "optim.ema_decay=0.9",
+        f"optim.accumulation_steps={accumulation}",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("vit_digits", [*overrides, f"run_dir={one}"])) == 0
     run_process(under_torchrun(command(*overrides, f"run_dir={two}"), 2), cwd=tmp_path)
@@ -46,7 +57,9 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("resnet_digits", [*overrides, f"run_dir={one}"])) == 0
-    run_process(under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path)
+    run_process(
+        under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path
+    )
     ours, theirs = newest_checkpoint(two)["model"], newest_checkpoint(one)["model"]
     first = next(name for name in ours if name.endswith("running_mean"))
     # The mean over two half batches is the mean over the batch.

@@ -86,7 +86,8 @@ def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
         "speed=reference model.depth=2 speed.attention=sdpa optim.betas=[0.9,0.95]",
         "model=resnet_digits",
     ]
-    arguments = [f"data.root={digits}", "data.image_size=8", *QUICK, "mode=model", f"output={file}"]
+    arguments = [f"data.root={digits}", "data.image_size=8", "data.global_batch_size=8", *QUICK]
+    arguments += ["data.eval_batch_size=8", "mode=model", f"output={file}"]
     compared = f"compare=[{','.join(names)}]"
     done = run_process(command(*arguments, compared, tool="time_net"), cwd=tmp_path)
     record = json.loads(file.read_text())
@@ -99,7 +100,7 @@ def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     assert third["parameters"] != first["parameters"] == second["parameters"]
     assert third["config"]["speed"]["preset"] == "fast"
     for variant in record["variants"]:
-        check_part(variant, "train", batch=64, samples=4, forward_passes=3)
+        check_part(variant, "train", batch=8, samples=4, forward_passes=3)
     assert [(c["part"], c["variant"]) for c in record["comparisons"]] == [
         (part, name) for part in ("train", "inference") for name in names[1:]
     ]

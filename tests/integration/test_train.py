@@ -63,12 +63,31 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
 def test_learns(tmp_path: Path, digits: Path, config_name: str) -> None:
     """The loss falls far below that of guessing (ln 10) and most of the unseen digits are recognised."""
     lean = [] if config_name == "resnet_digits" else list(TINY[:5])
-    extra = ["data.image_size=8", "schedule.epochs=6", "schedule.warmup_epochs=1", "augment=none", "optim.lr=0.004"]
+    extra = [
+        "data.image_size=8",
+        "schedule.epochs=6",
+        "schedule.warmup_epochs=1",
+        "augment=none",
+        "optim.lr=0.004",
+    ]
     if config_name == "resnet_digits":
-        extra = ["data.image_size=8", "schedule.epochs=2", "schedule.warmup_epochs=0.5", "augment=none", "optim.lr=0.02"]
+        extra = [
+            "data.image_size=8",
+            "schedule.epochs=2",
+            "schedule.warmup_epochs=0.5",
+            "augment=none",
+            "optim.lr=0.02",
+        ]
     config = load_config(
         config_name,
-        [*lean, *extra, f"data.root={digits}", f"run_dir={tmp_path}", "runtime.tensorboard=false", "speed=fast"],
+        [
+            *lean,
+            *extra,
+            f"data.root={digits}",
+            f"run_dir={tmp_path}",
+            "runtime.tensorboard=false",
+            "speed=fast",
+        ],
     )
     assert train(config) == 0
     final = records(tmp_path, "eval")[-1]
@@ -103,7 +122,9 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
 
 
 def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"):
+    with pytest.raises(
+        UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"
+    ):
         run(
             tmp_path,
             digits,
@@ -150,14 +171,19 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     """tools/test_net.py finds the run's configuration and best checkpoint by itself."""
     run(tmp_path / "run", digits)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    arguments = command(f"weights={tmp_path / 'run'}", f"output={tmp_path / 'scores.json'}", tool="test_net", config_name=None)
+    arguments = command(
+        f"weights={tmp_path / 'run'}", f"output={tmp_path / 'scores.json'}", tool="test_net", config_name=None
+    )
     done = run_process(arguments, cwd=tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())
     for name in ("top1", "top5", "loss", "count"):
         assert scores[name] == pytest.approx(summary["best"][name], rel=1e-6)
     assert f"{scores['top1']:.2f}%" in done.stdout
     arguments = command(
-        f"weights={tmp_path / 'run' / 'checkpoints' / 'best.pt'}", "split=train", tool="test_net", config_name=None
+        f"weights={tmp_path / 'run' / 'checkpoints' / 'best.pt'}",
+        "split=train",
+        tool="test_net",
+        config_name=None,
     )
     assert "1,438" in run_process(arguments, cwd=tmp_path).stdout
     done = run_process([*arguments[:-1], "split=tset"], cwd=tmp_path, expect=2)

@@ -56,9 +56,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, convert: Convert) 
     def gradients(model: nn.Module) -> dict[str, Tensor]:
         # Where there are statistics, they stand in for themselves: the conversion wants every name.
         state = model.state_dict(keep_vars=True)
-        return {
-            key: (tensor if tensor.grad is None else tensor.grad).double() for key, tensor in state.items()
-        }
+        return {key: (tensor if tensor.grad is None else tensor.grad).double() for key, tensor in state.items()}
 
     expected, found = convert(gradients(theirs)), gradients(ours)
     scale = max(grad.norm().item() for grad in expected.values())
@@ -88,12 +86,8 @@ def test_timm_vit(size: str, attention: str) -> None:
         ({"classifier": "pooled"}, {"class_token": False, "global_pool": "avg"}),
     ],
 )
-def test_timm_vit_gradients_in_training_mode(
-    ours_kwargs: dict[str, str], theirs_kwargs: dict[str, Any]
-) -> None:
-    theirs = randomise(
-        timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=11, **theirs_kwargs)
-    )
+def test_timm_vit_gradients_in_training_mode(ours_kwargs: dict[str, str], theirs_kwargs: dict[str, Any]) -> None:
+    theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=11, **theirs_kwargs))
     ours = vit("tiny", image_size=64, num_classes=11, **ours_kwargs).double()
     ours.load_state_dict(foreign.from_timm_vit(theirs.state_dict()))
     batch, cotangent = images(3, 64), torch.randn(3, 11, dtype=torch.float64)
@@ -109,7 +103,7 @@ def test_fixed_positions_equal_learned_ones_of_the_same_values() -> None:
     fixed = vit("tiny", image_size=64, positions="sincos2d").double()
     assert isinstance(fixed.positions, SinCos2dPositions)
     fixed.positions.reset_parameters()  # in float64
-    theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64)).eval()
+    theirs: Any = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64)).eval()
     theirs.pos_embed.data.copy_(fixed.positions.value)
     assert not fixed.positions.value[0].any()
     state = foreign.from_timm_vit(theirs.state_dict())

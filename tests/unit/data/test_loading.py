@@ -35,8 +35,6 @@ from pycls_fast.errors import UserError
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
 
 # torch's warning about more workers than cores, on small machines.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 TRAIN = TrainTransform(image_size=16, rand_augment=(1, 9), erase_probability=0.5)
 EVAL = EvalTransform(image_size=16)
 

@@ -51,9 +51,7 @@ def by_hand(size: str, patch_size: int, token: bool) -> Complexity:
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(
-    ("size", "patch_size"), [*((size, 16) for size in SIZES), ("B", 32), ("H", 14), ("Ti", 8)]
-)
+@pytest.mark.parametrize(("size", "patch_size"), [*((size, 16) for size in SIZES), ("B", 32), ("H", 14), ("Ti", 8)])
 def test_vit_is_the_count_by_hand(size: str, patch_size: int, attention: str) -> None:
     found = complexity(partial(vit, size, patch_size, attention=attention), image_size=224)
     assert found == by_hand(size, patch_size, token=True)
@@ -91,9 +89,7 @@ def test_torchvision_publishes_the_same(build: Any, weights: Any) -> None:
     # deit3_base_patch16_224.fb_in22k_ft_in1k (DeiT's and DeiT III's B at the paper's ViT layer sizes).
     [("S", 22.1, 4.6, 11.9), ("B", 86.6, 17.6, 23.9)],
 )
-def test_timm_publishes_the_same_for_vit(
-    size: str, parameters: float, gmacs: float, activations: float
-) -> None:
+def test_timm_publishes_the_same_for_vit(size: str, parameters: float, gmacs: float, activations: float) -> None:
     found = complexity(partial(vit, size), image_size=224)
     assert round(found.parameters / 1e6, 1) == parameters
     assert round(found.forward_flops / 2e9, 1) == gmacs
@@ -105,9 +101,7 @@ def test_timm_publishes_the_same_for_vit(
     # pycls, dev/model_complexity.json, configs/archive/imagenet/resnet/R-{50,101}-1x64d_step_1gpu.yaml.
     [(50, 11_315_688, 4_089_185_256, 25_557_032), (101, 16_433_640, 7_801_406_440, 44_549_160)],
 )
-def test_pycls_publishes_the_same_for_resnet(
-    depth: Any, activations: int, flops: int, parameters: int
-) -> None:
+def test_pycls_publishes_the_same_for_resnet(depth: Any, activations: int, flops: int, parameters: int) -> None:
     """But for what its definitions add: the output of the max-pool, and one operation for each bias of the
     head."""
     found = complexity(partial(ResNet, depth=depth, num_classes=1000), image_size=224)
@@ -140,9 +134,7 @@ def test_nothing_is_made_outside_the_meta_device_and_the_model_stays_as_it_is(fo
         build = partial(vit, "Ti", image_size=32, drop_path=0.5)
         found = complexity(model if form == "model" else build, image_size=32)
     assert devices.seen == {"meta"}
-    assert {
-        key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()
-    } == before
+    assert {key: (id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()} == before
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random_state)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -161,3 +153,9 @@ def test_image_channels_count() -> None:
     three = complexity(partial(ResNet, depth=18, num_classes=10), image_size=64)
     assert three.forward_flops - one.forward_flops == 2 * 2 * 49 * 64 * 32 * 32
     assert three.activations == one.activations
+
+
+def test_evaluation_is_counted_where_training_cannot_run() -> None:
+    """One image of 32 pixels ends in maps of one pixel, which batch norm refuses in training."""
+    found = complexity(ResNet(depth=18, num_classes=10).train(), image_size=32)
+    assert found == complexity(partial(ResNet, depth=18, num_classes=10), image_size=32)

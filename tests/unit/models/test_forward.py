@@ -111,7 +111,7 @@ def test_channels_last_images_and_weights_give_the_same(name: str, randomise: Ra
 
 
 def test_autocast_is_near_and_float32_stays_whole(name: str, randomise: Randomise) -> None:
-    model = randomise(MODELS[name]()).eval()
+    model: Any = randomise(MODELS[name]()).eval()
     images = draw_images(2, dtype=torch.float32)
     expected = model(images)
     residual: list[torch.dtype] = []

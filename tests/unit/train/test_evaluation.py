@@ -1,0 +1,95 @@
+"""Scores against a plain computation, whatever the batches are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.data import Batch, Prepare
+from pycls_fast.parallel import World
+from pycls_fast.train.evaluation import Evaluation, evaluate
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+class Lookup(nn.Module):
+    """Logits that were chosen beforehand: an image's first value says which row."""
+
+    def __init__(self, logits_NK: Tensor) -> None:
+        super().__init__()
+        self.logits_NK = logits_NK
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        assert not self.training
+        return self.logits_NK[(images_BCHW[:, 0, 0, 0] * 255).round().long()]
+
+
+def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
+    images = (
+        torch.arange(len(labels_N), dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3).contiguous()
+    )
+    parts = zip(
+        images.split(sizes), labels_N.split(sizes), torch.arange(len(labels_N)).split(sizes), strict=True
+    )
+    return [Batch(i, label, index, None) for i, label, index in parts]
+
+
+def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int]) -> Evaluation:
+    prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    model = Lookup(logits_NK)
+    model.train()
+    result = evaluate(model, batches(labels_N, sizes), prepare, nullcontext, ALONE)
+    assert model.training
+    return result
+
+
+@pytest.mark.parametrize("sizes", [[100], [33, 33, 33, 1], [0, 100, 0], [7] * 14 + [2]])
+def test_equals_topk_and_cross_entropy(sizes: list[int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(100, 20, generator=generator, dtype=torch.float64)
+    labels = torch.randint(20, (100,), generator=generator)
+    result = score(logits, labels, sizes)
+    hits = logits.topk(5, dim=1).indices == labels[:, None]
+    assert result.count == 100
+    assert result.top1 == pytest.approx(hits[:, 0].double().mean().item() * 100)
+    assert result.top5 == pytest.approx(hits.any(dim=1).double().mean().item() * 100)
+    assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-12)
+    assert 0 < result.top1 < result.top5 < 100
+
+
+def test_ties_do_not_all_count_as_right() -> None:
+    """A model that says nothing is right for one class only, as with argmax."""
+    labels = torch.arange(10)
+    result = score(torch.zeros(10, 10), labels, [10])
+    assert result.top1 == pytest.approx(10)
+    assert result.top5 == pytest.approx(50)
+
+
+def test_logits_that_are_no_numbers_are_wrong() -> None:
+    logits = torch.full((4, 10), float("nan"))
+    logits[0] = F.one_hot(torch.tensor(3), 10)
+    result = score(logits, torch.tensor([3, 0, 0, 0]), [4])
+    assert result.top1 == pytest.approx(25)
+    assert result.top5 == pytest.approx(25)
+
+
+def test_fewer_than_five_classes() -> None:
+    result = score(torch.tensor([[1.0, 2.0], [5.0, 2.0]]), torch.tensor([0, 0]), [2])
+    assert (result.top1, result.top5) == (50, 100)
+
+
+def test_damaged_images_are_reported_and_not_counted() -> None:
+    (batch,) = batches(torch.tensor([0, 1]), [2])
+    damaged = Batch(
+        batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),)
+    )
+    model = Lookup(torch.eye(2))
+    result = evaluate(model, [batch, damaged], Prepare((0.0,) * 3, (1.0,) * 3), nullcontext, ALONE)
+    assert result.count == 2
+    assert result.top1 == 100
+    assert result.damaged == (("x.png", "cut off"),)
