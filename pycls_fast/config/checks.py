@@ -38,7 +38,10 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
     steps = config.optim.accumulation_steps
     if data.global_batch_size % steps:
-        yield "data.global_batch_size", _not_divisible(data.global_batch_size, steps, f"optim.accumulation_steps={steps}")
+        yield (
+            "data.global_batch_size",
+            _not_divisible(data.global_batch_size, steps, f"optim.accumulation_steps={steps}"),
+        )
     for key in ("scale", "ratio"):
         low, high = getattr(augment, key)
         if low > high:

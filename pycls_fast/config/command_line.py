@@ -186,7 +186,9 @@ def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings
             flags.append(argument)
         elif argument.startswith("-"):
             key = f"{flag.lstrip('-')}=VALUE"
-            values = f"; did you mean {key}?" if flag.lstrip("-") in known_keys(RunConfig) else f"; write {key} for a value"
+            values = (
+                f"; did you mean {key}?" if flag.lstrip("-") in known_keys(RunConfig) else f"; write {key} for a value"
+            )
             raise UserError(f"{flag}: unknown option{did_you_mean(flag, _LONG_FLAGS) or values}")
         else:
             overrides += as_hydra_overrides([quote_items(argument)], folders)

@@ -127,7 +127,8 @@ class Composed:
 
 def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
     """The command line's overrides as they were typed: an interpolation in one is not resolved."""
-    return tuple(OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+    typed: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    return tuple(typed)
 
 
 def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = ()) -> RunConfig:
@@ -142,7 +143,9 @@ def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = 
         UserError: one line per bad value, all at once.
     """
     if any(override.lstrip("+~").partition("=")[0] == "config_name" for override in composed.overrides):
-        raise UserError("config_name: the name of the experiment's file; choose it with --config-name (the command line)")
+        raise UserError(
+            "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
+        )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
     found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, needs_data=needs_data)]
     if found:
@@ -150,9 +153,7 @@ def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = 
     return config
 
 
-def validate(
-    schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()
-) -> Options:
+def validate(schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()) -> Options:
     """Plain values to a section. The JSON text is what is validated, so a YAML list becomes a tuple.
 
     Raises:
@@ -211,6 +212,7 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
     if not file.is_file():
         raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
     values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    config_name = str(values.pop("config_name", run_dir.name))
     names = groups([CONFIGS])
     choices: dict[str, str] = {}
     dotted: list[str] = []
@@ -230,7 +232,6 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
         merged = OmegaConf.merge(OmegaConf.create(values), OmegaConf.from_dotlist(dotted))
     except COMPOSE_ERRORS as error:
         raise explain(error, [CONFIGS]) from error
-    config_name = str(merged.pop("config_name", run_dir.name))
     composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=file)
     return dataclasses.replace(composed, values=composed.resolve(merged))
 

@@ -20,12 +20,24 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueE
 
 # Beginnings of Hydra's messages, and what to say instead; groups of the pattern fill the places.
 _REWORDED = (
-    (r"Could not append to config\. An item is already at '(.*)'", "{0}: is set already; write {0}=VALUE, without the +"),
-    (r"Multiple values for (\S+?)\. ", "{0}: chosen twice; write {0}=NAME without a +, or 'override {0}: NAME' in a file's defaults"),
+    (
+        r"Could not append to config\. An item is already at '(.*)'",
+        "{0}: is set already; write {0}=VALUE, without the +",
+    ),
+    (
+        r"Multiple values for (\S+?)\. ",
+        "{0}: chosen twice; write {0}=NAME without a +, or 'override {0}: NAME' in a file's defaults",
+    ),
     (r"Could not delete from config\. '(.*)' does not exist", "~{0}: there is no {0} to delete"),
-    (r"Could not delete from config\. The value of '(.*)' is (\S+) and not", "~{0}: write ~{0} alone; its value is {1}"),
+    (
+        r"Could not delete from config\. The value of '(.*)' is (\S+) and not",
+        "~{0}: write ~{0} alone; its value is {1}",
+    ),
     (r"Could not delete\. No match for '(.*)' in the defaults list", "~{0}: no file of configs/{0}/ is chosen"),
-    (r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'", "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another"),
+    (
+        r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'",
+        "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another",
+    ),
     (r"primary config '(.*)' must be a DictConfig", "{0}.yaml: holds a list; a configuration is made of key: value"),
     (r"Could not override '(.*)'", "{0}: unknown key; Hydra has no such setting"),
 )
@@ -44,7 +56,9 @@ def explain(error: Exception, folders: Sequence[Path]) -> UserError:
             return no_such_experiment(str(error.missing_cfg_file), folders)
         named_in = re.match(r"In '(.*?)'", text)
         if not group and named_in:
-            return UserError(f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {named_in[1]})")
+            return UserError(
+                f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {named_in[1]})"
+            )
         return no_such_file(group, name, folders)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override.removeprefix("++"), folders)

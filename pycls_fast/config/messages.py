@@ -43,9 +43,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def lines(
-    error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()
-) -> list[str]:
+def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:
     """One line per bad value, in the order of the schema. `also`: keys beside the schema's that exist at the top."""
     found = [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
     # A list that is two items short is still one mistake.
@@ -72,10 +70,12 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         tag = context["discriminator"].strip("'")
         allowed = [word.strip(" '") for word in context["expected_tags"].split(",")]
         near_tag = did_you_mean(str(context["tag"]), allowed)
-        return f"{key}.{tag}: must be one of {', '.join(allowed)}; got {context['tag']}{near_tag} ({where(f'{key}.{tag}')})"
+        origin = where(f"{key}.{tag}")
+        return f"{key}.{tag}: must be one of {', '.join(allowed)}; got {context['tag']}{near_tag} ({origin})"
     if kind == "literal_error":
-        near_value = did_you_mean(str(value), _literals(context["expected"]))
-        return f"{key}: must be one of {', '.join(_literals(context['expected']))}; got {_shown(value)}{near_value} ({origin})"
+        allowed = _literals(context["expected"])
+        near_value = did_you_mean(str(value), allowed)
+        return f"{key}: must be one of {', '.join(allowed)}; got {_shown(value)}{near_value} ({origin})"
     return f"{key}: {_wrong(kind, key, section, found)}; got {_shown(value)}{_hint(kind, key, value)} ({origin})"
 
 

@@ -24,9 +24,7 @@ Text = Annotated[str, Field(min_length=1)]
 class Section(BaseModel):
     """A group of keys; what every part of the configuration inherits."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ViTModel(Section):

@@ -83,56 +83,56 @@ class DeviceMemory:
         self.held += torch.cuda.memory_allocated(self.device) - before
 
 
-@dataclass(frozen=True)
-class MatmulPeak:
-    """The rate of a square matrix product, a multiply-add counted as 2; over all ranks together."""
+# Large enough to reach the device's rate, small enough to take a moment.
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MATMULS = 3
 
-    size: int
-    dtype: str
-    seconds: float
-    flops_per_second: float
+
+class MatmulPeak:
+    """The rate of a square matrix product of random values (zeros would draw less power and run faster).
+
+    Measured again and again between the turns, so that its median saw the same machine as theirs.
+    """
+
+    def __init__(self, dtype: torch.dtype, world: World, size: int | None = None) -> None:
+        """
+        Args:
+            dtype: of the matrices.
+            world: all ranks multiply at the same time, as they train at the same time.
+            size: of a side; None for 2048 on the CPU and 8192 on CUDA.
+        """
+        self.dtype = dtype
+        self.size = size or _MATMUL_SIZE[world.device.type]
+        self._world = world
+        self._seconds: list[float] = []
+        self._generator = torch.Generator(world.device).manual_seed(0)
+
+    def measure(self) -> None:
+        """A few products; the slowest rank's time of each is kept."""
+        device, shape = self._world.device, (self.size, self.size)
+        a_NN, b_NN = (
+            torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2)
+        )
+        out_NN = torch.empty_like(a_NN)
+        self._world.barrier()
+        # The first one warms up.
+        _, *seconds = timed(lambda: torch.mm(a_NN, b_NN, out=out_NN), 1 + _MATMULS, device)
+        self._seconds += [max(each) for each in zip(*self._world.gather(seconds), strict=True)]
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of all ranks together, a multiply-add counted as 2."""
+        return 2 * self.size**3 / spread(self._seconds).p50 * self._world.size
 
     def record(self) -> dict[str, Any]:
         """The values as JSON has them."""
         return {
             "size": self.size,
-            "dtype": self.dtype,
-            "seconds_p50": self.seconds,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seconds_p50": spread(self._seconds).p50,
+            "samples": len(self._seconds),
             "flops_per_second": self.flops_per_second,
         }
-
-
-# Large enough to reach the device's rate, small enough to take a moment.
-_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-_MATMUL_LEAST_SECONDS = 0.3
-_MATMUL_LEAST_PRODUCTS = 5
-
-
-def matmul_peak(dtype: torch.dtype, world: World, size: int | None = None) -> MatmulPeak:
-    """Median rate of `size x size` products of random matrices (zeros would draw less power and run faster).
-
-    Args:
-        dtype: of the matrices.
-        world: all ranks multiply at the same time, as they train at the same time.
-        size: None for 2048 on the CPU and 8192 on CUDA.
-    """
-    device = world.device
-    size = size or _MATMUL_SIZE[device.type]
-    generator = torch.Generator(device).manual_seed(0)
-    a_NN, b_NN = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    out_NN = torch.empty_like(a_NN)
-
-    def product() -> None:
-        torch.mm(a_NN, b_NN, out=out_NN)
-
-    world.barrier()
-    timed(product, 2, device)
-    seconds: list[float] = []
-    while len(seconds) < _MATMUL_LEAST_PRODUCTS or sum(seconds) < _MATMUL_LEAST_SECONDS:
-        seconds += timed(product, _MATMUL_LEAST_PRODUCTS, device)
-    medians = world.gather(spread(seconds).p50)
-    rate = sum(2 * size**3 / median for median in medians)
-    return MatmulPeak(size, str(dtype).removeprefix("torch."), max(medians), rate)
 
 
 def compute_dtype(autocast: Callable[[], AbstractContextManager[None]], device: torch.device) -> torch.dtype:

@@ -181,7 +181,7 @@ class LoaderPart:
 
     def whole_bursts(self, steps: int) -> int:
         """`steps`, made a multiple of the batches that arrive together."""
-        workers = max(1, self._config.data.num_workers)
+        workers = max(1, build.num_workers(self._config))
         return -(-max(steps, 1) // workers) * workers
 
     def warm_up(self, steps: int) -> None:

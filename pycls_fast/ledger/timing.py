@@ -15,7 +15,7 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, compute_dtype, matmul_peak
+from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, compute_dtype
 from pycls_fast.ledger.parts import (
     InferencePart,
     LoaderPart,
@@ -206,9 +206,10 @@ def _build(
     )
     if {"train", "inference", "both"} & set(parts):
         dtype = compute_dtype(build.autocast(config, world.device), world.device)
-        peaks = [o.matmul for o in others if o.matmul is not None and f"torch.{o.matmul.dtype}" == str(dtype)]
+        peaks = [other.matmul for other in others if other.matmul is not None and other.matmul.dtype == dtype]
+        variant.matmul = peaks[0] if peaks else MatmulPeak(dtype, world, matmul_size)
         # Before the model: libraries keep workspaces that would be counted as the first variant's memory.
-        variant.matmul = peaks[0] if peaks else matmul_peak(dtype, world, matmul_size)
+        variant.matmul.measure()
         with variant.memory.during("building"):
             _build_model_parts(variant, parts, microbatch, world)
     if "loader" in parts:
@@ -260,7 +261,10 @@ def _measure(
         with _at_work(variant, name, world):
             variant.parts[name].warm_up(warmup_steps)
         _read_metrics(variant, world)
+    peaks = {id(v.matmul): v.matmul for v in variants if v.matmul is not None and name != "loader"}
     for repeat in range(repeats):
+        for peak in peaks.values():
+            peak.measure()
         # Forwards, then backwards: a steady drift and the place in the round cancel out over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
             with _at_work(variant, name, world):
@@ -339,7 +343,7 @@ def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str,
         "data": variant.sources["train"].describe(),
         "global_batch_size": config.data.global_batch_size,
         "accumulation_steps": config.optim.accumulation_steps,
-        "num_workers": config.data.num_workers,
+        "num_workers": build.num_workers(config),
         "precision": config.precision.name,
         "switches": {str(switch): value for switch, value in variant.switches.items()},
         "matmul": variant.matmul.record() if variant.matmul is not None else None,

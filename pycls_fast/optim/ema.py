@@ -26,8 +26,12 @@ class Ema:
         self.warmup = warmup
         self.implementation = implementation
         # state_dict shares storage with the model, so these references stay current.
-        self._live: dict[str, Tensor] = {name: value.detach() for name, value in model.state_dict().items()}
-        self.values: dict[str, Tensor] = {name: value.clone() for name, value in self._live.items()}
+        named: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        # A shared tensor has several names and one average; to swap it twice would be not to swap it.
+        first = {id(value): name for name, value in reversed(named.items())}
+        self._live = {name: value.detach() for name, value in named.items() if first[id(value)] == name}
+        averages = {name: value.clone() for name, value in self._live.items()}
+        self.values: dict[str, Tensor] = {name: averages[first[id(value)]] for name, value in named.items()}
         floating = [name for name, value in self._live.items() if value.is_floating_point()]
         self._averages = [self.values[name] for name in floating]
         self._weights = [self._live[name] for name in floating]

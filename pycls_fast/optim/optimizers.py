@@ -17,9 +17,7 @@ def _implementation(name: str) -> dict[str, bool]:
 
 def sgd(groups: Sequence[Group], *, lr: float, momentum: float, nesterov: bool, implementation: str) -> Optimizer:
     """SGD with momentum; `implementation` is loop, foreach or fused."""
-    return torch.optim.SGD(
-        groups, lr=lr, momentum=momentum, nesterov=nesterov, **_implementation(implementation)
-    )
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_implementation(implementation))
 
 
 def adamw(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +18,14 @@ def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.M
     return model.to(memory_format=formats[memory_format])
 
 
+# torch 2.13 renamed it.
+_BUFFERS_FLAG = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
 def wrap_model(model: nn.Module, world: World) -> nn.Module:
     """The module whose forward pass the training step calls; its parameters are the same objects as the model's."""
     if world.size == 1:
@@ -24,6 +34,6 @@ def wrap_model(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **{_BUFFERS_FLAG: False},
         gradient_as_bucket_view=True,
     )

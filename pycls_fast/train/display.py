@@ -24,8 +24,10 @@ class Display:
     """
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
-        # Without a terminal the width is unknown, and a line broken in the middle is hard to search.
         self.console = Console(quiet=not speaks, soft_wrap=True, highlight=False)
+        if not self.console.is_terminal:
+            # The width is unknown, and a line broken in the middle is hard to search.
+            self.console.width = 160
         self._bar: Progress | None = None
         self._training: TaskID | None = None
         self._evaluating: TaskID | None = None

@@ -57,11 +57,6 @@ class RunFolder:
         header = f"# {environment_command()}\n"
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
-    def read_config(self) -> dict[str, Any] | None:
-        """`config.yaml` of the run that was here before."""
-        file = self.path / "config.yaml"
-        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
         self._write(name, json.dumps(values, indent=2, allow_nan=False) + "\n")

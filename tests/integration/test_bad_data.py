@@ -14,7 +14,7 @@ from PIL import Image
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.integration.conftest import TINY, command, records, run_process
+from tests.integration.runs import TINY, command, records, run_process
 
 
 def images(folder: Path, count: int = 4) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.train import train
-from tests.integration.conftest import TINY, command, newest_checkpoint, records, run_process, under_torchrun
+from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
 COMMON = (
     *TINY,

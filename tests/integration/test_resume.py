@@ -15,7 +15,7 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.integration.conftest import (
+from tests.integration.runs import (
     TINY,
     assert_same_state,
     command,

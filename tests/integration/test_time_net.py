@@ -11,7 +11,7 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import time_variants
-from tests.integration.conftest import TINY, command, run_process, under_torchrun
+from tests.integration.runs import TINY, command, run_process, under_torchrun
 
 KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
 QUICK = tuple(f"{key}={value}" for key, value in KEYS.items())

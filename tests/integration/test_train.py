@@ -11,7 +11,7 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.integration.conftest import TINY, command, newest_checkpoint, records, run_process
+from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process
 
 
 def run(run_dir: Path, digits: Path, *overrides: str, config_name: str = "vit_digits") -> int:

@@ -84,15 +84,17 @@ def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out(pres
 
 
 def test_all_refused_values_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast: dict[speed.Device, str] = {"cpu": "plain", "cuda": "quick"}
     needy = [
-        Switch(name, ("plain", "quick", "slow"), {"cpu": "plain", "cuda": "quick"}, "rounding", ("vit",), {"quick": "cuda"}, "N.")
+        Switch(name, ("plain", "quick", "slow"), fast, "rounding", ("vit",), {"quick": "cuda"}, "A note.")
         for name in (SwitchName.CLIP, SwitchName.EMA)
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(speed, "CATALOGUE", tuple(needy))
     with pytest.raises(UserError) as caught:
         speed.resolve("fast", {SwitchName.CLIP: "quick", SwitchName.EMA: "quick"}, "cpu")
     assert caught.value.lines == tuple(
-        f"speed.{name}: quick needs CUDA and this run is on CPU; use speed.{name}=plain or slow" for name in ("clip", "ema")
+        f"speed.{name}: quick needs CUDA and this run is on CPU; use speed.{name}=plain or slow"
+        for name in ("clip", "ema")
     )
 
 

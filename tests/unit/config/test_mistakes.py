@@ -165,7 +165,9 @@ ONE_MISTAKE = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "line"), ONE_MISTAKE, ids=[" ".join(case[0]) or "nothing" for case in ONE_MISTAKE])
+@pytest.mark.parametrize(
+    ("overrides", "line"), ONE_MISTAKE, ids=[" ".join(case[0]) or "nothing" for case in ONE_MISTAKE]
+)
 def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config("vit_digits", overrides)
@@ -176,7 +178,11 @@ def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
     ("name", "overrides", "line"),
     [
         ("vit_digit", [], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),
-        ("configs/vit_digits.yaml", [], "--config-name configs/vit_digits.yaml: no such experiment; did you mean vit_digits?"),
+        (
+            "configs/vit_digits.yaml",
+            [],
+            "--config-name configs/vit_digits.yaml: no such experiment; did you mean vit_digits?",
+        ),
         (
             "resnet_digits",
             ["model.depth=20"],

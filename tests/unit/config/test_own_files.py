@@ -76,7 +76,10 @@ def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of mine)"),
+        (
+            "defaults: [vit_digitz]",
+            "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of mine)",
+        ),
         (
             "defaults: [vit_digits, {optim: sgd}]",
             "optim: chosen twice; write optim=NAME without a +, or 'override optim: NAME' in a file's defaults",

@@ -39,15 +39,39 @@ def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) ->
     [
         (["sed=1"], ["sed: unknown key; did you mean seed? (the command line)"]),
         (["optim=adam"], ["optim=adam: no such file in configs/optim; did you mean adamw?"]),
-        (["optim.lr=-1", "seed=x"], ["seed: must be a whole number; got \"x\" (the command line)", "optim.lr: must be greater than 0; got -1 (the command line)"]),
+        (
+            ["optim.lr=-1", "seed=x"],
+            [
+                'seed: must be a whole number; got "x" (the command line)',
+                "optim.lr: must be greater than 0; got -1 (the command line)",
+            ],
+        ),
         (["optim.lr"], ["cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"]),
-        (["data.image_size=18"], ["data.image_size: 18 is not divisible by model.patch_size=4; use 16 or 20 (the command line)"]),
-        (["schedule.epochs=2"], ["schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; use schedule.warmup_epochs=2 or less ({file})"]),
+        (
+            ["data.image_size=18"],
+            ["data.image_size: 18 is not divisible by model.patch_size=4; use 16 or 20 (the command line)"],
+        ),
+        (
+            ["schedule.epochs=2"],
+            [
+                "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; "
+                "use schedule.warmup_epochs=2 or less ({file})"
+            ],
+        ),
         (["optim.lr=${nope}"], ["optim.lr: Interpolation key 'nope' not found (the command line)"]),
-        (["config_name=mine"], ["config_name: the name of the experiment's file; choose it with --config-name (the command line)"]),
-        (["data=folder"], ["data.root: not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH (configs/data/folder.yaml or the command line)"]),
+        (
+            ["config_name=mine"],
+            ["config_name: the name of the experiment's file; choose it with --config-name (the command line)"],
+        ),
+        (
+            ["data=folder"],
+            [
+                "data.root: not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH "
+                "(configs/data/folder.yaml or the command line)"
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_overrides(run_dir: Path, overrides: list[str], lines: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         load_run_config(run_dir, overrides)

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-from pycls_fast.data import write_digits
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,14 +29,6 @@ TINY = (
     "runtime.tensorboard=false",
     "runtime.progress=plain",
 )
-
-
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits as class folders."""
-    folder = tmp_path_factory.mktemp("digits") / "images"
-    write_digits(folder)
-    return folder
 
 
 def environment() -> dict[str, str]:

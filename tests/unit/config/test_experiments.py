@@ -1,0 +1,200 @@
+"""Everything in `configs/` composes, builds, and tells in its header what to expect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pycls_fast import build, speed
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config.compose import CONFIGS
+from pycls_fast.config.messages import known_keys, section_keys
+from pycls_fast.config.schema import ResNetModel, ViTModel
+from pycls_fast.models import complexity
+
+EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml"))
+HEADER = ("Command", "Hardware", "Time", "Result", "Source")
+
+# Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
+PARAMETERS = {
+    "vit_ti16": 5.7,  # DeiT, Touvron et al. 2021, Table 1: 5M, 22M, 86M
+    "vit_s16": 22.1,
+    "vit_b16": 86.6,
+    "vit_l16": 304.3,  # Dosovitskiy et al. 2021, Table 1: 307M with the larger head of its pre-training
+    "vit_h16": 632.2,
+    "resnet18": 11.7,
+    "resnet34": 21.8,
+    "resnet50": 25.6,
+    "resnet101": 44.5,
+    "resnet152": 60.2,
+}
+
+
+def load(name: str, *overrides: str) -> RunConfig:
+    """An experiment; what is read from a folder gets one."""
+    root = [] if "digits" in name else ["data.root=/nowhere"]
+    return load_config(name, [*root, *overrides])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_builds(name: str) -> None:
+    config = load(name)
+    assert config.config_name == name
+    switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")
+    with torch.device("meta"):
+        model = build.model(config, 1000, switches)
+        counted = complexity(model, image_size=config.data.image_size)
+        build.optimizer(config, model, switches)
+        build.ema(config, model, switches)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if name in PARAMETERS:
+        assert counted.parameters / 1e6 == pytest.approx(PARAMETERS[name], abs=0.06)
+    build.loss(config)
+    build.mixer(config)
+    schedule = build.schedule(config, steps_per_epoch=100)
+    assert schedule.total_steps == 100 * config.schedule.epochs
+    assert 0 <= schedule(0) < schedule(schedule.warmup_steps) == build.peak_lr(config)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_what_to_expect(name: str) -> None:
+    lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
+    assert re.match(r"# \S.*\.$", comment[0])
+    assert comment[1] == "#"
+    told = dict(re.findall(r"^# (\w+): +(\S.*)$", "\n".join(comment), flags=re.MULTILINE))
+    assert tuple(told)[:5] == HEADER
+    assert "tools/train_net.py" in told["Command"]
+    named = re.search(r"--config-name (\w+)", told["Command"])
+    assert (named[1] if named else "vit_digits") == name
+    assert lines[len(comment)] == "defaults:"
+
+
+def test_every_experiment_names_every_group_once() -> None:
+    groups = {group for group, _ in GROUP_FILES}
+    for name in EXPERIMENTS:
+        defaults = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
+        assert [next(iter(entry)) for entry in defaults[:-1]] == [
+            "model",
+            "data",
+            "augment",
+            "loss",
+            "optim",
+            "schedule",
+            "precision",
+            "parallel",
+            "speed",
+            "runtime",
+        ]
+        assert defaults[-1] == "_self_"
+        assert {key for entry in defaults[:-1] for key in entry} == groups
+
+
+@pytest.mark.parametrize(("group", "name"), GROUP_FILES)
+def test_a_group_file_holds_known_keys_and_can_be_chosen(group: str, name: str) -> None:
+    values = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    # A ViT at 224 and an optimizer whose keys no experiment sets, so that nothing but the group is in question.
+    base = "vit_ti16" if group == "model" and not name.endswith("_digits") else "resnet_digits"
+    config = load_config(base, ["data.root=/nowhere", f"{group}={name}"])
+    chosen = getattr(config, group).model_dump(mode="json")
+    own = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8")).get(group, {})
+    for key, value in values.items():
+        if key not in own and (group, key) != ("data", "root"):
+            assert_within(value, chosen[key])
+
+
+def assert_within(configured: object, built: object) -> None:
+    if isinstance(configured, dict):
+        assert isinstance(built, dict)
+        for key, value in configured.items():
+            assert_within(value, built[key])
+    else:
+        assert configured == built
+
+
+@pytest.mark.parametrize(("group", "name"), GROUP_FILES)
+def test_a_group_file_begins_with_a_comment_or_is_a_name_alone(group: str, name: str) -> None:
+    text = (CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# ") or text == f"name: {name}\n"
+
+
+@pytest.mark.parametrize("name", sorted({name for group, name in GROUP_FILES if group == "model"} & set(PARAMETERS)))
+def test_a_model_file_has_the_published_size(name: str) -> None:
+    config = load_config("resnet50", ["data.root=/nowhere", f"model={name}"])
+    with torch.device("meta"):
+        model = build.model(config, 1000, speed.resolve("reference", {}, "cpu"))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.06)
+
+
+def sections(schema: type[BaseModel]) -> set[type[BaseModel]]:
+    found = {schema}
+    for inner in section_keys(schema).values():
+        for section in inner:
+            found |= sections(section)
+    return found
+
+
+SECTIONS = sorted(sections(RunConfig), key=lambda section: section.__name__)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_the_default_of_every_key_is_valid(section: type[BaseModel]) -> None:
+    """pydantic does not check defaults by itself."""
+    defaults = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in section.model_fields.items()
+        if not field.is_required()
+    }
+    assert set(defaults) | {n for n, f in section.model_fields.items() if f.is_required()} == set(section.model_fields)
+    plain = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in defaults.items()}
+    # Strict mode takes a tuple for a tuple, so this is what JSON would give.
+    try:
+        section.model_validate(plain)
+    except ValidationError as error:
+        wrong = [e for e in error.errors() if e["type"] != "missing"]
+        assert wrong == []
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_section_is_strict_and_frozen(section: type[BaseModel]) -> None:
+    settings = section.model_config
+    assert (settings["extra"], settings["frozen"], settings["strict"]) == ("forbid", True, True)
+    assert settings["allow_inf_nan"] is False
+    assert section.__doc__
+
+
+def test_every_key_is_read_by_the_code() -> None:
+    """A key that no line reads would be accepted and do nothing."""
+    code = "\n".join(
+        file.read_text(encoding="utf-8")
+        for file in (CONFIGS.parent / "pycls_fast").rglob("*.py")
+        if file.name not in ("schema.py", "speed.py")
+    )
+    switches = {f"speed.{name}" for name in speed.SwitchName}
+    unread = {
+        key
+        for key in known_keys(RunConfig) - switches
+        if not re.search(rf"\.{key.rpartition('.')[2]}\b(?!\()", code)
+        and key.rpartition(".")[2] not in ("scale", "ratio")
+    }
+    assert unread == set()
+    for name in speed.SwitchName:
+        assert f"SwitchName.{name.name}]" in code, name
+
+
+@pytest.mark.parametrize("kind", [ViTModel, ResNetModel])
+def test_the_kinds_of_a_model_have_the_common_keys(kind: type[BaseModel]) -> None:
+    assert {"kind", "drop_path", "num_classes"} <= set(kind.model_fields)
+
+
+def test_configs_hold_no_interpolation_of_the_environment_and_no_target() -> None:
+    for file in Path(CONFIGS).rglob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        assert "_target_" not in text
+        assert "oc.env" not in text

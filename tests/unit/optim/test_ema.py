@@ -1,0 +1,170 @@
+"""The average of the weights against its formula in float64, and the swap that has to give back every bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.optim import Ema
+
+IMPLEMENTATIONS = ("loop", "foreach")
+
+
+class Network(nn.Module):
+    """Parameters of several shapes, BatchNorm's buffers (one is an integer), a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("table", torch.zeros(5), persistent=False)
+
+
+def network(dtype: torch.dtype = torch.float64, *, channels_last: bool = False) -> Network:
+    model = Network().to(dtype)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    randomise(model, torch.Generator().manual_seed(1))
+    return model
+
+
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
+    """New values in place, as an optimizer and BatchNorm would write them."""
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
+            else:
+                value.add_(1)
+
+
+def copies(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_is_its_formula(
+    implementation: str, warmup: bool, channels_last: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = network(dtype, channels_last=channels_last)
+    ema = Ema(model, decay=0.9, warmup=warmup, implementation=implementation)
+    expected = {name: value.double().clone() for name, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(2)
+    # With the warm-up (1 + t) / (10 + t) reaches 0.9 at t = 80.
+    for step in [*range(30), 79, 80, 81, 200]:
+        randomise(model, generator)
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step)) if warmup else 0.9
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                expected[name] = decay * expected[name] + (1 - decay) * value.double()
+    assert set(ema.values) == set(model.state_dict())
+    for name, value in ema.values.items():
+        assert value.dtype == model.state_dict()[name].dtype
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), expected[name], rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(value, model.state_dict()[name])
+            assert value.item() == 35
+
+
+def test_loop_and_foreach_differ_by_nothing_in_float64() -> None:
+    averages = []
+    for implementation in IMPLEMENTATIONS:
+        model = network()
+        ema = Ema(model, decay=0.99, warmup=True, implementation=implementation)
+        generator = torch.Generator().manual_seed(4)
+        for step in range(10):
+            randomise(model, generator)
+            ema.update(step)
+        averages.append(ema.values)
+    for name, value in averages[0].items():
+        torch.testing.assert_close(value, averages[1][name], rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
+    model = network(torch.float32, channels_last=channels_last)
+    parameters = dict(model.named_parameters())
+    ema = Ema(model, decay=0.7, warmup=False, implementation="foreach")
+    for step in range(3):
+        randomise(model, torch.Generator().manual_seed(step))
+        ema.update(step)
+    weights, averages = copies(model.state_dict()), copies(ema.values)
+    assert not torch.equal(weights["head.weight"], averages["head.weight"])
+    with ema.swapped_in():
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, averages[name]), name
+        assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+        assert torch.equal(ema.values[name], averages[name]), name
+    # And it goes on from there.
+    randomise(model, torch.Generator().manual_seed(9))
+    ema.update(3)
+    expected = 0.7 * averages["scale"] + 0.3 * model.scale.detach()
+    torch.testing.assert_close(ema.values["scale"], expected)
+
+
+def test_the_swap_is_undone_after_an_exception() -> None:
+    model = network()
+    ema = Ema(model, decay=0.7, warmup=False, implementation="loop")
+    randomise(model, torch.Generator().manual_seed(5))
+    ema.update(0)
+    weights, averages = copies(model.state_dict()), copies(ema.values)
+    with pytest.raises(RuntimeError, match="in between"), ema.swapped_in():
+        raise RuntimeError("in between")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, averages[name]) for name, value in ema.values.items())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_shared_weight_is_averaged_and_swapped_once(implementation: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[1].weight = model[0].weight
+    randomise(model, torch.Generator().manual_seed(1))
+    start = model[0].weight.detach().clone()
+    ema = Ema(model, decay=0.9, warmup=False, implementation=implementation)
+    randomise(model, torch.Generator().manual_seed(2))
+    ema.update(0)
+    weights = copies(model.state_dict())
+    average = 0.9 * start + 0.1 * weights["0.weight"]
+    for name in ("0.weight", "1.weight"):
+        torch.testing.assert_close(ema.values[name], average)
+    with ema.swapped_in():
+        torch.testing.assert_close(model[1].weight.detach(), average)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(ema.values["1.weight"], average)
+
+
+def test_averages_are_restored_in_place() -> None:
+    model = network()
+    ema = Ema(model, decay=0.5, warmup=False, implementation="foreach")
+    before = dict(ema.values)
+    saved = {name: torch.randn_like(v) if v.is_floating_point() else v + 7 for name, v in ema.values.items()}
+    ema.load(saved)
+    for name, value in ema.values.items():
+        assert value is before[name]
+        assert torch.equal(value, saved[name])
+    # The next update goes on from what was restored.
+    ema.update(0)
+    torch.testing.assert_close(ema.values["scale"], 0.5 * saved["scale"] + 0.5 * model.scale.detach())
+    del saved["head.bias"]
+    with pytest.raises(KeyError, match=r"head\.bias"):
+        ema.load(saved)
+
+
+def test_the_model_is_not_changed_by_updates() -> None:
+    model = network()
+    ema = Ema(model, decay=0.5, warmup=True, implementation="foreach")
+    weights = copies(model.state_dict())
+    for step in range(3):
+        ema.update(step)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(value.requires_grad for value in ema.values.values())

@@ -1,0 +1,94 @@
+"""The learning-rate curve against torch's, timm's and big_vision's, at every step and beyond the borders."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+
+from pycls_fast.optim import Schedule
+
+LR = 0.37
+CURVES = [(50, 7, 0.1, 0.02), (20, 1, 0.5, 0.0), (31, 30, 0.001, 0.3), (12, 5, 0.25, 1.0)]
+
+
+def optimizer(lr: float = LR) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+@pytest.mark.parametrize(("total", "warmup", "start", "final"), CURVES)
+def test_torch(total: int, warmup: int, start: float, final: float) -> None:
+    ours = Schedule(LR, total, warmup, start, final)
+    sgd = optimizer()
+    theirs = SequentialLR(
+        sgd,
+        [
+            LinearLR(sgd, start_factor=start, total_iters=warmup),
+            CosineAnnealingLR(sgd, total - warmup, eta_min=final * LR),
+        ],
+        milestones=[warmup],
+    )
+    for step in range(total + 1):
+        assert ours(step) == pytest.approx(sgd.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
+        sgd.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup", "start", "final"), [*CURVES, (9, 0, 0.0, 0.1), (40, 10, 0.0, 0.0), (1, 0, 0.0, 0.0)]
+)
+def test_timm(total: int, warmup: int, start: float, final: float) -> None:
+    ours = Schedule(LR, total, warmup, start, final)
+    theirs = CosineLRScheduler(
+        optimizer(),
+        t_initial=total - warmup,
+        lr_min=final * LR,
+        warmup_t=warmup,
+        warmup_lr_init=start * LR,
+        warmup_prefix=True,
+    )
+    for step in range(total + 5):
+        assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-12, abs=1e-15), step
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(100, 13), (30, 0), (25, 24)])
+def test_big_vision(total: int, warmup: int) -> None:
+    """Its formula for decay_type "cosine": the whole curve is multiplied by min(1, step / warmup_steps)."""
+    ours = Schedule(LR, total, warmup)
+    for step in range(total + 5):
+        progress = np.clip((step - warmup) / float(total - warmup), 0.0, 1.0)
+        lr = LR * 0.5 * (1.0 + np.cos(np.pi * progress))
+        if warmup:
+            lr *= np.minimum(1.0, step / warmup)
+        assert ours(step) == pytest.approx(float(lr), rel=1e-12, abs=1e-15), step
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+def test_constant_after_the_warm_up(warmup: int) -> None:
+    ours = Schedule(LR, 20, warmup, 0.2, 0.7, shape="constant")
+    sgd = optimizer()
+    LambdaLR(sgd, lambda step: 1.0)
+    for step in range(30):
+        expected = LR * np.interp(step, [0, warmup], [0.2, 1.0]) if warmup else LR
+        assert ours(step) == pytest.approx(expected, rel=1e-12), step
+
+
+def test_the_borders() -> None:
+    ours = Schedule(LR, total_steps=30, warmup_steps=10, warmup_start_factor=0.1, final_factor=0.05)
+    assert ours(0) == pytest.approx(0.1 * LR)
+    assert ours(9) == pytest.approx((0.1 + 0.9 * 0.9) * LR)
+    assert ours(10) == LR
+    assert ours(20) == pytest.approx((0.05 + 0.95 * 0.5) * LR)
+    assert 0.05 * LR < ours(29) < 0.06 * LR
+    assert ours(30) == ours(1000) == pytest.approx(0.05 * LR)
+
+
+@pytest.mark.parametrize("total", [1, 5])
+def test_a_curve_that_is_all_warm_up(total: int) -> None:
+    ours = Schedule(LR, total, total, 0.5)
+    assert [ours(step) for step in range(total)] == pytest.approx(list(np.linspace(0.5, 1, total, endpoint=False) * LR))
+    assert math.isfinite(ours(total))

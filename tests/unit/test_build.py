@@ -1,0 +1,328 @@
+"""Configured values arrive in what is built from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast import build, speed
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.data import SyntheticSource
+from pycls_fast.errors import UserError
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
+from pycls_fast.models import DropPath, ResNet, VisionTransformer
+from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
+
+CPU = torch.device("cpu")
+REFERENCE = speed.resolve("reference", {}, "cpu")
+SYNTHETIC = (
+    "data=synthetic",
+    "data.image_size=16",
+    "data.num_workers=0",
+    "data.synthetic_train_images=24",
+    "data.synthetic_val_images=10",
+    "data.synthetic_classes=3",
+    "data.global_batch_size=8",
+)
+
+
+def world(rank: int = 0, size: int = 1, device: torch.device = CPU) -> World:
+    return World(rank=rank, size=size, local_rank=rank, device=device)
+
+
+def vit(*overrides: str) -> RunConfig:
+    return load_config("vit_digits", overrides)
+
+
+def drop_rates(model: nn.Module) -> list[float]:
+    return [module.rate for module in model.modules() if isinstance(module, DropPath)]
+
+
+class Recorder:
+    """Stands in for a constructor and keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls.append({**{str(i): value for i, value in enumerate(arguments)}, **named})
+        return object()
+
+
+def record(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+    recorder = Recorder()
+    monkeypatch.setattr(build, name, recorder)
+    return recorder.calls
+
+
+class TestModel:
+    def test_a_vit(self) -> None:
+        config = vit(
+            "model.width=24", "model.depth=3", "model.heads=3", "model.mlp_width=20", "model.drop_path=0.3",
+            "model.patch_size=8", "model.classifier=token", "model.positions=sincos2d", "model.num_classes=7",
+        )  # fmt: skip
+        model = build.model(config, 7, {**REFERENCE, SwitchName.ATTENTION: "sdpa"})
+        assert isinstance(model, VisionTransformer)
+        assert drop_rates(model) == pytest.approx([0.0, 0.15, 0.3])
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        assert shapes["head.weight"] == (7, 24)
+        assert any(shape == (24, 3, 8, 8) for shape in shapes.values())
+        assert sum(shape == (20, 24) for shape in shapes.values()) == 3
+        assert not any("positions" in name for name, _ in model.named_parameters())
+        assert any("class_token" in name for name in shapes)
+        attention = [m for m in model.modules() if type(m).__name__ == "Attention"]
+        assert [m.heads for m in attention] == [3, 3, 3]
+
+    def test_the_switch_of_attention_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "VisionTransformer")
+        for value in ("reference", "sdpa"):
+            build.model(vit(), 10, {**REFERENCE, SwitchName.ATTENTION: value})
+        assert [call["attention"] for call in calls] == ["reference", "sdpa"]
+        assert set(calls[0]) == {
+            "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "classifier",
+            "positions", "drop_path", "attention",
+        }  # fmt: skip
+
+    def test_a_resnet(self) -> None:
+        config = load_config(
+            "resnet_digits",
+            ["model.depth=34", "model.stem=small", "model.drop_path=0.2", "model.zero_init_last_gamma=false"],
+        )
+        model = build.model(config, 5, REFERENCE)
+        assert isinstance(model, ResNet)
+        rates = drop_rates(model)
+        assert len(rates) == 16
+        assert rates[-1] == pytest.approx(0.2)
+        assert model.get_parameter(f"{model.head_name}.weight").shape[0] == 5
+        gammas = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        assert not any(bool((gamma == 0).any()) for gamma in gammas)
+        zeroed = build.model(load_config("resnet_digits"), 5, REFERENCE)
+        assert any(bool((m.weight == 0).all()) for m in zeroed.modules() if isinstance(m, nn.BatchNorm2d))
+        # 3 x 3 without a stride, for small images
+        assert tuple(next(m for m in model.modules() if isinstance(m, nn.Conv2d)).weight.shape[2:]) == (3, 3)
+
+    def test_initial_weights_are_the_seeds(self) -> None:
+        states = [build.model(vit(f"seed={seed}"), 10, REFERENCE).state_dict() for seed in (1, 1, 2)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+    def test_number_of_classes(self) -> None:
+        source = SyntheticSource(4, 8, 6, 0)
+        assert build.num_classes(vit(), source) == 6
+        assert build.num_classes(vit("model.num_classes=9"), source) == 9
+        with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for data with 6 classes; leave it out"):
+            build.num_classes(vit("model.num_classes=5"), source)
+
+
+class TestData:
+    def test_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        transforms, samplers, datasets, loaders = (
+            record(monkeypatch, name) for name in ("TrainTransform", "TrainSampler", "ImageDataset", "make_loader")
+        )
+        config = vit(
+            *SYNTHETIC, "seed=11", "augment.crop=pad", "augment.scale=[0.2,0.9]", "augment.ratio=[0.5,2.0]",
+            "augment.pad=3", "augment.interpolation=bicubic", "augment.hflip=0.25", "augment.erase_probability=0.125",
+            "augment.rand_augment={num_ops: 3, magnitude: 7}", "optim.accumulation_steps=2", "data.num_workers=3",
+            "data.prefetch_factor=5",
+        )  # fmt: skip
+        build.train_loader(config, SyntheticSource(24, 16, 3, 0), world(1, 2), start_step=4, steps=9)
+        assert transforms == [
+            {
+                "image_size": 16, "crop": "pad", "scale": (0.2, 0.9), "ratio": (0.5, 2.0), "pad": 3,
+                "interpolation": "bicubic", "hflip": 0.25, "rand_augment": (3, 7), "erase_probability": 0.125,
+            }
+        ]  # fmt: skip
+        assert samplers == [
+            {
+                "0": 24, "seed": 11, "global_batch_size": 8, "rank": 1, "world_size": 2, "start_step": 4,
+                "total_steps": 9, "accumulation_steps": 2,
+            }
+        ]  # fmt: skip
+        assert (datasets[0]["seed"], datasets[0]["training"]) == (11, True)
+        assert {k: loaders[0][k] for k in ("num_workers", "pin_memory", "prefetch_factor")} == {
+            "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
+        }  # fmt: skip
+        build.train_loader(vit(*SYNTHETIC), SyntheticSource(24, 16, 3, 0), world(), start_step=0, steps=1)
+        assert transforms[1]["rand_augment"] is None
+
+    def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        transforms, samplers, datasets = (
+            record(monkeypatch, name) for name in ("EvalTransform", "EvalSampler", "ImageDataset")
+        )
+        record(monkeypatch, "make_loader")
+        config = vit(
+            *SYNTHETIC, "augment.eval_crop_ratio=0.6", "augment.interpolation=bicubic", "data.eval_batch_size=6"
+        )
+        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 4))
+        assert transforms == [{"image_size": 16, "crop_ratio": 0.6, "interpolation": "bicubic"}]
+        assert samplers == [{"0": 10, "batch_size": 6, "rank": 1, "world_size": 4}]
+        assert datasets[0]["training"] is False
+        # Without one of its own: as many as in a microbatch of training.
+        config = vit(*SYNTHETIC, "data.eval_batch_size=null", "optim.accumulation_steps=2")
+        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 2))
+        assert samplers[1]["batch_size"] == 2
+
+    def test_the_loaders_give_batches(self) -> None:
+        config = vit(*SYNTHETIC, "optim.accumulation_steps=2")
+        sources = build.sources(config, world())
+        assert [(name, len(source), len(source.classes)) for name, source in sources.items()] == [
+            ("train", 24, 3),
+            ("val", 10, 3),
+        ]
+        train = list(build.train_loader(config, sources["train"], world(), start_step=0, steps=3))
+        assert [tuple(batch.images_BHWC.shape) for batch in train] == [(4, 16, 16, 3)] * 6
+        val = list(build.eval_loader(config, sources["val"], world()))
+        assert sum(len(batch.labels_B) for batch in val) == 10
+
+    def test_training_and_validation_images_of_synthetic_data_differ(self) -> None:
+        sources = build.sources(vit(*SYNTHETIC), world())
+        other = build.sources(vit(*SYNTHETIC, "seed=1"), world())
+        assert not (sources["train"].read(0)[0] == sources["val"].read(0)[0]).all()
+        assert not (sources["train"].read(0)[0] == other["train"].read(0)[0]).all()
+
+    def test_preparing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "Prepare")
+        config = vit("data.mean=[0.1,0.2,0.3]", "data.std=[0.4,0.5,0.6]", "augment.erase_value=noise")
+        build.prepare(config, CPU)
+        assert calls == [{"0": (0.1, 0.2, 0.3), "1": (0.4, 0.5, 0.6), "erase_value": "noise", "device": CPU}]
+
+    def test_mixing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert build.mixer(vit()) is None
+        assert build.mixer(vit("augment.mixup_alpha=0.2")) is not None
+        assert build.mixer(vit("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
+        kept = build.Mixer
+        calls: list[dict[str, Any]] = []
+
+        def make(**named: Any) -> Any:
+            calls.append(named)
+            return kept(**named)
+
+        monkeypatch.setattr(build, "Mixer", make)
+        build.mixer(
+            vit(
+                "augment.mixup_alpha=0.3", "augment.cutmix_alpha=0.7", "augment.mix_probability=0.9",
+                "augment.mix_switch_probability=0.4",
+            )
+        )  # fmt: skip
+        assert calls == [{"mixup_alpha": 0.3, "cutmix_alpha": 0.7, "probability": 0.9, "switch_probability": 0.4}]
+
+    @pytest.mark.parametrize(("ranks", "accumulation", "images"), [(1, 1, 64), (2, 1, 32), (2, 4, 8), (1, 64, 1)])
+    def test_the_size_of_a_microbatch(self, ranks: int, accumulation: int, images: int) -> None:
+        config = vit(f"optim.accumulation_steps={accumulation}")
+        assert build.microbatch_size(config, world(0, ranks)) == images
+
+    def test_a_batch_that_the_ranks_cannot_share(self) -> None:
+        with pytest.raises(UserError) as caught:
+            build.microbatch_size(vit("optim.accumulation_steps=2"), world(0, 3))
+        assert caught.value.lines == (
+            "data.global_batch_size: 64 is not divisible by 3 ranks x optim.accumulation_steps=2; use 60 or 66",
+        )
+
+
+class TestOptimizing:
+    @pytest.mark.parametrize(
+        ("overrides", "loss"),
+        [
+            (["loss.label_smoothing=0.25"], CrossEntropy(0.25)),
+            (["loss=bce", "loss.label_smoothing=0.25"], BinaryCrossEntropy(0.25, "mean")),
+            (["loss=bce", "loss.label_smoothing=0", "loss.bce_reduction=sum"], BinaryCrossEntropy(0.0, "sum")),
+        ],
+    )
+    def test_the_loss(self, overrides: list[str], loss: Loss) -> None:
+        assert build.loss(vit(*overrides)) == loss
+
+    @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+    def test_adamw(self, implementation: str) -> None:
+        config = vit("optim.lr=0.5", "optim.betas=[0.7,0.8]", "optim.eps=1e-5", "optim.weight_decay=0.4")
+        model = build.model(config, 10, REFERENCE)
+        made = build.optimizer(config, model, {**REFERENCE, SwitchName.OPTIMIZER: implementation})
+        assert isinstance(made, torch.optim.AdamW)
+        for group in made.param_groups:
+            assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-5)
+            assert (group["foreach"], group["fused"]) == (implementation == "foreach", implementation == "fused")
+        assert [group["weight_decay"] for group in made.param_groups] == [0.4, 0.0]
+        held = sum(p.numel() for group in made.param_groups for p in group["params"])
+        assert held == sum(p.numel() for p in model.parameters())
+
+    def test_sgd(self) -> None:
+        config = load_config("resnet_digits", ["optim.momentum=0.6", "optim.nesterov=false", "optim.lr=0.25"])
+        made = build.optimizer(config, build.model(config, 10, REFERENCE), REFERENCE)
+        assert isinstance(made, torch.optim.SGD)
+        for group in made.param_groups:
+            assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.6, False)
+
+    @pytest.mark.parametrize("key", ["decay_norms", "decay_biases", "decay_embeddings"])
+    def test_what_is_decayed(self, key: str) -> None:
+        def decayed(*overrides: str) -> int:
+            config = vit("model.classifier=token", *overrides)
+            groups = build.optimizer(config, build.model(config, 10, REFERENCE), REFERENCE).param_groups
+            return sum(p.numel() for p in groups[0]["params"])
+
+        width, depth, mlp, classes, tokens = 64, 4, 128, 10, 17
+        more = {
+            "decay_norms": (2 * depth + 1) * 2 * width,
+            "decay_biases": width + depth * (3 * width + width + mlp + width) + classes,
+            "decay_embeddings": tokens * width + width,
+        }
+        assert decayed(f"optim.{key}=true") - decayed() == more[key]
+
+    def test_the_learning_rate_follows_the_batch(self) -> None:
+        assert build.peak_lr(vit("optim.lr=0.3")) == 0.3
+        scaled = vit("optim.lr=0.3", "optim.lr_batch_size=256", "data.global_batch_size=64")
+        assert build.peak_lr(scaled) == pytest.approx(0.3 * 64 / 256)
+        assert build.schedule(scaled, 7).lr == build.peak_lr(scaled)
+        groups = build.optimizer(scaled, build.model(scaled, 10, REFERENCE), REFERENCE).param_groups
+        assert groups[0]["lr"] == build.peak_lr(scaled)
+
+    def test_the_schedule(self) -> None:
+        config = vit(
+            "schedule.epochs=20", "schedule.warmup_epochs=2.5", "schedule.warmup_start_factor=0.1",
+            "schedule.final_factor=0.2", "schedule.max_steps=3",
+        )  # fmt: skip
+        made = build.schedule(config, 10)
+        # max_steps stops early and leaves the curve as it is.
+        assert (made.total_steps, made.warmup_steps, made.warmup_start_factor, made.final_factor, made.shape) == (
+            200, 25, 0.1, 0.2, "cosine",
+        )  # fmt: skip
+        assert build.schedule(vit("schedule=constant"), 10).shape == "constant"
+
+    def test_the_average(self) -> None:
+        model = nn.Linear(2, 2)
+        assert build.ema(vit(), model, REFERENCE) is None
+        made = build.ema(
+            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), model, {**REFERENCE, SwitchName.EMA: "foreach"}
+        )
+        assert made is not None
+        assert (made.decay, made.warmup, made.implementation) == (0.75, False, "foreach")
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"), [("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("amp_fp16", torch.float16)]
+    )
+    def test_the_precision(self, name: str, dtype: torch.dtype) -> None:
+        config = vit(
+            f"precision={name}", "precision.loss_scale_start=1024", "precision.loss_scale_growth=3",
+            "precision.loss_scale_backoff=0.25", "precision.loss_scale_interval=17",
+        )  # fmt: skip
+        layer = nn.Linear(3, 3)
+        with build.autocast(config, CPU)():
+            assert layer(torch.ones(1, 3)).dtype == dtype
+        assert layer.weight.dtype == torch.float32
+        scaler = build.loss_scaler(config, CPU)
+        assert scaler.is_enabled() == (name == "amp_fp16")
+        if scaler.is_enabled():
+            assert scaler.get_scale() == 1024
+            assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+                3,
+                0.25,
+                17,
+            )
+
+    @pytest.mark.parametrize("seed", [0, 2**31 - 1])
+    def test_the_ends_of_the_seeds(self, seed: int) -> None:
+        model = build.model(vit(f"seed={seed}"), 10, REFERENCE)
+        assert all(math.isfinite(p.sum().item()) for p in model.parameters())

@@ -1,0 +1,130 @@
+"""Losses on label pairs against the same losses on dense targets: values and gradients, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
+from timm.loss import SoftTargetCrossEntropy
+from torch import Tensor
+
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss, Targets
+
+BATCH, CLASSES = 9, 6
+MIXES = [None, 0.0, 0.3, 1.0]
+
+
+def logits(scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return scale * torch.randn(BATCH, CLASSES, generator=generator, dtype=torch.float64)
+
+
+def targets(lam: float | None) -> Targets:
+    labels_B = torch.tensor([0, 5, 2, 2, 1, 4, 3, 0, 5])
+    if lam is None:
+        return Targets(labels_B)
+    # Some images are mixed with one of their own class.
+    mixed_B = labels_B.roll(1)
+    assert 0 < int((labels_B == mixed_B).sum()) < BATCH
+    return Targets(labels_B, mixed_B, lam)
+
+
+def dense(given: Targets, smoothing: float) -> Tensor:
+    """(1 - s) t + s / K, row by row."""
+    rows = torch.zeros(BATCH, CLASSES, dtype=torch.float64)
+    for row in range(BATCH):
+        lam = 1.0 if given.mixed_B is None else given.lam
+        rows[row, given.labels_B[row]] += lam
+        if given.mixed_B is not None:
+            rows[row, given.mixed_B[row]] += 1 - lam
+    return (1 - smoothing) * rows + smoothing / CLASSES
+
+
+def value_and_gradient(loss: Callable[[Tensor], Tensor], logits_BK: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits_BK.clone().requires_grad_()
+    value = loss(leaf)
+    value.backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+def assert_same(ours: Loss, given: Targets, theirs: Callable[[Tensor], Tensor]) -> None:
+    for logits_BK in (logits(), logits(200.0)):
+        value, gradient = value_and_gradient(lambda x: ours(x, given), logits_BK)
+        expected, expected_gradient = value_and_gradient(theirs, logits_BK)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", MIXES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
+def test_cross_entropy_is_that_of_dense_targets(smoothing: float, lam: float | None) -> None:
+    given = targets(lam)
+    probabilities_BK = dense(given, smoothing)
+    ours = CrossEntropy(smoothing)
+    assert_same(ours, given, lambda x: F.cross_entropy(x, probabilities_BK))
+    assert_same(ours, given, lambda x: SoftTargetCrossEntropy()(x, probabilities_BK))
+
+
+@pytest.mark.parametrize("lam", MIXES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_binary_cross_entropy_is_that_of_dense_targets(reduction: str, smoothing: float, lam: float | None) -> None:
+    given = targets(lam)
+    target_BK = dense(given, smoothing)
+    ours = BinaryCrossEntropy(smoothing, reduction)
+    torch.testing.assert_close(ours.dense(given, logits()), target_BK, rtol=1e-15, atol=1e-15)
+
+    def by_hand(x: Tensor) -> Tensor:
+        loss_BK = -target_BK * F.logsigmoid(x) - (1 - target_BK) * F.logsigmoid(-x)
+        return loss_BK.sum() / (BATCH * CLASSES if reduction == "mean" else BATCH)
+
+    assert_same(ours, given, by_hand)
+    timm = TimmBinaryCrossEntropy(smoothing=0.0, sum_classes=reduction == "sum")
+    assert_same(ours, given, lambda x: timm(x, target_BK))
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_binary_cross_entropy_smooths_class_indices_as_timm_does(reduction: str, smoothing: float) -> None:
+    given = targets(None)
+    timm = TimmBinaryCrossEntropy(smoothing=smoothing, sum_classes=reduction == "sum")
+    for logits_BK in (logits(), logits(50.0)):
+        value, gradient = value_and_gradient(lambda x: BinaryCrossEntropy(smoothing, reduction)(x, given), logits_BK)
+        # timm fills its targets in float32.
+        expected, expected_gradient = value_and_gradient(lambda x: timm(x, given.labels_B), logits_BK)
+        torch.testing.assert_close(value, expected.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
+@pytest.mark.parametrize("lam", MIXES)
+def test_gradients_against_differences(loss: Loss, lam: float | None) -> None:
+    assert torch.autograd.gradcheck(lambda x: loss(x, targets(lam)), (logits().requires_grad_(),))
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lam", [None, 0.3])
+def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.dtype, lam: float | None) -> None:
+    half_BK = logits(20.0).to(dtype)
+    given = targets(lam)
+    value, gradient = value_and_gradient(lambda x: loss(x, given), half_BK)
+    expected, expected_gradient = value_and_gradient(lambda x: loss(x, given), half_BK.float())
+    assert value.dtype == torch.float32
+    assert torch.equal(value, expected)
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, expected_gradient.to(dtype))
+    # Not the half-precision value: exp and sum in 8 bits of mantissa are visibly another number.
+    exact = loss(half_BK.double(), given)
+    assert abs(value.item() - exact.item()) <= 1e-6 * abs(exact.item())
+    assert loss(half_BK.double(), given).dtype == torch.float64
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), BinaryCrossEntropy()])
+def test_the_share_counts_only_where_there_is_a_mix(loss: Loss) -> None:
+    labels_B = targets(None).labels_B
+    assert torch.equal(loss(logits(), Targets(labels_B, None, 0.2)), loss(logits(), Targets(labels_B)))
