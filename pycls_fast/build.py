@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pycls_fast import optim, speed
-from pycls_fast.config.schema import AdamW, ResNetModel, RunConfig, ViTModel
+from pycls_fast import optim, parallel, precision, speed
+from pycls_fast.config import schema
+from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import (
     EvalSampler,
@@ -33,7 +35,7 @@ from pycls_fast.data import (
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.parallel import World
+from pycls_fast.parallel import World, keep_in_float32, use_float8
 from pycls_fast.speed import SwitchName
 
 Switches = Mapping[SwitchName, str]
@@ -46,10 +48,49 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     """The value of every performance switch.
 
     Raises:
-        UserError: a switch that this device cannot run.
+        UserError: a switch that this device cannot run, or that does not go together with the rest.
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
-    return speed.resolve(config.speed.preset, config.speed.chosen(), kind)
+    resolved = speed.resolve(config.speed.preset, config.speed.chosen(), kind, config.optim.name)
+    lines = list(_impossible(config, resolved, kind))
+    if lines:
+        raise UserError(*lines)
+    return resolved
+
+
+def _impossible(config: RunConfig, chosen: Switches, device: speed.Device) -> Iterator[str]:
+    """A line for each pair of settings that cannot be together, of which one is a switch's value in force."""
+    mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
+    if mode != "default" and chosen[SwitchName.COMPILE] == "off":
+        yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
+    if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
+        yield (
+            f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
+            "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
+        )
+    yield from _impossible_compiled(chosen)
+    if not isinstance(config.model, ViTModel):
+        return
+    if level(config).float8 and chosen[SwitchName.QKV] == "fused":
+        yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
+    if attention in ("sdpa_flash", "sdpa_cudnn") and device == "cuda" and level(config).compute == "float32":
+        yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
+
+
+def _impossible_compiled(chosen: Switches) -> Iterator[str]:
+    """A line for each memory switch that compiled code does not go with."""
+    what = chosen[SwitchName.COMPILE]
+    if what == "off":
+        return
+    if chosen[SwitchName.ACTIVATION_COMPRESSION] == "8bit":
+        yield f"speed.activation_compression: 8bit does not see into speed.compile={what}; use speed.compile=off"
+    if chosen[SwitchName.ACTIVATION_OFFLOAD] == "cpu" and what == "model":
+        yield "speed.activation_offload: cpu does not see into speed.compile=model; use speed.compile=blocks"
+    if chosen[SwitchName.DROP_PATH_COMPUTE] == "skip":
+        yield (
+            f"speed.drop_path_compute: skip has other shapes in every step and speed.compile={what} constant ones; use "
+            "speed.compile=off or speed.drop_path_compute=multiply"
+        )
 
 
 def sources(config: RunConfig, world: World) -> dict[str, Source]:
@@ -111,6 +152,9 @@ def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
             positions=settings.positions,
             drop_path=settings.drop_path,
             attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema
+            layout=chosen[SwitchName.LAYOUT],  # type: ignore[arg-type]
+            qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
+            drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )
     assert isinstance(settings, ResNetModel)
     return ResNet(
@@ -203,9 +247,16 @@ def microbatch_size(config: RunConfig, world: World) -> int:
     return config.data.global_batch_size // parts
 
 
-def prepare(config: RunConfig, device: torch.device) -> Prepare:
+def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:
     """uint8 images on the device to the model's input."""
-    return Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value, device=device)
+    return Prepare(
+        config.data.mean,
+        config.data.std,
+        dtype=_DTYPES[level(config).weights],
+        erase_value=config.augment.erase_value,
+        memory_format=chosen[SwitchName.MEMORY_FORMAT],  # type: ignore[arg-type]  # a Literal in the schema
+        device=device,
+    )
 
 
 def mixer(config: RunConfig) -> Mixer | None:
@@ -248,9 +299,12 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
     )
 
 
-def optimizer(config: RunConfig, network: nn.Module, chosen: Switches) -> Optimizer:
-    """The optimizer over the network's parameter groups."""
+def optimizer(
+    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
+) -> Optimizer:
+    """The optimizer over the network's parameter groups, or over the masters of what is in them."""
     settings = config.optim
+    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
     groups = optim.parameter_groups(
         network,
         weight_decay=settings.weight_decay,
@@ -258,25 +312,135 @@ def optimizer(config: RunConfig, network: nn.Module, chosen: Switches) -> Optimi
         decay_biases=settings.decay_biases,
         decay_embeddings=settings.decay_embeddings,
         embeddings=(ClassToken, LearnedPositions),
+        units=units,
+        layer_decay=settings.layer_decay,
+        split_hidden=isinstance(settings, schema.Muon),
     )
-    implementation = chosen[SwitchName.OPTIMIZER]
-    lr = peak_lr(config)
-    if isinstance(settings, AdamW):
+    if masters is not None:
+        groups = masters.groups(groups)
+
+    def make(groups: list[optim.Group]) -> Optimizer:
+        made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
+        if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
+            _need_compiler(groups, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            optim.compile_step(made)
+        return made
+
+    if chosen[SwitchName.PARAM_OFFLOAD] == "none":
+        return make(groups)
+    if masters is not None:
+        raise UserError(
+            f"speed.param_offload: cpu keeps float32 weights of its own and precision={config.precision.name} others; "
+            "use speed.param_offload=none or a precision with float32 weights, like amp_bf16"
+        )
+    return optim.HostOptimizer(groups, make)
+
+
+def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
+    if isinstance(settings, schema.SGD):
+        return optim.sgd(
+            groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, implementation=implementation
+        )
+    if isinstance(settings, schema.AdamW):
         return optim.adamw(
             groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation
         )
-    return optim.sgd(
-        groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, implementation=implementation
-    )
+    if isinstance(settings, schema.LAMB):
+        return optim.lamb(
+            groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation
+        )
+    if isinstance(settings, schema.Lion):
+        return optim.lion(groups, lr=lr, betas=settings.betas, implementation=implementation)
+    if isinstance(settings, schema.Adafactor):
+        return optim.adafactor(
+            groups,
+            lr=lr,
+            momentum=settings.momentum,
+            momentum_dtype=settings.momentum_dtype,
+            beta2_decay=settings.beta2_decay,
+            beta2_cap=settings.beta2_cap,
+            min_factored=settings.min_factored,
+            clip_threshold=settings.clip_threshold,
+        )
+    if isinstance(settings, schema.Muon):
+        return optim.muon(
+            groups,
+            lr=lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            newton_schulz_steps=settings.newton_schulz_steps,
+            betas=settings.betas,
+            eps=settings.eps,
+        )
+    _need_compiler(groups, "optim.name: adamw8bit", "optim=adamw")
+    return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
 
 
-def ema(config: RunConfig, network: nn.Module, chosen: Switches) -> optim.Ema | None:
+def _need_compiler(groups: list[optim.Group], what: str, instead: str) -> None:
+    # On CUDA torch brings its own (Triton).
+    on_cpu = groups[0]["params"][0].device.type == "cpu"
+    if on_cpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
+
+
+def ema(
+    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
+) -> optim.Ema | None:
     """The average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
         return None
     return optim.Ema(
-        network, decay=settings.ema_decay, warmup=settings.ema_warmup, implementation=chosen[SwitchName.EMA]
+        network,
+        decay=settings.ema_decay,
+        warmup=settings.ema_warmup,
+        implementation=chosen[SwitchName.EMA],
+        masters=masters,
+        every=settings.ema_every_steps,
+    )
+
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def level(config: RunConfig) -> precision.Level:
+    """The precision level."""
+    return precision.LEVELS[config.precision.name]
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """What matrix products are computed in (for `fp8`: those of its parts that are not float8)."""
+    return _DTYPES[level(config).compute]
+
+
+def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.MasterWeights | None:
+    """Put a network that is on its device into the precision's format, in place; its masters where it has any.
+
+    Raises:
+        UserError: a format that this device does not have.
+    """
+    chosen = level(config)
+    if chosen.float8:
+        settings = config.precision
+        use_float8(
+            network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate
+        )
+    if chosen.weights == "float32":
+        return None
+    return optim.MasterWeights(
+        network, dtype=_DTYPES[chosen.weights], wide_norms=chosen.wide_norms, kept=chosen.masters == "kept"
+    )
+
+
+def save_activation_memory(config: RunConfig, network: nn.Module, chosen: Switches) -> None:
+    """Let a network that is in its format and layout keep less for the backward pass, in place."""
+    parallel.save_activation_memory(
+        network,
+        network.units(),  # type: ignore[operator]  # every model names its units
+        recompute=chosen[SwitchName.RECOMPUTE],  # type: ignore[arg-type]  # a Literal in the schema
+        recompute_every=config.parallel.recompute_every,
+        activation_offload=chosen[SwitchName.ACTIVATION_OFFLOAD],  # type: ignore[arg-type]
+        activation_compression=chosen[SwitchName.ACTIVATION_COMPRESSION],  # type: ignore[arg-type]
     )
 
 
@@ -285,31 +449,40 @@ def autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractCo
 
     Each entry is a new context with an empty cache of cast weights, so the optimizer's changes are seen.
     """
-    dtype = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}[config.precision.name]
-    if dtype is None:
+    kind = level(config).autocast
+    if kind is None:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=dtype)
+    keep_in_float32(device)
+    return partial(torch.autocast, device.type, dtype=_DTYPES[kind])
 
 
 def loss_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2); does nothing for other formats."""
+    """Loss scaling for the float16 levels; does nothing for the others."""
     settings = config.precision
-    return torch.amp.GradScaler(
+    return optim.loss_scaler(
         device.type,
-        init_scale=settings.loss_scale_start,
-        growth_factor=settings.loss_scale_growth,
-        backoff_factor=settings.loss_scale_backoff,
-        growth_interval=settings.loss_scale_interval,
-        enabled=settings.name == "amp_fp16",
+        enabled=level(config).scaled,
+        constant=None if settings.loss_scale == "dynamic" else settings.loss_scale,
+        start=settings.loss_scale_start,
+        growth=settings.loss_scale_growth,
+        backoff=settings.loss_scale_backoff,
+        interval=settings.loss_scale_interval,
     )
 
 
 def set_backend(config: RunConfig, device: torch.device) -> None:
-    """Process-wide settings of torch: threads, float32 products in full float32, determinism where asked for."""
+    """Process-wide settings of torch: threads, float32 products in full float32 or TF32, determinism where asked for.
+
+    Raises:
+        UserError: TF32 or determinism that this process cannot have.
+    """
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    tf32 = level(config).tf32
+    if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not config.runtime.deterministic
     if config.runtime.deterministic:
         if device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:

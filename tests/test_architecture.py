@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 _LEAVES = {"errors", "counter"}
 _BOTTOM = {"models", "data", "optim", "losses"}
-_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "parallel"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "parallel"}
 _TRAIN = _BUILD | {"build"}
 _LEDGER = _TRAIN | {"train"}
 
@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "optim": _LEAVES,
     "losses": _LEAVES,
     "speed": _LEAVES,
-    "config": _LEAVES | {"speed"},
+    "precision": _LEAVES,
+    "config": _LEAVES | {"speed", "precision"},
     # It asks a module for its units and its plan; a model's class is nothing to it.
     "parallel": _LEAVES | _BOTTOM - {"models"},
     "build": _BUILD,

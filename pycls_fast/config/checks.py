@@ -17,6 +17,8 @@ def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[st
     yield from _model(config)
     yield from _data(config)
     yield from _schedule(config)
+    yield from _precision(config)
+    yield from _memory(config)
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -63,6 +65,44 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
+
+
+def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
+        yield "precision", "fp8 is for linear layers and model.kind=resnet has but its head; use precision=amp_bf16"
+    if config.runtime.watchdog and config.speed.compile not in (None, "off"):
+        yield (
+            "runtime.watchdog",
+            f"does not see into compiled parts (speed.compile={config.speed.compile}); use speed.compile=off with it",
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+    speed = config.speed
+    recomputes = speed.recompute not in (None, "off")
+    if speed.activation_compression == "8bit" and recomputes:
+        yield (
+            "speed.activation_compression",
+            f"8bit does not go with speed.recompute={speed.recompute}: blocks would run again from rounded inputs; use "
+            "speed.activation_compression=none or speed.recompute=off",
+        )
+    if speed.activation_offload == "cpu" and speed.recompute == "selective":
+        yield (
+            "speed.activation_offload",
+            "cpu does not see what speed.recompute=selective keeps; use speed.recompute=full or "
+            "speed.activation_offload=none",
+        )
+    if config.parallel.recompute_every > 1 and not recomputes:
+        yield (
+            "parallel.recompute_every",
+            f"{config.parallel.recompute_every} has no effect without recomputation; add speed.recompute=full or "
+            "selective, or use parallel.recompute_every=1",
+        )
+    if isinstance(config.model, ResNetModel) and speed.drop_path_compute == "skip":
+        yield (
+            "speed.drop_path_compute",
+            "skip would take BatchNorm's statistics from the kept samples alone; use speed.drop_path_compute=multiply",
+        )
 
 
 def _not_divisible(value: int, divisor: int, of: str) -> str:

@@ -6,9 +6,11 @@ range are refused (`extra="forbid"`, `strict=True`); what involves several keys 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from pycls_fast.speed import SwitchName
 
@@ -16,9 +18,21 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # An unset variable of the shell (`data.root=$DATA`) must not become the current folder.
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _loss_scale(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value == "dynamic" or (is_number and 0 < value < math.inf):
+        return value
+    raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
+
+
+# One line for a bad value, where a union of types would give one for each of them.
+LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
 
 
 class Section(BaseModel):
@@ -112,6 +126,8 @@ class Loss(Section):
 
 
 class _Optim(Section):
+    """`ema_decay` is per step whatever `ema_every_steps`; `layer_decay` is the rate of a layer to that of the next."""
+
     lr: PositiveFloat
     lr_batch_size: PositiveInt | None = None
     weight_decay: NonNegativeFloat = 0.0
@@ -119,9 +135,11 @@ class _Optim(Section):
     decay_biases: bool = False
     decay_embeddings: bool = False
     clip_norm: PositiveFloat | None = None
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     accumulation_steps: PositiveInt = 1
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     ema_warmup: bool = True
+    ema_every_steps: PositiveInt = 1
 
 
 class SGD(_Optim):
@@ -136,8 +154,63 @@ class AdamW(_Optim):
     """AdamW (Loshchilov and Hutter, 2019): decay is `lr * weight_decay` a step, as in torch."""
 
     name: Literal["adamw"]
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
+
+
+class LAMB(_Optim):
+    """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio where there is no weight decay."""
+
+    name: Literal["lamb"]
+    betas: Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-6
+
+
+class Lion(_Optim):
+    """Lion (Chen et al., 2023): the sign of a momentum; decay is `lr * weight_decay` a step."""
+
+    name: Literal["lion"]
+    betas: Betas = (0.9, 0.99)
+
+
+class Adafactor(_Optim):
+    """Adafactor (Shazeer and Stern, 2018) as changed for ViTs by Zhai et al. (2022, section 3.4).
+
+    Second moments of tensors with two axes of `min_factored` or more are kept as rows and columns.
+    """
+
+    name: Literal["adafactor"]
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    beta2_decay: PositiveFloat = 0.8
+    beta2_cap: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    min_factored: PositiveInt = 32
+    clip_threshold: PositiveFloat | None = None
+
+
+class Muon(_Optim):
+    """Muon (Jordan et al., 2024) for the matrices and convolutions of the blocks, AdamW for the rest.
+
+    Updates have the size of AdamW's (Liu et al., 2025), so one lr and decay serve both; `betas`, `eps` are AdamW's.
+    """
+
+    name: Literal["muon"]
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: PositiveInt = 5
+    betas: Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+class AdamW8bit(_Optim):
+    """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install 'pycls_fast[torchao]'`)."""
+
+    name: Literal["adamw8bit"]
+    betas: Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+Optim = SGD | AdamW | LAMB | Lion | Adafactor | Muon | AdamW8bit
 
 
 class Schedule(Section):
@@ -152,22 +225,35 @@ class Schedule(Section):
 
 
 class Precision(Section):
-    """Number formats of the step; the loss-scale keys are used by `amp_fp16` only."""
+    """Number formats of the step (`pycls_fast/precision.py`).
 
-    name: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
+    The `loss_scale` keys serve the float16 levels: `dynamic`, with start, growth, back-off, interval and floor, or a
+    constant. The `fp8` keys serve `fp8`: layers whose qualified name contains one of `fp8_skip` stay out of it, as do
+    those with a side that is no multiple of 16; `fp8_emulate` rounds to float8 on hardware that has none, slowly.
+    """
+
+    name: Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"] = "fp32"
+    loss_scale: LossScale = "dynamic"
     loss_scale_start: PositiveFloat = 65536.0
     loss_scale_growth: Annotated[float, Field(gt=1.0)] = 2.0
     loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     loss_scale_interval: PositiveInt = 2000
     loss_scale_floor: PositiveFloat = 2.0**-14
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    fp8_skip: tuple[Text, ...] = ("head",)
+    fp8_emulate: bool = False
 
 
 class Parallel(Section):
-    """`auto` is `ddp` under torchrun with more than one rank, else `single`."""
+    """`auto` is `ddp` under torchrun with more than one rank, else `single`.
+
+    With `speed.recompute` on, every `recompute_every`-th block is recomputed, the first among them.
+    """
 
     name: Literal["auto", "single", "ddp"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     timeout_seconds: PositiveInt = 600
+    recompute_every: PositiveInt = 1
 
 
 class Speed(Section):
@@ -175,11 +261,21 @@ class Speed(Section):
 
     preset: Literal["reference", "fast"] = "reference"
     memory_format: Literal["contiguous", "channels_last"] | None = None
-    attention: Literal["reference", "sdpa"] | None = None
+    attention: Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"] | None = None
+    layout: Literal["batch_first", "batch_second"] | None = None
+    qkv: Literal["separate", "fused"] | None = None
+    compile: Literal["off", "blocks", "model"] | None = None
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
     optimizer: Literal["loop", "foreach", "fused"] | None = None
+    optimizer_compile: Literal["off", "on"] | None = None
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
     input_copy: Literal["blocking", "prefetch"] | None = None
+    recompute: Literal["off", "full", "selective"] | None = None
+    activation_offload: Literal["none", "cpu"] | None = None
+    activation_compression: Literal["none", "8bit"] | None = None
+    param_offload: Literal["none", "cpu"] | None = None
+    drop_path_compute: Literal["multiply", "skip"] | None = None
 
     def chosen(self) -> dict[SwitchName, str]:
         """The switches set by hand."""
@@ -188,7 +284,10 @@ class Speed(Section):
 
 
 class Runtime(Section):
-    """The machine, and how often things happen."""
+    """The machine, and how often things happen.
+
+    `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = None
@@ -197,6 +296,7 @@ class Runtime(Section):
     checkpoint_every_steps: PositiveInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     deterministic: bool = False
+    watchdog: bool = False
     tensorboard: bool = True
     progress: Literal["auto", "bar", "plain"] = "auto"
 
@@ -213,7 +313,7 @@ class RunConfig(Section):
     data: Data = Data()
     augment: Augment = Augment()
     loss: Loss = Loss()
-    optim: Annotated[SGD | AdamW, Field(discriminator="name")]
+    optim: Annotated[Optim, Field(discriminator="name")]
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()

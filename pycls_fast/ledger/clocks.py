@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,10 +133,3 @@ class MatmulPeak:
             "samples": len(self._seconds),
             "flops_per_second": self.flops_per_second,
         }
-
-
-def compute_dtype(autocast: Callable[[], AbstractContextManager[None]], device: torch.device) -> torch.dtype:
-    """What matrix products of float32 values are computed in."""
-    one_11 = torch.ones(1, 1, device=device)
-    with autocast():
-        return (one_11 @ one_11).dtype

@@ -19,7 +19,7 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data import Batch, Source, to_device
 from pycls_fast.ledger.clocks import Marks, synchronize, timed
-from pycls_fast.parallel import World
+from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
@@ -121,7 +121,7 @@ class InferencePart:
     @torch.no_grad()
     def forward(self) -> Tensor:
         """`logits_BK`, as in `train/evaluation.py`."""
-        with self._step.autocast():
+        with uncompiled(self._network), self._step.autocast():
             logits_BK: Tensor = self._network(self._step.prepare(self._batch))
         return logits_BK
 

@@ -15,7 +15,7 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, compute_dtype
+from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.parts import (
     InferencePart,
     LoaderPart,
@@ -205,7 +205,7 @@ def _build(
         memory=DeviceMemory(world.device),
     )
     if {"train", "inference", "both"} & set(parts):
-        dtype = compute_dtype(build.autocast(config, world.device), world.device)
+        dtype = build.compute_dtype(config)
         peaks = [other.matmul for other in others if other.matmul is not None and other.matmul.dtype == dtype]
         variant.matmul = peaks[0] if peaks else MatmulPeak(dtype, world, matmul_size)
         # Before the model: libraries keep workspaces that would be counted as the first variant's memory.

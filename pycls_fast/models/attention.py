@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-AttentionName = Literal["reference", "sdpa"]
+AttentionName = Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"]
 
 
 def reference_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
@@ -31,8 +33,25 @@ def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor)
     return F.scaled_dot_product_attention(queries_BHNE, keys_BHNE, values_BHNE)
 
 
+def chosen_sdpa(backend: SDPBackend, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
+    """torch's fused attention with one backend and no other. Returns (B, H, N, E).
+
+    Raises:
+        RuntimeError: the backend cannot run these tensors; torch's warnings before it say why.
+    """
+    if queries_BHNE.is_meta:
+        # Nothing is computed there, and whoever counts operations has chosen a backend that shows them.
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE)
+    with sdpa_kernel(backend):
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE)
+
+
 ATTENTION: dict[AttentionName, AttentionKernel] = {
     "reference": reference_attention,
     "sdpa": sdpa_attention,
+    "sdpa_math": partial(chosen_sdpa, SDPBackend.MATH),
+    "sdpa_flash": partial(chosen_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(chosen_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_cudnn": partial(chosen_sdpa, SDPBackend.CUDNN_ATTENTION),
 }
 assert set(ATTENTION) == set(get_args(AttentionName))

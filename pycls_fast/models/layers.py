@@ -1,15 +1,19 @@
 """The parts that vision transformers are made of, and drop-path, which residual networks use too.
 
-Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Tokens are batch-first
-(B, N, D). Only `Attention` (cutting heads), `DropPath` (which dimension holds the samples), `PatchStem` and
-the model's pooling know that order: norms and MLPs act on the last dimension alone, and tokens and positions
-are stored without a batch dimension.
+Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first
+(B, N, D) or batch-second (N, B, D); the names of tensors say the first. Only `PatchStem`, `ClassToken`, the
+positions, `Attention` (cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling
+know that order: norms and MLPs act on the last dimension alone, and parameters are stored without a batch
+dimension, so that checkpoints are the same.
 
 Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a
 model built on the meta device can be made real with `to_empty` and initialised in place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,41 +23,99 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.init import lecun_normal_
 
+Layout = Literal["batch_first", "batch_second"]
+Qkv = Literal["separate", "fused"]
+DropPathCompute = Literal["multiply", "skip"]
+
+
+def batch_dimension(layout: Layout) -> int:
+    """Where the samples are: 0 in (B, N, D), 1 in (N, B, D).
+
+    Raises:
+        UserError: an unknown layout.
+    """
+    if layout not in get_args(Layout):
+        raise UserError(f"layout: must be one of {', '.join(get_args(Layout))}; got {layout}")
+    return 1 if layout == "batch_second" else 0
+
 
 class DropPath(nn.Module):
     """Stochastic depth: in training, zeroes a residual branch for a random part of the samples.
 
     Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep
     Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
-    of at test time). Draws from the default generator of the input's device. Identity in evaluation and at
-    rate 0.
+    of at test time). Identity in evaluation and at rate 0.
+
+    Each sample is drawn on its own from the default generator of the CPU, whatever the input's device: the
+    host then knows which samples are kept, and how many, without asking the device. A compiled `multiply`
+    draws from the device's generator instead.
 
     Args:
         rate: probability that a sample's branch is dropped, in [0, 1).
+        batch_dim: the dimension that holds the samples; the draws are the same for each.
+        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by
+            zero for some. "skip": it is computed for the kept samples alone, as DINOv2 does it (Oquab et al.
+            2023, section 4, "Efficient stochastic depth"; that one keeps a fixed number of samples, this one
+            the very samples of "multiply"). Only for branches that treat every sample on its own: no
+            BatchNorm.
 
     Raises:
-        UserError: rate outside [0, 1).
+        UserError: rate outside [0, 1), or an unknown way to compute.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
         super().__init__()
         if not 0.0 <= rate < 1.0:
             raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
+        if compute not in get_args(DropPathCompute):
+            raise UserError(f"drop_path_compute: must be one of {', '.join(get_args(DropPathCompute))}; got {compute}")
         self.rate = rate
+        self.batch_dim = batch_dim
+        self.compute = compute
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Any shape with the samples in dimension 0; the same shape and dtype come back."""
+        """Any shape with the samples in `batch_dim`; the same shape and dtype come back."""
         if self.rate == 0.0 or not self.training:
             return branch
-        keep = 1.0 - self.rate
-        shape = (branch.shape[0],) + (1,) * (branch.ndim - 1)
+        if torch.compiler.is_compiling():
+            return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
+        return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
+
+    def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """features + what is left of branch(features), computed as `compute` says; the same numbers are drawn."""
+        if self.compute == "multiply" or self.rate == 0.0 or not self.training:
+            return features + self(branch(features))
+        kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
+        if len(indices) in (0, len(kept_B)):
+            # With none kept the branch's parameters still get gradients, zeros.
+            return features + self._multiply(branch(features), _to(features.device, kept_B))
+        indices = _to(features.device, indices)
+        part = branch(features.index_select(self.batch_dim, indices)) / (1.0 - self.rate)
+        dtype = torch.promote_types(features.dtype, part.dtype)
+        return features.to(dtype).index_add(self.batch_dim, indices, part.to(dtype))
+
+    def _draw(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         # Drawn in float32 whatever the branch's dtype, so that runs in two precisions drop the same samples.
-        kept = torch.rand(shape, device=branch.device, dtype=torch.float32) < keep
+        return torch.rand(count, device=device, dtype=torch.float32) < 1.0 - self.rate
+
+    def _draw_indices(self, count: int) -> tuple[Tensor, Tensor]:
+        """The kept samples as booleans and as places, both on the host."""
+        kept_B = self._draw(count)
+        return kept_B, kept_B.nonzero().squeeze(1)
+
+    def _multiply(self, branch: Tensor, kept_B: Tensor) -> Tensor:
+        shape = [1] * branch.ndim
+        shape[self.batch_dim] = -1
         # Not branch * (kept / keep): 1 / keep rounded to bfloat16 would scale every kept sample wrongly.
-        return branch * kept / keep
+        return branch * kept_B.view(shape) / (1.0 - self.rate)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:g}"
+
+
+def _to(device: torch.device, host: Tensor) -> Tensor:
+    """A small tensor of the host on the device, without waiting for the device (CUDA reads it before it returns)."""
+    return host.to(device, non_blocking=True)
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
@@ -72,10 +134,14 @@ class PatchStem(nn.Module):
         in_channels: channels of the images.
         patch_size: side of a square in pixels.
         width: D.
+        layout: of the features that come out.
     """
 
-    def __init__(self, in_channels: int, patch_size: int, width: int) -> None:
+    def __init__(
+        self, in_channels: int, patch_size: int, width: int, *, layout: Layout = "batch_first"
+    ) -> None:
         super().__init__()
+        self.batch_dim = batch_dimension(layout)
         self.projection = nn.Conv2d(in_channels, width, kernel_size=patch_size, stride=patch_size)
 
     def reset_parameters(self) -> None:
@@ -84,25 +150,28 @@ class PatchStem(nn.Module):
         nn.init.zeros_(self.projection.bias)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Returns features_BND, tokens in row-major order of their squares."""
-        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D)
-        return self.projection(images_BCHW).flatten(2).transpose(1, 2)
+        """Returns features_BND, tokens in row-major order of their squares; a view, contiguous or not."""
+        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D) or (N, B, D)
+        features_BDN = self.projection(images_BCHW).flatten(2)
+        return features_BDN.permute(2, 0, 1) if self.batch_dim == 1 else features_BDN.transpose(1, 2)
 
 
 class ClassToken(nn.Module):
     """Puts one learned token in front of the others (Dosovitskiy et al. 2021, section 3.1; from BERT)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, layout: Layout = "batch_first") -> None:
         super().__init__()
+        self.batch_dim = batch_dimension(layout)
         self.value = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.value)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        """(B, N, D) -> (B, 1 + N, D)."""
-        token_B1D = self.value.expand(features_BND.shape[0], 1, -1)
-        return torch.cat([token_B1D, features_BND], dim=1)
+        """(B, N, D) -> (B, 1 + N, D), or (N, B, D) -> (1 + N, B, D); contiguous."""
+        token_dim = 1 - self.batch_dim
+        token_B1D = self.value.expand_as(features_BND.narrow(token_dim, 0, 1))
+        return torch.cat([token_B1D, features_BND], dim=token_dim)
 
 
 class LearnedPositions(nn.Module):
@@ -111,17 +180,19 @@ class LearnedPositions(nn.Module):
     Args:
         count: tokens, the class token included.
         width: D.
+        layout: of the features.
     """
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
         super().__init__()
+        self.batch_dim = batch_dimension(layout)
         self.value = nn.Parameter(torch.empty(count, width))
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.value, std=0.02)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        return features_BND + self.value
+        return features_BND + self.value.unsqueeze(self.batch_dim)
 
 
 class SinCos2dPositions(nn.Module):
@@ -133,6 +204,7 @@ class SinCos2dPositions(nn.Module):
         rows, columns: the grid of patches.
         width: D, a multiple of 4 and at least 8.
         class_token: whether token 0 is a class token.
+        layout: of the features.
 
     Raises:
         UserError: a width that does not fit.
@@ -140,8 +212,11 @@ class SinCos2dPositions(nn.Module):
 
     value: Tensor
 
-    def __init__(self, rows: int, columns: int, width: int, *, class_token: bool) -> None:
+    def __init__(
+        self, rows: int, columns: int, width: int, *, class_token: bool, layout: Layout = "batch_first"
+    ) -> None:
         super().__init__()
+        self.batch_dim = batch_dimension(layout)
         if width % 4 or width < 8:
             raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
         self.rows, self.columns, self.class_token = rows, columns, class_token
@@ -157,7 +232,7 @@ class SinCos2dPositions(nn.Module):
     def forward(self, features_BND: Tensor) -> Tensor:
         # Not cast: under autocast the sum is float32, as with learned positions, and the residual stream
         # stays so.
-        return features_BND + self.value
+        return features_BND + self.value.unsqueeze(self.batch_dim)
 
 
 def sincos2d(rows: int, columns: int, width: int) -> Tensor:
@@ -181,24 +256,40 @@ class Attention(nn.Module):
     """Multi-head self-attention with biases (Vaswani et al. 2017, section 3.2.2).
 
     Queries, keys and values have their own matrices: this is the layout of checkpoints, and what
-    initialisation and tensor parallelism want. A module that multiplies them in one go can keep that layout.
+    initialisation, the optimizer and tensor parallelism want.
 
     Args:
         width: D, a multiple of heads.
         heads: H.
         attention: name of the kernel, a key of `attention.ATTENTION`.
+        layout: of the features.
+        qkv: "separate", or "fused": the three matrices are joined when they are used, one product reads the
+            features once, and the backward pass adds no three gradients of the features. Joining them costs
+            3 D^2 numbers read and written, 1 / (B N) of the product's operations.
 
     Raises:
-        UserError: width is not a multiple of heads, or an unknown kernel.
+        UserError: width is not a multiple of heads, or an unknown name.
     """
 
-    def __init__(self, width: int, heads: int, *, attention: AttentionName = "reference") -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        attention: AttentionName = "reference",
+        layout: Layout = "batch_first",
+        qkv: Qkv = "separate",
+    ) -> None:
         super().__init__()
         if width % heads:
             raise UserError(f"heads: the width {width} must be a multiple of it; got {heads}")
         if attention not in ATTENTION:
             raise UserError(f"attention: must be one of {', '.join(ATTENTION)}; got {attention}")
+        if qkv not in get_args(Qkv):
+            raise UserError(f"qkv: must be one of {', '.join(get_args(Qkv))}; got {qkv}")
         self.heads = heads
+        self.fused = qkv == "fused"
+        self.batch_dim = batch_dimension(layout)
         self.kernel = ATTENTION[attention]
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
@@ -213,19 +304,37 @@ class Attention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        """(B, N, D) -> (B, N, D)."""
-        queries_BHNE = self._split(self.query(features_BND))
-        keys_BHNE = self._split(self.key(features_BND))
-        values_BHNE = self._split(self.value(features_BND))
+        """(B, N, D) -> (B, N, D), or (N, B, D) -> (N, B, D)."""
+        if self.fused:
+            queries_BHNE, keys_BHNE, values_BHNE = self._joined(features_BND)
+        else:
+            queries_BHNE = self._split(self.query(features_BND))
+            keys_BHNE = self._split(self.key(features_BND))
+            values_BHNE = self._split(self.value(features_BND))
         return self.projection(self._merge(self.kernel(queries_BHNE, keys_BHNE, values_BHNE)))
+
+    def _joined(self, features_BND: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, H, N, E) of one product."""
+        linears = (self.query, self.key, self.value)
+        # One under another, so that the gradient of each matrix is a contiguous part of the joined one's: no copies.
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = torch.cat([linear.bias for linear in linears])
+        # (B, N, 3 * H * E) -> (B, N, 3, H, E) -> three of (B, N, H, E) -> (B, H, N, E)
+        joined = F.linear(features_BND, weight, bias).unflatten(-1, (3, self.heads, -1))
+        return [self._heads_second(part) for part in joined.unbind(-3)]
 
     def _split(self, features_BND: Tensor) -> Tensor:
         # (B, N, H * E) -> (B, N, H, E) -> (B, H, N, E)
-        return features_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self._heads_second(features_BND.unflatten(-1, (self.heads, -1)))
+
+    def _heads_second(self, features_BNHE: Tensor) -> Tensor:
+        # (B, N, H, E) or (N, B, H, E) -> (B, H, N, E)
+        return features_BNHE.permute(1, 2, 0, 3) if self.batch_dim == 1 else features_BNHE.transpose(1, 2)
 
     def _merge(self, features_BHNE: Tensor) -> Tensor:
-        # (B, H, N, E) -> (B, N, H, E) -> (B, N, H * E)
-        return features_BHNE.transpose(1, 2).flatten(2)
+        # (B, H, N, E) -> (B, N, H, E) or (N, B, H, E) -> (B, N, H * E) or (N, B, H * E)
+        order = (2, 0, 1, 3) if self.batch_dim == 1 else (0, 2, 1, 3)
+        return features_BHNE.permute(order).flatten(2)
 
 
 class Mlp(nn.Module):

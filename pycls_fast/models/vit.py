@@ -16,10 +16,14 @@ from pycls_fast.models.layers import (
     Attention,
     ClassToken,
     DropPath,
+    DropPathCompute,
+    Layout,
     LearnedPositions,
     Mlp,
     PatchStem,
+    Qkv,
     SinCos2dPositions,
+    batch_dimension,
     drop_path_rates,
 )
 
@@ -39,13 +43,16 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         attention: AttentionName = "reference",
+        layout: Layout = "batch_first",
+        qkv: Qkv = "separate",
+        drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = Attention(width, heads, attention=attention)
+        self.attention = Attention(width, heads, attention=attention, layout=layout, qkv=qkv)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
 
     def reset_parameters(self) -> None:
         self.norm1.reset_parameters()
@@ -54,8 +61,8 @@ class Block(nn.Module):
         self.mlp.reset_parameters()
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        features_BND = features_BND + self.drop_path(self.attention(self.norm1(features_BND)))
-        return features_BND + self.drop_path(self.mlp(self.norm2(features_BND)))
+        features_BND = self.drop_path.residual(features_BND, lambda part: self.attention(self.norm1(part)))
+        return self.drop_path.residual(features_BND, lambda part: self.mlp(self.norm2(part)))
 
 
 class VisionTransformer(nn.Module):
@@ -79,6 +86,12 @@ class VisionTransformer(nn.Module):
             linearly.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
         attention: kernel that computes the attention; all of them do the same mathematics.
+        layout: order of the features inside, "batch_first" (B, N, D) or "batch_second" (N, B, D); images, logits
+            and parameters are the same.
+        qkv: queries, keys and values by three products ("separate") or one ("fused"); the parameters are the
+            same.
+        drop_path_compute: "multiply" computes branches for all samples and zeroes some, "skip" leaves them out;
+            see `DropPath`.
 
     Raises:
         UserError: sizes that do not fit each other, or an unknown name.
@@ -102,6 +115,9 @@ class VisionTransformer(nn.Module):
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         attention: AttentionName = "reference",
+        layout: Layout = "batch_first",
+        qkv: Qkv = "separate",
+        drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
         if image_size % patch_size:
@@ -111,6 +127,7 @@ class VisionTransformer(nn.Module):
         if positions not in get_args(Positions):
             raise UserError(f"positions: must be one of {', '.join(get_args(Positions))}; got {positions}")
         self.image_size = image_size
+        self.batch_dim = batch_dimension(layout)
         has_token = classifier == "token"
         side = image_size // patch_size
 
@@ -119,15 +136,25 @@ class VisionTransformer(nn.Module):
         # build.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.stem = PatchStem(in_channels, patch_size, width)
-            self.class_token = ClassToken(width) if has_token else None
+            self.stem = PatchStem(in_channels, patch_size, width, layout=layout)
+            self.class_token = ClassToken(width, layout=layout) if has_token else None
             self.positions: LearnedPositions | SinCos2dPositions
             if positions == "learned":
-                self.positions = LearnedPositions(side * side + has_token, width)
+                self.positions = LearnedPositions(side * side + has_token, width, layout=layout)
             else:
-                self.positions = SinCos2dPositions(side, side, width, class_token=has_token)
+                self.positions = SinCos2dPositions(side, side, width, class_token=has_token, layout=layout)
             self.blocks = nn.ModuleList(
-                Block(width, heads, mlp_width, drop_path=rate, norm_eps=norm_eps, attention=attention)
+                Block(
+                    width,
+                    heads,
+                    mlp_width,
+                    drop_path=rate,
+                    norm_eps=norm_eps,
+                    attention=attention,
+                    layout=layout,
+                    qkv=qkv,
+                    drop_path_compute=drop_path_compute,
+                )
                 for rate in drop_path_rates(drop_path, depth)
             )
             self.norm = nn.LayerNorm(width, eps=norm_eps)
@@ -170,8 +197,10 @@ class VisionTransformer(nn.Module):
             found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
             raise ValueError(f"built for images of {self.image_size} x {self.image_size} pixels; got {found}")
         features_BND = self.stem(images_BCHW)
-        if self.class_token is not None:
-            features_BND = self.class_token(features_BND)
+        # Contiguous from here on, which joining the token makes them anyway: sums keep the strides of what is
+        # added, so every block would have to copy otherwise.
+        token = self.class_token
+        features_BND = token(features_BND) if token is not None else features_BND.contiguous()
         features_BND = self.positions(features_BND)
         for block in self.blocks:
             features_BND = block(features_BND)
@@ -179,5 +208,7 @@ class VisionTransformer(nn.Module):
 
     def _pool(self, features_BND: Tensor) -> Tensor:
         # The norm acts on each token alone: norming only the class token is norming all and taking it.
-        features_BD = features_BND[:, 0] if self.class_token is not None else features_BND.mean(dim=1)
-        return self.norm(features_BD)
+        token_dim = 1 - self.batch_dim
+        if self.class_token is not None:
+            return self.norm(features_BND.select(token_dim, 0))
+        return self.norm(features_BND.mean(dim=token_dim))

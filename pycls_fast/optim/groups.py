@@ -1,4 +1,8 @@
-"""Which parameters get weight decay, decided by the type of the module that owns them, never by a part of a name."""
+"""Parameter groups, decided by the module that owns a parameter and its place in the model, never by a part of a name.
+
+What is decided: weight decay (by the owner's type), the layer and with it the learning rate's scale, and which
+matrices are hidden ones (both by the model's units).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from typing import Any
 from torch import nn
 
 Group = dict[str, Any]
+Units = Sequence[tuple[str, nn.Module]]
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 def parameter_groups(
@@ -20,6 +25,9 @@ def parameter_groups(
     decay_biases: bool = False,
     decay_embeddings: bool = False,
     embeddings: Sequence[type[nn.Module]] = (),
+    units: Units = (),
+    layer_decay: float | None = None,
+    split_hidden: bool = False,
 ) -> list[Group]:
     """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
 
@@ -30,17 +38,55 @@ def parameter_groups(
         decay_biases: decay biases of other layers.
         decay_embeddings: decay parameters of the `embeddings` modules (class token, positions).
         embeddings: module types that count as embeddings.
+        units: the model's repeated blocks in forward order (`model.units()`).
+        layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
+            (`layers`); None: no `lr_scale`.
+        split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units (the
+            parameters that Muon is for; Jordan et al. 2024).
     """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    flags = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}
+    layer_of = layers(model, units) if layer_decay is not None else {}
+    inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
+    last = len(units) + 1
+    found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _kinds(model, tuple(embeddings)):
-        wanted = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}[kind]
-        (decayed if wanted else kept).append(parameter)
-    groups: list[Group] = [
-        {"name": "decayed", "params": decayed, "weight_decay": weight_decay},
-        {"name": "not decayed", "params": kept, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+        hidden = kind == "weight" and parameter.ndim >= 2 and parameter in inside
+        key = (layer_of.get(parameter, last), not hidden, not flags[kind])
+        found.setdefault(key, []).append(parameter)
+    groups: list[Group] = []
+    for layer, rest, undecayed in sorted(found):
+        name = "not decayed" if undecayed else "decayed"
+        group: Group = {"params": found[layer, rest, undecayed], "weight_decay": 0.0 if undecayed else weight_decay}
+        if split_hidden:
+            group["hidden"] = not rest
+            name = f"{'other' if rest else 'hidden'}, {name}"
+        if layer_decay is not None:
+            group["lr_scale"] = layer_decay ** (last - layer)
+            name = f"layer {layer}, {name}"
+        groups.append({"name": name, **group})
+    return groups
+
+
+def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
+    """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
+
+    What the model holds before its first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, what
+    comes after the last unit (final norm, head) is the last layer, `len(units) + 1`; what stands between two units
+    goes with the one before it. "Before" is the order in which the model holds its modules.
+    """
+    unit_of = {id(p): index for index, (_, unit) in enumerate(units) for p in unit.parameters()}
+    found: dict[nn.Parameter, int] = {}
+    seen: set[int] = set()
+    layer = 0
+    for parameter in model.parameters():
+        index = unit_of.get(id(parameter))
+        if index is not None:
+            seen.add(id(parameter))
+            layer = index + 1
+        elif len(seen) == len(unit_of):
+            layer = len(units) + 1
+        found[parameter] = layer
+    return found
 
 
 def _kinds(model: nn.Module, embeddings: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -50,7 +96,7 @@ def _kinds(model: nn.Module, embeddings: tuple[type[nn.Module], ...]) -> Iterato
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, _NORMS):
+            if isinstance(module, NORMS):
                 yield "norm", parameter
             elif isinstance(module, embeddings):
                 yield "embedding", parameter

@@ -1,33 +1,229 @@
-"""Optimizers: the mathematics by name, the implementation (`loop`, `foreach`, `fused`) by switch."""
+"""Optimizers: the mathematics by name, the implementation (`loop`, `foreach`, `fused`) by switch.
+
+Which implementations an optimizer has is in `IMPLEMENTATIONS`. None of them reads a value from the device: that is why
+Adafactor is not torch's, which asks for two norms of every tensor on the host at every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import Group
 
-
-def _implementation(name: str) -> dict[str, bool]:
-    # Both flags said outright: with None torch would choose by itself.
-    return {"foreach": name == "foreach", "fused": name == "fused"}
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def sgd(groups: Sequence[Group], *, lr: float, momentum: float, nesterov: bool, implementation: str) -> Optimizer:
     """SGD with momentum; `implementation` is loop, foreach or fused."""
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_implementation(implementation))
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_flags(implementation))
 
 
 def adamw(
     groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019) with bias correction; `implementation` is loop, foreach or fused."""
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **_implementation(implementation))
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **_flags(implementation))
+
+
+def lamb(
+    groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
+) -> Optimizer:
+    """LAMB (You et al., 2020, algorithm 2), timm's; `implementation` is loop or foreach.
+
+    As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
+    correction, and no trust ratio where there is no weight decay. Their clipping of the global gradient norm to 1 is
+    `optim.clip_norm` here.
+    """
+    import timm.optim
+
+    made: Optimizer = timm.optim.Lamb(
+        groups, lr=lr, betas=betas, eps=eps, max_grad_norm=None, foreach=implementation == "foreach"
+    )
+    # timm counts steps in the groups; what was learned has to be whole in the state of the parameters.
+    made.register_state_dict_post_hook(_steps_into_state)
+    made.register_load_state_dict_post_hook(_steps_from_state)
+    return made
+
+
+def lion(groups: Sequence[Group], *, lr: float, betas: tuple[float, float], implementation: str) -> Optimizer:
+    """Lion (Chen et al., 2023, algorithm 2), timm's; `implementation` is loop or foreach."""
+    import timm.optim
+
+    made: Optimizer = timm.optim.Lion(groups, lr=lr, betas=betas, foreach=implementation == "foreach")
+    return made
+
+
+def adafactor(
+    groups: Sequence[Group],
+    *,
+    lr: float,
+    momentum: float,
+    momentum_dtype: str,
+    beta2_decay: float,
+    beta2_cap: float,
+    min_factored: int,
+    clip_threshold: float | None,
+) -> Optimizer:
+    """Adafactor (Shazeer and Stern, 2018) as Zhai et al. (2022, section 3.4) changed it for ViTs, timm's; a loop.
+
+    No scaling by the parameter, momentum in `momentum_dtype` (bfloat16 or float32), beta2 of step t is
+    `min(beta2_cap, 1 - t ** -beta2_decay)`; second moments of tensors with two axes of `min_factored` or more are kept
+    as rows and columns. Weight decay is `lr * weight_decay` a step, as in AdamW.
+    """
+    import timm.optim
+
+    made: Optimizer = timm.optim.AdafactorBigVision(
+        groups,
+        lr=lr,
+        momentum=momentum,
+        momentum_dtype=momentum_dtype,
+        decay_rate=beta2_decay,
+        beta2_cap=beta2_cap,
+        min_dim_size_to_factor=min_factored,
+        clipping_threshold=clip_threshold,
+    )
+    return made
+
+
+def muon(
+    groups: Sequence[Group],
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    newton_schulz_steps: int,
+    betas: tuple[float, float],
+    eps: float,
+) -> Optimizer:
+    """Muon (Jordan et al., 2024) on groups with `hidden`, AdamW on the others, timm's; a loop.
+
+    The update of a matrix is scaled by `0.2 * sqrt(max(rows, columns))`, to the size of AdamW's, so that AdamW's lr and
+    weight decay serve both (Liu et al., 2025, section 2.2). Convolutions are flattened to (out, in * height * width).
+    """
+    import timm.optim
+
+    # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
+    kinds = {True: {"use_muon": True, "nesterov": nesterov}, False: {"use_fallback": True, "nesterov": False}}
+    made: Optimizer = timm.optim.Muon(
+        [{**group, **kinds[group["hidden"]]} for group in groups],
+        lr=lr,
+        momentum=momentum,
+        ns_steps=newton_schulz_steps,
+        ns_coefficients="original",
+        adjust_lr_fn="match_rms_adamw",
+        conv_mode="flatten",
+        betas=betas,
+        eps=eps,
+    )
+    return made
+
+
+def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
+    """AdamW with both moments in blocks of 256 8-bit numbers (Dettmers et al., 2022), torchao's.
+
+    Tensors of fewer than 4096 values, or not a multiple of 256, keep float32 moments. Each parameter's update is
+    compiled by torchao, on a CPU with the C++ compiler of the machine.
+
+    Raises:
+        UserError: torchao is not installed.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "optim.name: adamw8bit needs torchao, which is not installed; pip install 'pycls_fast[torchao]'"
+        ) from error
+    return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+
+
+def compile_step(optimizer: Optimizer) -> Optimizer:
+    """Compile the optimizer's step in place, with each group's lr as a tensor so that a new value compiles nothing."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
+        if group.get("foreach") and "capturable" in group:
+            # What torch asks of foreach with a rate that is a tensor; its check of the device is for uncompiled steps.
+            group["capturable"] = True
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign,assignment]
+    return optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, times the group's own `lr_scale` where it has one."""
+    """Set the learning rate of every group, times the group's own `lr_scale` where it has one.
+
+    A rate that is a tensor stays that tensor and takes the value.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        value = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def named_state(optimizer: Optimizer, parameters: Named) -> dict[str, dict[str, Any]]:
+    """What the optimizer has learned, by parameter name: the same whatever its groups and implementation.
+
+    Args:
+        optimizer: any.
+        parameters: what it owns, by name (`model.named_parameters()`).
+    """
+    state = optimizer.state_dict()["state"]
+    return {name: state[index] for index, name in _names(optimizer, parameters) if index in state}
+
+
+def load_named_state(optimizer: Optimizer, parameters: Named, state: Mapping[str, dict[str, Any]]) -> None:
+    """Restore what `named_state` gave; the groups keep their settings.
+
+    Raises:
+        KeyError: the state is of a parameter that the optimizer does not have.
+    """
+    index_of = {name: index for index, name in _names(optimizer, parameters)}
+    by_index = {index_of[name]: values for name, values in state.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
+    _follow_layouts(optimizer)
+
+
+def _follow_layouts(optimizer: Optimizer) -> None:
+    """Put the state in the memory format of its parameters, which may be another than that of the run that saved it.
+
+    torch's fused steps walk over memory: with unlike strides they pair the wrong elements, in silence (CPU, 2.11-2.15).
+    """
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if type(value) is Tensor and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _flags(implementation: str) -> dict[str, bool]:
+    # Both flags said outright: with None torch would choose by itself.
+    return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+
+
+def _names(optimizer: Optimizer, parameters: Named) -> list[tuple[int, str]]:
+    # torch numbers parameters in the order of the groups.
+    name_of = {parameter: name for name, parameter in parameters}
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(index, name_of[parameter]) for index, parameter in enumerate(owned)]
+
+
+def _steps_into_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    parameters: dict[int, dict[str, Any]] = {}
+    for group in state["param_groups"]:
+        for index in group["params"]:
+            if index in state["state"]:
+                parameters[index] = {**state["state"][index], "step": group["step"]}
+    return {**state, "state": parameters}
+
+
+def _steps_from_state(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        steps = [optimizer.state[p].pop("step") for p in group["params"] if "step" in optimizer.state.get(p, {})]
+        if steps:
+            # A clone: what was saved from one group may have come to several, which would count together.
+            group["step"] = steps[0].to("cpu", torch.float32).clone()

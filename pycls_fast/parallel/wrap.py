@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
 from pycls_fast.parallel.world import World
 
 
@@ -26,8 +27,12 @@ _BUFFERS_FLAG = (
 )
 
 
-def wrap_model(model: nn.Module, world: World) -> nn.Module:
+def wrap_model(
+    model: nn.Module, world: World, *, compiled: CompileName = "off", compile_mode: CompileMode = "default"
+) -> nn.Module:
     """The module whose forward pass the training step calls; its parameters are the same objects as the model's."""
+    if compiled != "off":
+        compile_model(model, model.units(), what=compiled, mode=compile_mode)  # type: ignore[operator]  # every model has
     if world.size == 1:
         return model
     # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).

@@ -6,7 +6,9 @@ order, augmentation, drop-path) is not in it: the step is.
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -89,13 +91,24 @@ def load(path: Path) -> State:
     if reason is not None:
         raise UserError(f"{path}: the checkpoint is damaged ({reason})")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = _read(path)
     except Exception as error:  # torch raises many kinds for a file that is not its own
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not a checkpoint that can be read ({first_line})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint of pycls_fast")
     return state
+
+
+def _read(path: Path) -> State:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "torchao" not in str(error):
+            raise
+        # Its import makes the 8-bit state of optim=adamw8bit known to torch.
+        importlib.import_module("torchao.optim")
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pycls_fast.data import Batch, Prepare
-from pycls_fast.parallel import World
+from pycls_fast.parallel import World, uncompiled
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def evaluate(
             damaged.extend(batch.damaged)
             images = len(batch.labels_B)
             if images:
-                with autocast():
+                with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
                 logits_BK = logits_BK.double()
                 # Rank of the right class: how many classes score strictly higher, or as high with a lower index.

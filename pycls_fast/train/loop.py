@@ -27,6 +27,9 @@ from pycls_fast.train.run_folder import environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
 
+# Whole log intervals of at least this many skipped steps: a constant loss scale that is too high for this run.
+_SKIPPED_LIMIT = 20
+
 
 class Stopped(Exception):
     """All ranks agreed to stop because a signal asked one of them to."""
@@ -67,6 +70,7 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device)
         self.clock = Clock()
         self.reported: dict[str, str] = {}
+        self.skipped_in_a_row = 0
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -159,13 +163,27 @@ class Loop:
             if scale < precision.loss_scale_floor:
                 raise UserError(
                     f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
-                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16"
+                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16",
+                    *self._first_not_finite(),
+                )
+            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == self.clock.steps else 0
+            if precision.loss_scale != "dynamic" and self.skipped_in_a_row >= _SKIPPED_LIMIT:
+                raise UserError(
+                    f"precision.loss_scale: the {self.skipped_in_a_row} steps up to step {done} had gradients that are "
+                    f"not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic",
+                    *self._first_not_finite(),
                 )
         elif not math.isfinite(loss) or skipped:
             raise UserError(
                 f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
                 "lengthen schedule.warmup_epochs or set optim.clip_norm; the checkpoints before it are kept"
             )
+
+    def _first_not_finite(self) -> list[str]:
+        watchdog = self.run.step.watchdog
+        if watchdog is None or watchdog.last is None:
+            return ["runtime.watchdog: set it to true to be told the module that overflows first"]
+        return [f"runtime.watchdog: {watchdog.last}"]
 
     def _report_damage(self, done: int) -> None:
         run = self.run

@@ -15,12 +15,14 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
+from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import World, floating_buffers, prepare_model, wrap_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, human
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
 from pycls_fast.train.step import Step
+from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import load_weights
 
 # What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
@@ -31,9 +33,15 @@ _SAME_ON_RESUME = (
     "data.image_size",
     "optim.name",
     "optim.ema_decay",
+    "optim.min_factored",
 )
 # What may differ without a word.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
+
+# What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
+_STATE_COPIES = {
+    "sgd": 1.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "adafactor": 0.5, "muon": 1.0, "adamw8bit": 0.5,
+}  # fmt: skip
 
 
 @dataclass
@@ -62,6 +70,11 @@ class Run:
         """Class names in the order of the model's outputs."""
         return self.sources["train"].classes
 
+    @property
+    def weights(self) -> nn.Module | MasterWeights:
+        """What checkpoints hold and the optimizer owns: the masters of a network in a half format, else the network."""
+        return self.step.masters or self.network
+
     def epoch(self, step: int) -> float:
         """Steps as epochs."""
         return step / self.steps_per_epoch
@@ -81,9 +94,9 @@ class Run:
             return None
         state = {
             "step": step,
-            "model": self.network.state_dict(),
+            "model": self.weights.state_dict(),
             "ema": self.step.ema.values if self.step.ema is not None else None,
-            "optimizer": self.step.optimizer.state_dict()["state"],
+            "optimizer": named_state(self.step.optimizer, self.weights.named_parameters()),
             "loss_scaler": self.step.scaler.state_dict(),
             "classes": list(self.classes),
             "train_images": len(self.sources["train"]),
@@ -141,12 +154,11 @@ class Run:
 
     def load_state(self, state: checkpoint.State) -> None:
         """Restore model, average, optimizer and loss scale in place."""
-        self.network.load_state_dict(state["model"])
+        self.weights.load_state_dict(state["model"])
         if self.step.ema is not None:
             self.step.ema.load(state["ema"])
-        optimizer = self.step.optimizer
         # The groups keep this run's settings (decay, implementation); only what was learned is taken.
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+        load_named_state(self.step.optimizer, self.weights.named_parameters(), state["optimizer"])
         if state["loss_scaler"] and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(state["loss_scaler"])
 
@@ -205,6 +217,7 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     network = build.model(config, build.num_classes(config, sources["train"]), switches)
     if config.weights is not None:
         load_weights(network, Path(config.weights), classes=sources["train"].classes)
+    counted = complexity(network, image_size=config.data.image_size)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, world, switches, steps_per_epoch)
     whole = config.schedule.epochs * steps_per_epoch
@@ -217,7 +230,7 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         network=network,
         step=step,
         switches=switches,
-        complexity=complexity(network, image_size=config.data.image_size),
+        complexity=counted,
         steps_per_epoch=steps_per_epoch,
         total_steps=min(whole, config.schedule.max_steps or whole),
     )
@@ -235,22 +248,32 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
 def make_step(
     config: RunConfig, network: nn.Module, world: World, switches: build.Switches, steps_per_epoch: int
 ) -> Step:
-    """The training step around a network that is on its device."""
+    """The training step around a network that is on its device, which gets the precision's format."""
+    masters = build.lower(config, network, world.device)
+    build.save_activation_memory(config, network, switches)
+    scaler = build.loss_scaler(config, world.device)
     return Step(
-        forward=wrap_model(network, world),
-        parameters=[p for p in network.parameters() if p.requires_grad],
-        prepare=build.prepare(config, world.device),
+        forward=wrap_model(
+            network,
+            world,
+            compiled=switches[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema
+            compile_mode=switches[SwitchName.COMPILE_MODE],  # type: ignore[arg-type]
+        ),
+        parameters=masters.parameters if masters else [p for p in network.parameters() if p.requires_grad],
+        prepare=build.prepare(config, world.device, switches),
         mixer=build.mixer(config),
         loss=build.loss(config),
         autocast=build.autocast(config, world.device),
-        scaler=build.loss_scaler(config, world.device),
-        optimizer=build.optimizer(config, network, switches),
+        scaler=scaler,
+        optimizer=build.optimizer(config, network, switches, masters),
         schedule=build.schedule(config, steps_per_epoch),
         clip_norm=config.optim.clip_norm,
         clip_foreach=switches[SwitchName.CLIP] == "foreach",
-        ema=build.ema(config, network, switches),
+        ema=build.ema(config, network, switches, masters),
         seed=config.seed,
         rank=world.rank,
+        masters=masters,
+        watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
 
 
@@ -274,7 +297,7 @@ def _introduce(run: Run) -> None:
         batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
     parameters = run.complexity.parameters
     # Weights, gradients, optimizer state and average, in float32; activations come on top.
-    copies = 2 + {"sgd": 1, "adamw": 2}[config.optim.name] + (run.step.ema is not None)
+    copies = 2 + _STATE_COPIES[config.optim.name] + (run.step.ema is not None)
     chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items())
     rows = [
         ("model", f"{config.model.kind}, {human(parameters)} parameters"),

@@ -48,12 +48,13 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         network = build.model(config, build.num_classes(config, source), switches)
         origin = load_weights(network, Path(config.weights), classes=source.classes)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        build.lower(config, network, world.device)
         with display:
             display.begin_evaluation(split, len(source))
             result = evaluate(
                 network,
                 to_device(build.eval_loader(config, source, world), world.device, mode="blocking"),
-                build.prepare(config, world.device),
+                build.prepare(config, world.device, switches),
                 build.autocast(config, world.device),
                 world,
                 lambda images: display.advance_evaluation(images * world.size),

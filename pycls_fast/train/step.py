@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Batch, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
-from pycls_fast.optim import Ema, Schedule, set_lr
+from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Step:
     ema: Ema | None
     seed: int
     rank: int
+    masters: MasterWeights | None = None
+    watchdog: Watchdog | None = None
 
     def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
         """Train on the microbatches of one step, counted from 0."""
@@ -50,12 +53,18 @@ class Step:
                     logits_BK = self.forward(images_BCHW)
                 loss = self.loss(logits_BK, targets) / len(microbatches)
                 self.scaler.scale(loss).backward()
+            if self.watchdog is not None:
+                self.watchdog.check(step, loss)
+            if self.masters is not None and self._is_reduced(is_last):
+                self.masters.take_gradients()
             metrics.add_loss(loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.masters is not None:
+            self.masters.copy_to_model()
         if self.ema is not None:
             self.ema.update(step)
         metrics.add_step(grad_norm)
@@ -72,6 +81,11 @@ class Step:
         """Ranks exchange gradients once a step, with the last microbatch."""
         no_sync = getattr(self.forward, "no_sync", None)
         return nullcontext() if is_last or no_sync is None else no_sync()
+
+    def _is_reduced(self, is_last: bool) -> bool:
+        """Whether the gradients are final: one rank adds up microbatches in the masters' format, several in their own,
+        because they exchange what has been added up."""
+        return is_last or not hasattr(self.forward, "no_sync")
 
     def _clip(self) -> Tensor:
         """Scale the gradients to `clip_norm` at most; returns their norm before that."""

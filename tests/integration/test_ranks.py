@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import train
@@ -73,3 +74,30 @@ def test_mistake_under_torchrun_is_told_once(tmp_path: Path, digits: Path) -> No
     line = "error: data.global_batch_size: 63 is not divisible by 2 ranks x optim.accumulation_steps=1; use 62 or 64"
     assert done.stderr.count(line) == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["fp16_master", "fp16"])
+def test_ranks_in_half_precision_follow_one(tmp_path: Path, digits: Path, name: str) -> None:
+    """Ranks exchange rounded gradients, and skip an overflow together; 6 steps, to what float16 rounds."""
+    overrides = [
+        *COMMON,
+        f"data.root={digits}",
+        f"precision={name}",
+        # Too large for the first step.
+        "precision.loss_scale_start=134217728",
+        "precision.loss_scale_backoff=0.0078125",
+        "schedule.max_steps=6",
+        "optim.accumulation_steps=2",
+        "optim.ema_decay=0.9",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(load_config("vit_digits", [*overrides, f"run_dir={one}"])) == 0
+    run_process(under_torchrun(command(*overrides, f"run_dir={two}"), 2), cwd=tmp_path)
+    ours, theirs = records(two, "train"), records(one, "train")
+    assert [r["skipped_steps"] for r in ours] == [r["skipped_steps"] for r in theirs]
+    assert ours[0]["skipped_steps"] == 1
+    assert ours[-1]["skipped_steps"] == 0
+    assert [r["loss_scale"] for r in ours] == [r["loss_scale"] for r in theirs]
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-3)
+    mine, other = newest_checkpoint(two)["model"], newest_checkpoint(one)["model"]
+    assert all(torch.allclose(value, other[key], atol=5e-3) for key, value in mine.items())

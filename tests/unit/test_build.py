@@ -85,7 +85,7 @@ class TestModel:
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
         assert set(calls[0]) == {
             "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "classifier",
-            "positions", "drop_path", "attention",
+            "positions", "drop_path", "attention", "layout", "qkv", "drop_path_compute",
         }  # fmt: skip
 
     def test_a_resnet(self) -> None:
@@ -188,8 +188,17 @@ class TestData:
     def test_preparing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "Prepare")
         config = vit("data.mean=[0.1,0.2,0.3]", "data.std=[0.4,0.5,0.6]", "augment.erase_value=noise")
-        build.prepare(config, CPU)
-        assert calls == [{"0": (0.1, 0.2, 0.3), "1": (0.4, 0.5, 0.6), "erase_value": "noise", "device": CPU}]
+        build.prepare(config, CPU, build.switches(config, CPU))
+        assert calls == [
+            {
+                "0": (0.1, 0.2, 0.3),
+                "1": (0.4, 0.5, 0.6),
+                "dtype": torch.float32,
+                "erase_value": "noise",
+                "memory_format": "channels_last",
+                "device": CPU,
+            }
+        ]
 
     def test_mixing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert build.mixer(vit()) is None

@@ -44,7 +44,8 @@ def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Sw
     assert switch.numerics in typing.get_args(speed.Numerics)
     assert set(switch.applies_to) <= {"vit", "resnet"}
     assert switch.applies_to
-    assert switch.note.endswith(".")
+    for text in (switch.note, switch.mathematics, switch.helps, switch.hurts, switch.source, switch.ran):
+        assert text.endswith("."), text
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,7 +87,7 @@ def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out(pres
 def test_all_refused_values_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fast: dict[speed.Device, str] = {"cpu": "plain", "cuda": "quick"}
     needy = [
-        Switch(name, ("plain", "quick", "slow"), fast, "rounding", ("vit",), {"quick": "cuda"}, "A note.")
+        Switch(name, ("plain", "quick", "slow"), fast, "rounding", ("vit",), {"quick": "cuda"}, *["A text."] * 6)
         for name in (SwitchName.CLIP, SwitchName.EMA)
     ]
     monkeypatch.setattr(speed, "CATALOGUE", tuple(needy))

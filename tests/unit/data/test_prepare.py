@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
@@ -45,6 +47,18 @@ def test_layout_is_channels_last() -> None:
     assert images_BCHW.is_contiguous(memory_format=torch.channels_last)
     noisy_BCHW = Prepare(MEAN, STD, erase_value="noise")(random_batch(erase=True))
     assert noisy_BCHW.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("erase_value", [None, "mean", "noise"])
+def test_contiguous_has_the_same_values(erase_value: Any) -> None:
+    found = []
+    for memory_format in ("channels_last", "contiguous"):
+        torch.manual_seed(0)
+        prepare = Prepare(MEAN, STD, erase_value=erase_value or "mean", memory_format=memory_format)  # type: ignore[arg-type]
+        found.append(prepare(random_batch(erase=erase_value is not None)))
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert found[1].is_contiguous()
+    assert torch.equal(*found)
 
 
 def test_float64() -> None:

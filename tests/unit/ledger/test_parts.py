@@ -187,9 +187,8 @@ def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
 
 
 def test_compute_dtype_is_that_of_the_products() -> None:
-    config = load_config("vit_digits", ["precision=amp_bf16"])
-    assert clocks.compute_dtype(build.autocast(config, CPU), CPU) == torch.bfloat16
-    assert clocks.compute_dtype(build.autocast(load_config("vit_digits"), CPU), CPU) == torch.float32
+    for name, dtype in (("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("fp16_master", torch.float16)):
+        assert build.compute_dtype(load_config("vit_digits", [f"precision={name}"])) == dtype
 
 
 def test_matmul_counts_a_multiply_add_as_two(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,16 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.layers import Attention
 
+# What runs on the CPU; the others are in tests/cuda.
+ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash")
+
 
 def draw(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
     batch, heads, tokens, head_width = 2, 3, 5, 4
     queries, keys, values = (2 * draw(batch, heads, tokens, head_width, seed=seed) for seed in range(3))
@@ -35,7 +38,7 @@ def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
                 torch.testing.assert_close(found[b, h, n], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTENTION if name != "reference"])
+@pytest.mark.parametrize("name", ON_CPU[1:])
 def test_kernels_agree_with_the_reference_forward_and_backward(
     name: AttentionName, randomise: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -53,6 +56,48 @@ def test_kernels_agree_with_the_reference_forward_and_backward(
     for key in grads:
         # The key bias has no effect on the softmax: its gradient is rounding error around zero.
         torch.testing.assert_close(other_grads[key], grads[key], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ON_CPU[1:])
+@pytest.mark.parametrize("head_width", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_larger_than_four_times_the_reference_s(
+    name: AttentionName, head_width: int, dtype: torch.dtype
+) -> None:
+    """197 tokens, and the head widths of ViT-B (64) and ViT-H (80)."""
+    weights = draw(2, 2, 197, head_width, seed=9)
+
+    def results(kernel: AttentionName, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [draw(2, 2, 197, head_width, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
+        out = ATTENTION[kernel](*inputs)
+        (out * weights.to(dtype)).sum().backward()
+        return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+    exact = results("reference", torch.float64)
+    plain, found = results("reference", dtype), results(name, dtype)
+    assert len(exact) == 4
+    for right, reference, other in zip(exact, plain, found, strict=True):
+        own = (reference.double() - right).norm()
+        assert own > 0
+        assert (other.double() - right).norm() <= 4 * own
+
+
+@pytest.mark.parametrize(("name", "backend"), [("sdpa_math", "MATH"), ("sdpa_flash", "FLASH_ATTENTION")])
+def test_a_named_backend_is_the_only_one_allowed(
+    name: AttentionName, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = []
+    fused = F.scaled_dot_product_attention
+
+    def spy(*args: Any) -> Tensor:
+        from torch.nn.attention import _cur_sdpa_kernel_backends
+
+        allowed.append([backend.name for backend in _cur_sdpa_kernel_backends()])
+        return fused(*args)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    ATTENTION[name](*(torch.randn(1, 2, 5, 8) for _ in range(3)))
+    assert allowed == [[backend]]
 
 
 def test_the_name_picks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,5 +136,5 @@ def test_heads_attend_apart(randomise: Callable[[nn.Module], nn.Module]) -> None
 def test_user_errors() -> None:
     with pytest.raises(UserError, match="heads: the width 10 must be a multiple of it; got 3"):
         Attention(10, 3)
-    with pytest.raises(UserError, match="attention: must be one of reference, sdpa; got flash"):
+    with pytest.raises(UserError, match=r"attention: must be one of reference, sdpa, .*; got flash"):
         Attention(8, 2, attention="flash")  # type: ignore[arg-type]

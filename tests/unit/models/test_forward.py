@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models import ATTENTION, ResNet, VisionTransformer
 
 Model = VisionTransformer | ResNet
 Randomise = Callable[[nn.Module], nn.Module]
@@ -195,7 +195,15 @@ def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
         (lambda: MODELS["vit"](drop_path=1.5), "drop_path: must be at least 0 and below 1; got 1.5"),
         (lambda: MODELS["vit"](classifier="map"), "classifier: must be one of token, pooled; got map"),
         (lambda: MODELS["vit"](positions="rope"), "positions: must be one of learned, sincos2d; got rope"),
-        (lambda: MODELS["vit"](attention="fast"), "attention: must be one of reference, sdpa; got fast"),
+        (
+            lambda: MODELS["vit"](attention="fast"),
+            f"attention: must be one of {', '.join(ATTENTION)}; got fast",
+        ),
+        (
+            lambda: MODELS["vit"](layout="tokens"),
+            "layout: must be one of batch_first, batch_second; got tokens",
+        ),
+        (lambda: MODELS["vit"](qkv="one"), "qkv: must be one of separate, fused; got one"),
         (
             lambda: MODELS["vit"](width=6, positions="sincos2d"),
             "positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got 6",

@@ -1,0 +1,168 @@
+"""The optimizer step alone, on the parameters of a ViT: loop, foreach, fused and compiled, in turns in one process.
+
+Command:  python benchmarks/optimizers.py
+Result:   docs/results/optimizers_cpu.md holds the tables of one machine; the ratios carry over, the times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pycls_fast import build, optim
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.ledger.clocks import synchronize
+from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.speed import COMPILABLE, OPTIMIZERS, SwitchName
+from pycls_fast.train.run_folder import device_name, environment, versions
+
+WARMUP = 3
+
+
+@dataclass
+class Variant:
+    """One implementation with its own copy of the parameters; the gradients are shared by all."""
+
+    name: str
+    optimizer: Optimizer
+    seconds: list[float] = field(default_factory=list)
+    first: float = 0.0
+
+
+def main() -> None:
+    """Measure and print tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="vit_s16", help="a file of configs/model/ (default: vit_s16)")
+    parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"of {','.join(OPTIMIZERS)}")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    clocks = "process: CPU time of this process, for one thread on a machine that others use too"
+    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the tables here")
+    options = parser.parse_args()
+    if options.clock == "process" and (options.threads != 1 or options.device != "cpu"):
+        parser.error("--clock process: needs --threads 1 and --device cpu; use --clock wall")
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    clock = time.process_time if options.clock == "process" else time.perf_counter
+    text = [heading(options, device)]
+    print(text[0], flush=True)
+    for name in options.optimizers.split(","):
+        variants = make_variants(name, options.model, device, compiled=not options.no_compile)
+        for variant in variants:
+            variant.first = sum(timed(variant, clock, device) for _ in range(2))
+        for done in range(WARMUP + options.rounds):
+            # In turns, and every other round backwards: a drift of the machine is in all of them alike.
+            for variant in variants if done % 2 else variants[::-1]:
+                seconds = timed(variant, clock, device)
+                if done >= WARMUP:
+                    variant.seconds.append(seconds)
+        text.append(table(name, variants))
+        print(text[-1], flush=True)
+        del variants, variant
+        gc.collect()
+    if options.out is not None:
+        options.out.write_text("\n".join(text), encoding="utf-8")
+
+
+def make_variants(name: str, model: str, device: torch.device, *, compiled: bool) -> list[Variant]:
+    """Every implementation of an optimizer, the loop first."""
+    torch.manual_seed(0)
+    config = configured(name, model, "loop", compile_step="off")
+    network = build.model(config, 1000, build.switches(config, device)).to(device)
+    gradients = [1e-3 * torch.randn_like(parameter) for parameter in network.parameters()]
+    choices = [(which, "off") for which in OPTIMIZERS[name]]
+    choices += [(which, "on") for which in COMPILABLE[name] if compiled]
+    variants = []
+    for which, compile_step in choices:
+        config = configured(name, model, which, compile_step=compile_step)
+        own = build.model(config, 1000, build.switches(config, device)).to(device)
+        for parameter, gradient in zip(own.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        switches = build.switches(config, device)
+        made = build.optimizer(config, own, switches)
+        label = f"{switches[SwitchName.OPTIMIZER]}{', compiled' if compile_step == 'on' else ''}"
+        variants.append(Variant(label, made))
+    return variants
+
+
+def configured(name: str, model: str, implementation: str, *, compile_step: str) -> RunConfig:
+    """`configs/vit_s16.yaml` with another model and optimizer; no image is read."""
+    return load_config(
+        "vit_s16",
+        [f"model={model}", f"optim={name}", f"speed.optimizer={implementation}",
+         f"speed.optimizer_compile={compile_step}", "data=synthetic"],
+    )  # fmt: skip
+
+
+def timed(variant: Variant, clock: Callable[[], float], device: torch.device) -> float:
+    """Seconds of one step, the rate set before it as in training."""
+    synchronize(device)
+    begin = clock()
+    optim.set_lr(variant.optimizer, 1e-4)
+    variant.optimizer.step()
+    synchronize(device)
+    return clock() - begin
+
+
+def table(name: str, variants: Sequence[Variant]) -> str:
+    """Median with tenth and ninetieth percentile, and the ratio to the loop within each round."""
+    lines = [
+        f"### {name}\n",
+        "| implementation | ms (p10 to p90) | times faster than loop (p10 to p90) | 95% interval of the median | first "
+        "two steps, s |",
+        "|---|---|---|---|---|",
+    ]
+    loop = variants[0]
+    for variant in variants:
+        times = spread([1e3 * seconds for seconds in variant.seconds])
+        ratio = paired_ratio([1 / s for s in loop.seconds], [1 / s for s in variant.seconds])
+        interval = "" if ratio.interval is None else f"{ratio.interval[0]:.2f} to {ratio.interval[1]:.2f}"
+        rates = f"{ratio.spread.p50:.2f} ({ratio.spread.p10:.2f} to {ratio.spread.p90:.2f})"
+        if variant is loop:
+            rates, interval = "1", ""
+        lines.append(
+            f"| {variant.name} | {times.p50:.1f} ({times.p10:.1f} to {times.p90:.1f}) | {rates} | {interval} "
+            f"| {variant.first:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def heading(options: argparse.Namespace, device: torch.device) -> str:
+    """What was run, where and with what."""
+    config = configured("adamw", options.model, "loop", compile_step="off")
+    with torch.device("meta"):
+        network: nn.Module = build.model(config, 1000, build.switches(config, torch.device("cpu")))
+    count = sum(parameter.numel() for parameter in network.parameters())
+    found = versions()
+    shown = [(f"--{key.replace('_', '-')}", value) for key, value in vars(options).items() if key != "out"]
+    arguments = " ".join(flag if value is True else f"{flag} {value}" for flag, value in shown if value)
+    machine = environment(device, 1)
+    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
+    times = "CPU time of the process" if options.clock == "process" else "wall time"
+    return "\n".join([
+        f"- Command: `python benchmarks/optimizers.py {arguments}`",
+        f"- Parameters: {options.model}, {count:,} in {len(list(network.parameters()))} tensors, float32; settings of "
+        f"`configs/vit_s16.yaml`; {options.rounds} rounds after {WARMUP}",
+        f"- Hardware: {machine['processor']}, {device_name(device)}, {threads}, {platform.system()}; times are {times}",
+        f"- Versions: {', '.join(f'{key} {value}' for key, value in found.items())}",
+        f"- Date: {datetime.datetime.now(tz=datetime.UTC).date()}",
+        "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""What float16 would lose in a real training: gradients under its range, updates under its resolution.
+
+The figures of Micikevicius et al., Mixed Precision Training, ICLR 2018: the histogram of the gradients' exponents
+(figures 2b and 3), the share that loss scaling brings back (section 3.2), and the updates that vanish when they are
+added to a float16 weight (section 3.1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.config.command_line import DONE
+from pycls_fast.data import to_device
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.records import write_record
+from pycls_fast.models import complexity
+from pycls_fast.parallel import prepare_model, start_world
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.display import Display
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import make_step
+from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
+
+LOW, HIGH = -60, 16
+"""Exponents of the histogram: values below 2^LOW count as 2^LOW, from 2^HIGH on as 2^HIGH."""
+SMALLEST_NORMAL, SMALLEST_SUBNORMAL, LARGEST = -14, -24, 65504.0
+"""float16: exponents of its smallest normal and subnormal numbers, and its largest number (IEEE 754, binary16)."""
+
+
+@dataclass
+class LayerCounts:
+    """Counts over steps, on the device, of one layer's values; `scale` is the loss scale that is tried."""
+
+    scale: float
+    exponents: Tensor
+    """Values by floor(log2 |g|), LOW..HIGH."""
+    sums: Tensor
+    """[values, zeros, flushed, flushed scaled, overflowed scaled, subnormal, subnormal scaled, updates, lost in
+    float16, lost in bfloat16]."""
+
+    @classmethod
+    def empty(cls, scale: float, device: torch.device) -> LayerCounts:
+        """Nothing counted."""
+        return cls(
+            scale,
+            torch.zeros(HIGH - LOW + 1, dtype=torch.int64, device=device),
+            torch.zeros(10, dtype=torch.int64, device=device),
+        )
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Count a gradient, float32 or wider, without the loss scale."""
+        size = gradient.abs().flatten()
+        nonzero = size > 0
+        exponent = torch.frexp(size).exponent.long() - 1
+        inside = exponent.clamp(LOW, HIGH) - LOW
+        self.exponents.scatter_add_(0, inside, nonzero.long())
+        scaled = size * self.scale
+        self.sums[:7] += torch.stack(
+            [
+                torch.ones_like(nonzero).sum(),
+                (~nonzero).sum(),
+                (nonzero & (size.half() == 0)).sum(),
+                (nonzero & (scaled.half() == 0)).sum(),
+                (scaled > LARGEST).sum(),
+                (nonzero & (size < 2.0**SMALLEST_NORMAL)).sum(),
+                (nonzero & (scaled < 2.0**SMALLEST_NORMAL)).sum(),
+            ]
+        )
+
+    def add_update(self, before: Tensor, after: Tensor) -> None:
+        """Count the weights that an update moved in float32 and would not have moved in a half format."""
+        change = after - before
+        moved = change != 0
+        lost = [moved & (_without_master(before, change, dtype) == 0) for dtype in (torch.float16, torch.bfloat16)]
+        self.sums[7:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
+
+    def record(self) -> dict[str, Any]:
+        """Counts and shares as JSON has them; shares of gradients are of those that are not zero in float32."""
+        counts = self.sums.tolist()
+        values, zeros, flushed, scaled, over, subnormal, subnormal_scaled, updates, lost, lost_bf16 = counts
+        some, moved = max(values - zeros, 1), max(updates, 1)
+        return {
+            "gradients": values,
+            "zero": zeros,
+            "exponents": {str(LOW + i): n for i, n in enumerate(self.exponents.tolist()) if n},
+            "below_subnormal": flushed / some,
+            "below_subnormal_scaled": scaled / some,
+            "below_normal": subnormal / some,
+            "below_normal_scaled": subnormal_scaled / some,
+            "overflow_scaled": over / some,
+            "updates": updates,
+            "updates_lost_float16": lost / moved,
+            "updates_lost_bfloat16": lost_bf16 / moved,
+        }
+
+    def __add__(self, other: LayerCounts) -> LayerCounts:
+        return LayerCounts(self.scale, self.exponents + other.exponents, self.sums + other.sums)
+
+
+def _without_master(before: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far a weight of this format moves: the sum is rounded to the format."""
+    weight = before.to(dtype)
+    return (weight.float() + change).to(dtype) - weight
+
+
+@dataclass
+class Watch:
+    """Counts every layer's gradients, as they come out of a microbatch's backward pass, and what the optimizer does."""
+
+    network: nn.Module
+    scale: float
+    counts: dict[str, LayerCounts] = field(default_factory=dict)
+
+    @contextmanager
+    def around(self, optimizer: Optimizer) -> Iterator[None]:
+        """Backward passes and steps of this optimizer inside the context are counted."""
+        before: dict[str, Tensor] = {}
+
+        @torch.no_grad()
+        def first(*_: Any) -> None:
+            for name, parameter in self._trained():
+                before[name] = parameter.detach().clone()
+
+        @torch.no_grad()
+        def then(*_: Any) -> None:
+            for name, parameter in self._trained():
+                self._of(name, parameter).add_update(before.pop(name), parameter)
+
+        # Before clipping, which is done on float32 gradients at every level.
+        hooks: list[Any] = [
+            parameter.register_hook(partial(self._add_gradient, name))
+            for name, parameter in self.network.named_parameters()
+            if parameter.requires_grad
+        ]
+        hooks += [optimizer.register_step_pre_hook(first), optimizer.register_step_post_hook(then)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        self._of(name, gradient).add_gradient(gradient)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.network.named_parameters() if p.grad is not None]
+
+    def _of(self, name: str, parameter: Tensor) -> LayerCounts:
+        layer = name.rpartition(".")[0] or name
+        if layer not in self.counts:
+            self.counts[layer] = LayerCounts.empty(self.scale, parameter.device)
+        return self.counts[layer]
+
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """Records by layer, in the network's order (they are met in the backward pass's)."""
+        order = {name.rpartition(".")[0] or name: None for name, _ in self.network.named_parameters()}
+        return {name: self.counts[name].record() for name in order if name in self.counts}
+
+    def total(self) -> LayerCounts:
+        """Over all layers."""
+        first, *others = self.counts.values()
+        return sum(others, first)
+
+
+def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_scale: float, output: str | None) -> int:
+    """Train, count, draw `gradients.png` and write the numbers beside it; returns the exit status.
+
+    Args:
+        config: an experiment in float32 or under autocast, so that its gradients and weights are float32.
+        steps: of training that are counted.
+        warmup_steps: before them.
+        loss_scale: tried on the gradients; the training itself is not scaled.
+        output: the JSON file; None for one in `run_dir`, else in `gradients/`.
+
+    Raises:
+        UserError: a precision whose gradients have been rounded already, or several ranks.
+    """
+    level = build.level(config)
+    if level.compute == "float16" or level.weights != "float32":
+        raise UserError(
+            f"precision: {config.precision.name} has rounded the gradients already; use precision=fp32 or amp_bf16"
+        )
+    with start_world(
+        device=config.runtime.device,
+        backend=config.parallel.backend,
+        timeout_seconds=config.parallel.timeout_seconds,
+        strategy=config.parallel.name,
+    ) as world:
+        if world.size > 1:
+            raise UserError("mode: gradients are counted by one process; start without torchrun")
+        build.set_backend(config, world.device)
+        switches = build.switches(config, world.device)
+        sources = build.sources(config, world)
+        train = sources["train"]
+        steps_per_epoch = len(train) // config.data.global_batch_size
+        if not steps_per_epoch:
+            raise UserError(
+                f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
+                f"{len(train)} images; use a smaller one"
+            )
+        network = build.model(config, build.num_classes(config, train), switches)
+        counted = complexity(network, image_size=config.data.image_size)
+        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        step = make_step(config, network, world, switches, steps_per_epoch)
+        metrics, watch = TrainMetrics(world.device), Watch(network, loss_scale)
+        whole = warmup_steps + steps
+        loader = build.train_loader(config, train, world, start_step=0, steps=whole)
+        batches = to_device(loader, world.device, mode="blocking")
+        with closing(batches):  # type: ignore[type-var]  # a generator
+            for number in range(whole):
+                microbatches = list(islice(batches, config.optim.accumulation_steps))
+                if number < warmup_steps:
+                    step(number, microbatches, metrics)
+                    continue
+                with watch.around(step.optimizer):
+                    step(number, microbatches, metrics)
+        record = {
+            "kind": "gradients",
+            "config_name": config.config_name,
+            "time": time.time(),
+            "command": environment_command(),
+            "steps": steps,
+            "warmup_steps": warmup_steps,
+            "loss_scale": loss_scale,
+            "clip_norm": config.optim.clip_norm,
+            "parameters": counted.parameters,
+            "loss": metrics.read(world)["loss"],
+            "device": device_name(world.device),
+            "versions": versions(),
+            "environment": environment(world.device, world.size),
+            "total": watch.total().record(),
+            "layers": watch.layers(),
+            "config": config.model_dump(mode="json"),
+        }
+        file = _output_file(config, output)
+        write_record(file, record)
+        picture = file.with_suffix(".png")
+        draw(record, picture)
+        _print(Display(speaks=True, mode="plain"), record)
+        print(f"written to {file} and {picture}")
+        return DONE
+
+
+def _output_file(config: RunConfig, output: str | None) -> Path:
+    if output is not None:
+        file = Path(output).expanduser()
+    elif config.run_dir is not None:
+        file = Path(config.run_dir).expanduser() / "gradients.json"
+    else:
+        file = Path("gradients") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {file} cannot be written ({error.strerror}); give another path") from error
+    return file
+
+
+def _print(display: Display, record: Mapping[str, Any]) -> None:
+    total, scale = record["total"], record["loss_scale"]
+
+    def percent(key: str) -> str:
+        return f"{100 * total[key]:.3g}%"
+
+    display.table(
+        f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}",
+        [
+            ("gradients that are zero in float16", percent("below_subnormal")),
+            (f"the same, loss x {scale:g}", percent("below_subnormal_scaled")),
+            ("gradients below float16's normal numbers", percent("below_normal")),
+            (f"the same, loss x {scale:g}", percent("below_normal_scaled")),
+            (f"gradients over float16's largest number, loss x {scale:g}", percent("overflow_scaled")),
+            ("updates lost without a float32 master, float16", percent("updates_lost_float16")),
+            ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
+        ],
+    )
+
+
+def draw(record: Mapping[str, Any], file: Path) -> None:
+    """The histogram over all layers, one row of it per layer, and the lost updates per layer, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers: Mapping[str, Mapping[str, Any]] = record["layers"]
+    total = record["total"]
+    used = [int(exponent) for exponent in total["exponents"]] or [0]
+    low, high = min(*used, SMALLEST_SUBNORMAL) - 1, max(*used, SMALLEST_NORMAL) + 1
+    columns = range(low, high + 1)
+    figure = Figure(figsize=(13, 4.5 + 0.2 * len(layers)), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, height_ratios=[4, 0.5 + 0.2 * len(layers)])
+    some = max(sum(total["exponents"].values()), 1)
+    heights = [100 * total["exponents"].get(str(exponent), 0) / some for exponent in columns]
+    top.bar([exponent + 0.5 for exponent in columns], heights, width=0.9, color="tab:blue")
+    scale_exponent = torch.tensor(record["loss_scale"]).log2().item()
+    for exponent, text, color in (
+        (SMALLEST_SUBNORMAL - 1, "0 in float16", "tab:red"),
+        (SMALLEST_NORMAL, "subnormal in float16", "tab:orange"),
+        (SMALLEST_SUBNORMAL - 1 - scale_exponent, f"0 in float16, loss × {record['loss_scale']:g}", "tab:purple"),
+    ):
+        for axes in (top, bottom):
+            axes.axvline(exponent, color=color, linestyle="--", linewidth=1)
+        top.plot([], [], color=color, linestyle="--", label=f"left of here: {text}")
+    top.set(xlim=(low, high + 1), ylabel="% of gradients", xlabel="log₂ |gradient|")
+    top.set_title(
+        f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}; zero in float16: "
+        f"{100 * total['below_subnormal']:.2g}%, with scaling {100 * total['below_subnormal_scaled']:.2g}%; updates "
+        f"lost without master: {100 * total['updates_lost_float16']:.1f}%",
+        fontsize=10,
+    )
+    top.legend(fontsize=8)
+    rows = []
+    for layer in layers.values():
+        count = max(sum(layer["exponents"].values()), 1)
+        rows.append([100 * layer["exponents"].get(str(exponent), 0) / count for exponent in columns])
+    image = bottom.imshow(
+        rows, aspect="auto", cmap="viridis", extent=(low, high + 1, len(layers) - 0.5, -0.5), interpolation="nearest"
+    )
+    labels = [f"{name}  (lost: {100 * layer['updates_lost_float16']:.0f}%)" for name, layer in layers.items()]
+    bottom.set_yticks(range(len(layers)), labels, fontsize=7)
+    bottom.set(xlabel="log₂ |gradient|", title="by layer, and its updates lost in float16 without a master")
+    figure.colorbar(image, ax=bottom, label="% of the layer's")
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,50 @@
+"""Bytes that are really alive while a function runs: every storage that an operator made and that is not freed yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts storages made inside the context; works on every device, and for whatever keeps tensors alive.
+
+    `live` are the bytes alive now, `peak` the most there were, at the end of an operator.
+
+    Args:
+        known: tensors that do not count, such as parameters.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        identity = storage._cdata
+        if identity in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(identity)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        # torch keeps the Python object of a storage as long as the storage itself.
+        weakref.finalize(storage, self._drop, identity, size)
+
+    def _drop(self, identity: int, size: int) -> None:
+        self._seen.discard(identity)
+        self.live -= size

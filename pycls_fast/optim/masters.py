@@ -1,0 +1,171 @@
+"""Networks in a half format, and the float32 weights that the optimizer changes instead.
+
+Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1: an update smaller than half a unit in the last
+place of a weight is lost when it is added in the weight's own format; added to a float32 master it is kept, and
+enough of them move the rounded weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.optim.groups import NORMS, Group
+
+
+class MasterWeights:
+    """Casts a network in place and holds wide copies of the cast parameters, which are what the optimizer owns.
+
+    One step: backward fills the network's gradients, `take_gradients` moves them over in the wide format (still
+    multiplied by the loss scale), the optimizer changes the masters, `copy_to_model` rounds them into the network.
+
+    Args:
+        model: on its device, its parameters in `wide`.
+        dtype: what its parameters and floating buffers become.
+        wide_norms: leave normalisation layers in `wide`.
+        kept: keep the masters from step to step. Otherwise each step starts from the rounded weights, and between
+            steps the masters have no memory: full half-precision training with the arithmetic of the update in `wide`.
+        wide: the masters' format.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype,
+        wide_norms: bool,
+        kept: bool,
+        wide: torch.dtype = torch.float32,
+    ) -> None:
+        self._model = model
+        self._wide = wide
+        self._kept = kept
+        self._narrow: list[Tensor] = list(_to_cast(model, wide_norms))
+        self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
+        self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
+        # Parameters that were not cast are their own masters.
+        self.parameters = [self._master_of.get(id(p), p) for p in model.parameters() if p.requires_grad]
+        _cast(model, dtype, wide_norms)
+
+    def groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Optimizer groups of the network's parameters, with the masters in their place."""
+        return [{**g, "params": [self._master_of.get(id(p), p) for p in g["params"]]} for g in groups]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer owns, under the network's names."""
+        for name, parameter in self._model.named_parameters():
+            yield name, self._master_of.get(id(parameter), parameter)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the network's gradients to the masters' and drop them."""
+        self._allocate()
+        new, added = [], []
+        for parameter, master in zip(self._narrow, self.masters, strict=True):
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+                new.append((master.grad, parameter.grad))
+            else:
+                added.append((master.grad, parameter.grad.to(self._wide)))
+            parameter.grad = None
+        if new:
+            torch._foreach_copy_([to for to, _ in new], [gradient for _, gradient in new])
+        if added:
+            torch._foreach_add_([to for to, _ in added], [gradient for _, gradient in added])
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters into the network."""
+        torch._foreach_copy_(self._narrow, self.masters)
+        if not self._kept:
+            # Only the update is done in the wide format: the next step starts from what was rounded.
+            for master in self.masters:
+                master.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def refresh_model(self) -> None:
+        """Round kept masters that were changed by hand into the network."""
+        if self._kept:
+            torch._foreach_copy_(self._narrow, self.masters)
+
+    def live(self) -> dict[str, Tensor]:
+        """The network's state by name, kept masters in their parameters' place: tensors that training changes."""
+        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        return {name: self._master_of.get(id(v), v) if self._kept else v for name, v in state.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The network's state in the wide format under its own names: what checkpoints hold. Shares kept masters."""
+        live = {name: value.detach() for name, value in self.live().items()}
+        return {name: v.to(self._wide) if v.is_floating_point() else v for name, v in live.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore masters and network from the wide values.
+
+        Raises:
+            RuntimeError: names or shapes that are not the network's.
+        """
+        self._model.load_state_dict(state)
+        for name, value in self.live().items():
+            value.copy_(state[name])
+
+    def _allocate(self) -> None:
+        if self._kept:
+            return
+        for master in self.masters:
+            master.untyped_storage().resize_(master.numel() * master.element_size())
+        torch._foreach_copy_(self.masters, self._narrow)
+
+
+def _cast_modules(model: nn.Module, wide_norms: bool) -> list[nn.Module]:
+    return [m for m in model.modules() if not (wide_norms and isinstance(m, NORMS))]
+
+
+def _to_cast(model: nn.Module, wide_norms: bool) -> list[nn.Parameter]:
+    """The parameters that are cast, each once, in the model's order."""
+    found = {
+        id(p): p
+        for module in _cast_modules(model, wide_norms)
+        for p in module.parameters(recurse=False)
+        if p.is_floating_point()
+    }
+    return [p for p in model.parameters() if id(p) in found]
+
+
+def _cast(model: nn.Module, dtype: torch.dtype, wide_norms: bool) -> None:
+    for module in _cast_modules(model, wide_norms):
+        for parameter in module.parameters(recurse=False):
+            # The object stays the same: optimizer groups and hooks may hold it.
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    if wide_norms:
+        for module in model.modules():
+            # Batch norm takes half-precision maps with wide statistics and weights as it is.
+            if isinstance(module, NORMS) and not isinstance(module, nn.modules.batchnorm._NormBase):
+                module.register_forward_pre_hook(_Widen())
+                module.register_forward_hook(_Narrow(dtype))
+
+
+class _Widen:
+    """The input of a norm in its weights' format (objects, not closures: a model can be copied and pickled)."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        wide = next(module.parameters()).dtype
+        return tuple(x.to(wide) for x in inputs)
+
+
+class _Narrow:
+    """The output of a norm in the network's format."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output.to(self._dtype)

@@ -1,0 +1,82 @@
+"""Linear layers in float8 by torchao (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
+
+Activations and weights in e4m3, gradients in e5m2, with scales found anew at every use, per tensor or per row; the
+weights that the optimizer owns stay as they are, under their own names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+
+# torch._scaled_mm asks for sides that are multiples of 16; float8 tensor cores came with Ada and Hopper.
+_MULTIPLE = 16
+_CAPABILITY = (8, 9)
+
+
+def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: Sequence[str], emulate: bool) -> None:
+    """Replace the network's linear layers in place by ones that multiply in float8.
+
+    Args:
+        network: its parameters stay the same objects.
+        device: of the run.
+        recipe: torchao's: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in high precision).
+        skip: layers whose qualified name contains one of these stay as they are.
+        emulate: round to float8 and multiply in the other format, on hardware without float8.
+
+    Raises:
+        UserError: no float8 on this device, no torchao, or no layer that fits.
+    """
+    if not emulate:
+        _check_hardware(device)
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UserError("precision: fp8 needs torchao; pip install 'pycls_fast[torchao]'") from error
+    converted: list[str] = []
+
+    def fits(module: nn.Module, name: str) -> bool:
+        fitting = (
+            isinstance(module, nn.Linear)
+            and module.in_features % _MULTIPLE == 0
+            and module.out_features % _MULTIPLE == 0
+            and not any(part in name for part in skip)
+        )
+        converted.extend([name] if fitting else [])
+        return fitting
+
+    settings: Any = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(network, config=settings, module_filter_fn=fits)
+    if device.type == "cpu":
+        for name in converted:
+            network.get_submodule(name).register_forward_pre_hook(_autocast_input)
+    if not converted:
+        raise UserError(
+            f"precision: fp8 found no linear layer with sides that are multiples of {_MULTIPLE} and outside "
+            f"precision.fp8_skip={list(skip)}; use precision=amp_bf16"
+        )
+
+
+def _autocast_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """torchao asks for CUDA's autocast only."""
+    return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
+
+
+def _check_hardware(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError(
+            f"precision: fp8 needs CUDA and this run is on {device.type.upper()}; use precision=amp_bf16, or "
+            "precision.fp8_emulate=true to try its rounding, slowly"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        raise UserError(
+            f"precision: fp8 needs compute capability 8.9 and this GPU has {capability[0]}.{capability[1]}; use "
+            "precision=amp_bf16"
+        )

@@ -1,0 +1,88 @@
+"""Finds the module that first gave a value that is not finite, in the forward or in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pycls_fast.errors import UserError
+
+
+class Watchdog:
+    """Looks at every module's output and at the gradient that comes back to it; waits for the device once a pass.
+
+    Args:
+        network: hooks are put on all its modules; those inside a compiled part are not seen.
+        scaled: the loss is scaled. Gradients that overflow are then a matter of the scale, which is lowered: they are
+            remembered in `last`, and only a forward pass that is not finite stops the run.
+    """
+
+    def __init__(self, network: nn.Module, *, scaled: bool) -> None:
+        self.last: str | None = None
+        """What was found last, for the message of whoever stops the run."""
+        self._network = network
+        self._scaled = scaled
+        self._forward: list[tuple[str, Tensor]] = []
+        self._backward: list[tuple[str, Tensor]] = []
+        for name, module in network.named_modules():
+            module.register_forward_hook(self._watch(name or "the whole network", type(module).__name__))
+
+    def check(self, step: int, loss: Tensor) -> None:
+        """After the backward pass of a microbatch of `step`, counted from 0.
+
+        Raises:
+            UserError: names the first module whose output, or gradient where the loss is not scaled, is not finite.
+        """
+        forward = [*self._forward, ("the loss", _finite(loss))]
+        weights = [
+            (f"the gradient of the weight {name}", _finite(p.grad))
+            for name, p in self._network.named_parameters()
+            if p.grad is not None
+        ]
+        backward = [*self._backward, *weights]
+        self._forward, self._backward = [], []
+        found = _first_bad([*forward, *backward])
+        if found is None:
+            return
+        place = [*forward, *backward][found][0]
+        is_forward = found < len(forward)
+        way = "forward" if is_forward else "backward"
+        self.last = f"the first value that is not finite in the {way} pass of step {step + 1} is in {place}"
+        if is_forward or not self._scaled:
+            raise UserError(
+                f"runtime.watchdog: {self.last}; lower optim.lr, set optim.clip_norm, or keep that part in a wider "
+                "format with another precision"
+            )
+
+    def _watch(self, name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            # A forward pass that is done again within the backward pass was looked at before.
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    self._forward.append((f"the output of {name} ({kind})", _finite(value)))
+                    if value.requires_grad:
+                        value.register_hook(self._gradient(name, kind))
+
+        return hook
+
+    def _gradient(self, name: str, kind: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self._backward.append((f"the gradient that reaches the output of {name} ({kind})", _finite(gradient)))
+
+        return hook
+
+
+def _finite(value: Tensor) -> Tensor:
+    """A flag on the device."""
+    return torch.isfinite(value.detach()).all()
+
+
+def _first_bad(flags: list[tuple[str, Tensor]]) -> int | None:
+    finite = torch.stack([flag for _, flag in flags]).tolist()
+    return finite.index(False) if False in finite else None

@@ -1,0 +1,187 @@
+"""Order of the features, and queries, keys and values in one product: same function, same checkpoint, few copies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from pycls_fast.models import VisionTransformer
+from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, PatchStem, SinCos2dPositions
+
+BATCH, SIDE, WIDTH = 6, 4, 16
+KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
+OTHERS = [("batch_second", "separate"), ("batch_first", "fused"), ("batch_second", "fused")]
+
+
+def vit(**kwargs: Any) -> VisionTransformer:
+    sizes = {"image_size": 16, "patch_size": 4, "width": WIDTH, "depth": 3, "heads": 2, "mlp_width": 24}
+    return VisionTransformer(**{**sizes, "num_classes": 5, **kwargs})
+
+
+def images(dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, 3, 16, 16, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def train_once(model: nn.Module, batch: Tensor, *, bf16: bool = False) -> dict[str, Tensor]:
+    """Logits and all gradients of a forward and backward pass with a fixed seed."""
+    model.train()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = model(batch)
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
+    (logits * weights).sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    return {"logits": logits.detach(), **grads}
+
+
+def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error per tensor; the key bias has no effect on the softmax and is left out."""
+    return {
+        name: float((found[name].double() - exact[name]).norm() / exact[name].norm())
+        for name in exact
+        if not name.endswith("key.bias")
+    }
+
+
+@pytest.mark.parametrize(("layout", "qkv"), OTHERS)
+@pytest.mark.parametrize(("classifier", "positions"), KINDS)
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_same_function_gradients_and_dropped_samples_in_float64(
+    layout: str, qkv: str, classifier: str, positions: str, attention: str, randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    kind = {"classifier": classifier, "positions": positions, "attention": attention, "drop_path": 0.6}
+    plain = randomise(vit(**kind).double())
+    other = randomise(vit(**kind, layout=layout, qkv=qkv).double())
+    exact, found = train_once(plain, images()), train_once(other, images())
+    assert list(found) == list(exact)
+    for name in exact:
+        torch.testing.assert_close(found[name], exact[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("layout", "qkv"), OTHERS)
+def test_same_checkpoint_same_initial_values_same_parameters(layout: str, qkv: str) -> None:
+    torch.manual_seed(3)
+    plain = vit()
+    torch.manual_seed(3)
+    other = vit(layout=layout, qkv=qkv)
+    assert list(plain.state_dict()) == list(other.state_dict())
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in other.named_parameters()]
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("layout", "qkv"), OTHERS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_rounding_error_is_no_larger_than_four_times_the_plain_one(
+    layout: str, qkv: str, bf16: bool, randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    exact = train_once(randomise(vit().double()), images())
+    plain = error(train_once(randomise(vit()), images(torch.float32), bf16=bf16), exact)
+    other = error(train_once(randomise(vit(layout=layout, qkv=qkv)), images(torch.float32), bf16=bf16), exact)
+    assert max(plain.values()) > 1e-8
+    for name, value in other.items():
+        assert value <= 4 * max(plain[name], max(plain.values()) / 4), name
+
+
+def test_the_same_samples_are_dropped_where_they_are_second() -> None:
+    branch_BND = torch.randn(64, 3, 2, dtype=torch.float64)
+    torch.manual_seed(0)
+    first = DropPath(0.5)(branch_BND)
+    torch.manual_seed(0)
+    second = DropPath(0.5, batch_dim=1)(branch_BND.transpose(0, 1))
+    assert torch.equal(second.transpose(0, 1), first)
+    assert 0 < first.flatten(1).any(dim=1).sum() < 64
+
+
+def test_features_travel_in_the_layout(randomise: Callable[[nn.Module], nn.Module]) -> None:
+    """Blocks see (N, B, D), with as many samples as tokens too, where a mistaken dimension keeps the shape."""
+    model = randomise(vit(layout="batch_second", classifier="pooled").double())
+    shapes = []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))  # type: ignore[union-attr, operator]
+    batch = torch.randn(SIDE * SIDE, 3, 16, 16, dtype=torch.float64)
+    logits = model(torch.cat([batch, batch[:3]]))
+    assert shapes == [(SIDE * SIDE, SIDE * SIDE + 3, WIDTH)]
+    torch.testing.assert_close(model(batch), logits[: len(batch)], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("positions", [LearnedPositions, SinCos2dPositions])
+def test_the_parts_differ_by_a_transposition_alone(
+    positions: type[nn.Module], randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    def parts(layout: str) -> Any:
+        if positions is LearnedPositions:
+            added: Any = LearnedPositions(17, WIDTH, layout=layout)  # type: ignore[arg-type]
+        else:
+            added = SinCos2dPositions(SIDE, SIDE, WIDTH, class_token=True, layout=layout)  # type: ignore[arg-type]
+        added.reset_parameters()
+        stem, token = PatchStem(3, 4, WIDTH, layout=layout), ClassToken(WIDTH, layout=layout)  # type: ignore[arg-type]
+        return nn.Sequential(*(randomise(part) for part in (stem, token, added))).double()
+
+    batch = images()
+    assert torch.equal(parts("batch_second")(batch).transpose(0, 1), parts("batch_first")(batch))
+
+
+# Copies of a whole set of features in a training step on the CPU, in each block and outside of the blocks. Written-out
+# attention: the batched products read (N, B * H, E) in place and copy (B, N, H, E). Fused attention on the CPU works
+# and answers in (B, N, H, E), so it is the other way round with it. "fused" joins the three gradients, which is not
+# counted.
+COPIES = {
+    ("reference", "batch_first", "separate"): 8,
+    ("reference", "batch_second", "separate"): 4,
+    ("sdpa", "batch_first", "separate"): 0,
+    ("sdpa", "batch_second", "separate"): 4,
+    ("reference", "batch_first", "fused"): 5,
+    ("reference", "batch_second", "fused"): 3,
+    ("sdpa", "batch_first", "fused"): 0,
+    ("sdpa", "batch_second", "fused"): 1,
+}
+# The gradient of the patches, cut out of that of all tokens; pooled features are turned around, in and out.
+OUTSIDE = {
+    ("token", "batch_first"): 1,
+    ("token", "batch_second"): 1,
+    ("pooled", "batch_first"): 0,
+    ("pooled", "batch_second"): 2,
+}
+
+
+def copies(depth: int, **kwargs: Any) -> int:
+    """Tensors of at least the features' size that are copied from one order into another."""
+    torch.manual_seed(0)
+    model = vit(depth=depth, drop_path=0.3, **kwargs).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    batch = images(torch.float32).contiguous(memory_format=torch.channels_last)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+        step()
+    features = BATCH * SIDE * SIDE * WIDTH
+    moved = [
+        event.input_shapes[0]
+        for event in profiler.events()
+        if event.name == "aten::copy_" and event.cpu_parent is not None and event.cpu_parent.name == "aten::clone"
+    ]
+    return sum(torch.Size(shape).numel() >= features for shape in moved)
+
+
+@pytest.mark.parametrize(("attention", "layout", "qkv"), COPIES)
+def test_copies_of_features_in_a_training_step(attention: str, layout: str, qkv: str) -> None:
+    for classifier in ("token", "pooled"):
+        one, two = (
+            copies(depth, attention=attention, layout=layout, qkv=qkv, classifier=classifier) for depth in (1, 2)
+        )
+        assert two - one == COPIES[attention, layout, qkv]
+        assert 2 * one - two == OUTSIDE[classifier, layout]

@@ -1,0 +1,110 @@
+"""Channels-last really is channels-last, from the images to the gradients, and contiguous really is contiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from pycls_fast.data import Batch, Prepare
+from pycls_fast.models import ResNet, VisionTransformer
+
+FORMATS: dict[str, torch.memory_format] = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+}
+MODELS: dict[str, Any] = {
+    "resnet18-small": lambda: ResNet(depth=18, num_classes=5, stem="small", drop_path=0.2),
+    "resnet50": lambda: ResNet(depth=50, num_classes=5),
+    "vit": lambda: VisionTransformer(
+        image_size=32, patch_size=8, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, attention="sdpa"
+    ),
+}
+
+
+def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    return tensor.is_contiguous(memory_format=memory_format)
+
+
+class Training:
+    """A model and its images in a memory format, as the run makes them."""
+
+    def __init__(self, name: str, memory_format: str) -> None:
+        torch.manual_seed(0)
+        self.format = FORMATS[memory_format]
+        self.model: nn.Module = MODELS[name]().to(memory_format=self.format)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        generator = torch.Generator().manual_seed(0)
+        batch = Batch(
+            images_BHWC=torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8, generator=generator),
+            labels_B=torch.arange(4),
+            indices_B=torch.arange(4),
+            erase_B4=None,
+        )
+        self.images_BCHW = Prepare(memory_format=memory_format)(batch)  # type: ignore[arg-type]
+
+    def backward(self) -> None:
+        self.model(self.images_BCHW).square().mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: str) -> None:
+    training = Training(name, memory_format)
+    found: dict[str, bool] = {}
+
+    def look(layer: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            found[layer] = output.ndim != 4 or is_in(output, training.format)
+
+        return hook
+
+    for layer, module in training.model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
+            module.register_forward_hook(look(layer))
+    training.backward()
+    assert found
+    if memory_format == "channels_last" or name != "resnet50":
+        assert [layer for layer, right in found.items() if not right] == []
+    else:
+        # oneDNN answers 1x1 maps and strided 1x1 convolutions in strides that count as either; the stem cannot.
+        assert found["stem.conv"]
+        assert found["stages.0.0.conv2"]
+    # The fused optimizers walk over memory: a gradient in another order than its weight would be added wrongly.
+    for key, parameter in training.model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride(), key
+        assert parameter.ndim != 4 or is_in(parameter, training.format), key
+
+
+# Copies of maps (of one image's at least) from one order into another in a training step. In the ViT: the gradient of
+# the patches, cut out of that of all tokens.
+COPIES = {"resnet18-small": 0, "resnet50": 0, "vit": 1}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_of_maps_in_a_channels_last_step(name: str) -> None:
+    training = Training(name, "channels_last")
+    maps: list[int] = []
+    training.model.register_forward_pre_hook(lambda module, inputs: maps.append(inputs[0].shape[0]))
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+            training.backward()
+        training.update()
+    moved = [
+        tuple(event.input_shapes[0])
+        for event in profiler.events()
+        if event.name == "aten::copy_"
+        and event.cpu_parent is not None
+        and event.cpu_parent.name == "aten::clone"
+        and len(event.input_shapes[0]) == 4
+        and event.input_shapes[0][0] == maps[0]
+    ]
+    assert len(moved) == COPIES[name], moved

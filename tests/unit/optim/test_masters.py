@@ -1,0 +1,266 @@
+"""Half-precision networks with float32 master weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.optim import Ema, MasterWeights, load_named_state, named_state, parameter_groups
+from pycls_fast.optim.groups import NORMS
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def vit(seed: int = 0) -> VisionTransformer:
+    torch.manual_seed(seed)
+    model = VisionTransformer(
+        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, attention="sdpa"
+    )
+    return randomise(model)
+
+
+def randomise(model: Any) -> Any:
+    """Initial values hide mistakes: the head and the class token are zero."""
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.add_(torch.randn_like(value) * 0.1)
+    return model
+
+
+def resnet() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(depth=18, num_classes=5, stem="small")
+
+
+def masters_of(model: nn.Module, dtype: torch.dtype = torch.float16, **changes: Any) -> MasterWeights:
+    return MasterWeights(model, **{"dtype": dtype, "wide_norms": True, "kept": True, **changes})
+
+
+def batches(steps: int, dtype: torch.dtype, count: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [
+            (
+                torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype),
+                torch.randint(0, 5, (4,), generator=generator),
+            )
+            for _ in range(count)
+        ]
+        for _ in range(steps)
+    ]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    logits = model(batch[0])
+    return nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch[1])
+
+
+def adamw(groups: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, foreach=False)
+
+
+def train(model: nn.Module, masters: MasterWeights | None, steps: int, dtype: torch.dtype, micro: int = 2) -> Any:
+    groups = parameter_groups(model, weight_decay=0.1)
+    optimizer = adamw(groups if masters is None else masters.groups(groups))
+    for microbatches in batches(steps, dtype, micro):
+        for batch in microbatches:
+            (loss_of(model, batch) / micro).backward()
+            if masters is not None:
+                masters.take_gradients()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if masters is not None:
+            masters.copy_to_model()
+    return optimizer
+
+
+@pytest.mark.parametrize("wide_norms", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_with_float64_as_the_low_format_the_scheme_is_plain_training_bit_for_bit(kept: bool, wide_norms: bool) -> None:
+    plain, other = vit().double(), vit().double()
+    masters = masters_of(other, torch.float64, wide=torch.float64, kept=kept, wide_norms=wide_norms)
+    train(plain, None, 20, torch.float64)
+    train(other, masters, 20, torch.float64)
+    for (name, expected), found in zip(plain.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(found, expected), name
+    for name, value in masters.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    start = vit().double().state_dict()
+    assert not any(torch.equal(value, start[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("build", [vit, resnet])
+def test_what_is_cast(build: Any, dtype: torch.dtype) -> None:
+    for wide_norms in (True, False):
+        model = build()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        masters = masters_of(model, dtype, wide_norms=wide_norms)
+        for module in model.modules():
+            wide = wide_norms and isinstance(module, NORMS)
+            for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if value.is_floating_point():
+                    assert value.dtype == (torch.float32 if wide else dtype), name
+        # The masters have what the model had, before it was rounded, under the same names.
+        assert masters.state_dict().keys() == before.keys()
+        exact = {id(p): p for p in masters.parameters}
+        assert len(exact) == len(list(model.parameters()))
+        for name, value in masters.state_dict().items():
+            assert value.dtype == before[name].dtype
+            if name in dict(model.named_parameters()):
+                assert torch.equal(value, before[name])
+        assert [name for name, _ in masters.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert all(p.dtype == torch.float32 for _, p in masters.named_parameters())
+        logits = model(torch.randn(2, 3, 8, 8, dtype=dtype))
+        assert logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_compute_in_float32(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    seen = []
+    masters_of(model, dtype)
+    model[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    out = model(torch.randn(4, 8, dtype=dtype))
+    assert seen == [torch.float32]
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_update_of_1e_4_of_the_weight_is_kept_by_the_masters_and_lost_without(dtype: torch.dtype) -> None:
+    """Half a unit in the last place of 1.5 is 3e-4 of it in float16."""
+    results = {}
+    for kept in (True, False):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(model.weight, 1.5)
+        masters = masters_of(model, dtype, kept=kept)
+        optimizer = torch.optim.SGD(masters.parameters, lr=1.5e-4)
+        for _ in range(30):
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            masters.take_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            masters.copy_to_model()
+        results[kept] = model.weight.float().mean().item()
+        assert masters.state_dict()["weight"].mean().item() == pytest.approx(1.5 - 30 * 1.5e-4 if kept else 1.5, 1e-6)
+    assert results[False] == 1.5
+    # Rounded: to half a unit in the last place.
+    assert results[True] == pytest.approx(1.5 - 30 * 1.5e-4, abs=1.5 * torch.finfo(dtype).eps / 2)
+    assert results[True] < 1.5 or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_microbatches_are_added_up_in_float32(kept: bool) -> None:
+    """1 + 64 x 2^-11 is 1 when it is added up in float16."""
+    model = nn.Linear(1, 1, bias=False)
+    masters = masters_of(model, kept=kept)
+    for value in (1.0, *[2.0**-11] * 64):
+        model(torch.full((1, 1), value, dtype=torch.float16)).sum().backward()
+        masters.take_gradients()
+    assert model.weight.grad is None
+    (gradient,) = [p.grad for p in masters.parameters]
+    assert gradient.dtype == torch.float32
+    assert gradient.item() == 1 + 64 * 2.0**-11
+
+
+def test_without_kept_masters_no_memory_is_held_between_steps() -> None:
+    model = vit()
+    masters = masters_of(model, kept=False)
+    train(model, masters, 2, torch.float16)
+    assert all(m.untyped_storage().nbytes() == 0 for m in masters.masters)
+    assert all(torch.isfinite(value).all() for value in masters.state_dict().values())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("wide_norms", "kept"), [(True, True), (False, True), (False, False)])
+def test_rounding_of_the_forward_pass_and_the_gradients(dtype: torch.dtype, wide_norms: bool, kept: bool) -> None:
+    """Against float64: errors of the format's own size, and no more than 4 times those of torch's autocast."""
+    (batch,) = batches(1, torch.float64)[0]
+    exact = vit().double()
+    expected = exact(batch[0])
+    loss_of(exact, batch).backward()
+    gradients = {name: p.grad for name, p in exact.named_parameters()}
+
+    def error(found: Tensor, wanted: Tensor) -> float:
+        return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+    narrow = vit()
+    masters = masters_of(narrow, dtype, wide_norms=wide_norms, kept=kept)
+    half = (batch[0].to(dtype), batch[1])
+    own = error(narrow(half[0]), expected)
+    loss_of(narrow, half).mul(256).backward()
+    masters.take_gradients()
+    auto = vit()
+    with torch.autocast("cpu", dtype=dtype):
+        logits = auto(batch[0].float())
+    reference = error(logits, expected)
+    nn.functional.cross_entropy(logits.float(), batch[1]).mul(256).backward()
+    assert 0 < own < 4 * max(reference, torch.finfo(dtype).eps)
+    theirs = {name: p.grad / 256 for name, p in auto.named_parameters()}
+    whole = [torch.cat([g[name].double().flatten() for name in gradients]) for g in (gradients, theirs)]
+    mine = torch.cat([p.grad.double().flatten() / 256 for _, p in masters.named_parameters()])
+    assert 0 < error(mine, whole[0]) < 4 * error(whole[1], whole[0])
+    for name, p in masters.named_parameters():
+        # The keys' bias has no gradient in exact arithmetic.
+        if not name.endswith("key.bias"):
+            assert error(p.grad / 256, gradients[name]) < 64 * torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_state_goes_from_one_precision_to_another(kept: bool) -> None:
+    model = vit()
+    masters = masters_of(model, kept=kept)
+    optimizer = train(model, masters, 3, torch.float16)
+    state = {name: value.clone() for name, value in masters.state_dict().items()}
+    learned = named_state(optimizer, masters.named_parameters())
+    assert all(value.dtype == torch.float32 for value in state.values())
+    # float16 masters -> float32 -> bfloat16 masters: the same names, the values as far as the format goes.
+    plain = vit(1)
+    plain.load_state_dict(state)
+    plain_optimizer = adamw(parameter_groups(plain, weight_decay=0.1))
+    load_named_state(plain_optimizer, plain.named_parameters(), learned)
+    other = vit(2)
+    others = masters_of(other, torch.bfloat16, wide_norms=False)
+    others.load_state_dict(plain.state_dict())
+    for name, value in others.state_dict().items():
+        assert torch.equal(value, state[name])
+        assert torch.equal(other.state_dict()[name], state[name].bfloat16())
+    # Back into the same: the same bits.
+    again = vit(3)
+    again_masters = masters_of(again, kept=kept)
+    again_masters.load_state_dict(state)
+    for name, value in again_masters.state_dict().items():
+        assert torch.equal(value, state[name])
+        assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+
+
+def test_the_average_follows_the_masters() -> None:
+    """Steps that float16 cannot see reach the average; swapped in and out, nothing has changed."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    randomise(model)
+    for kept in (True, False):
+        masters = masters_of(model.float(), kept=kept)
+        made = Ema(model, decay=0.5, warmup=False, implementation="foreach", masters=masters)
+        assert all(v.dtype in (torch.float32, torch.int64) for v in made.values.values())
+        start = made.values["0.weight"].clone()
+        with torch.no_grad():
+            masters.live()["0.weight"].mul_(1 + 1e-4)
+        masters.refresh_model()
+        made.update(0)
+        moved = not torch.equal(made.values["0.weight"], start)
+        assert moved == kept
+        values = {name: value.clone() for name, value in made.values.items()}
+        state = {name: value.clone() for name, value in masters.state_dict().items()}
+        low = model[0].weight.detach().clone()
+        with torch.no_grad():
+            made.values["0.weight"].mul_(1.3)
+        with made.swapped_in():
+            assert torch.equal(model[0].weight, (values["0.weight"] * 1.3).half())
+        assert torch.equal(made.values["0.weight"], values["0.weight"] * 1.3)
+        assert torch.equal(made.values["1.running_mean"], values["1.running_mean"])
+        assert torch.equal(model[0].weight, low)
+        assert all(torch.equal(value, state[name]) for name, value in masters.state_dict().items())

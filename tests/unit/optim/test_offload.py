@@ -1,0 +1,142 @@
+"""An optimizer on the host is the optimizer: same numbers, same checkpoint, same groups."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pycls_fast.optim import HostOptimizer, adamw, set_lr, sgd
+
+MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
+    "adamw": lambda groups: adamw(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"),
+    "sgd": lambda groups: sgd(groups, lr=0.1, momentum=0.9, nesterov=True, implementation="foreach"),
+}
+by_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model[0].parameters()), "weight_decay": 0.1, "lr_scale": 0.5, "name": "first"},
+        {"params": list(model[2].parameters()), "weight_decay": 0.0, "name": "second"},
+    ]
+
+
+def steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        torch.manual_seed(step)
+        set_lr(optimizer, 0.1 / (step + 1))
+        dtype = next(model.parameters()).dtype
+        model(torch.randn(5, 6, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@by_maker
+def test_twenty_steps_are_those_of_the_plain_one(make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+    plain, offloaded = network(), network()
+    plain_optimizer, host = make(groups(plain)), HostOptimizer(groups(offloaded), make)
+    steps(plain, plain_optimizer, 0, 20)
+    steps(offloaded, host, 0, 20)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
+    expected, found = plain_optimizer.state_dict(), host.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        assert found["state"][index].keys() == values.keys()
+        assert all(torch.equal(found["state"][index][key], value) for key, value in values.items())
+    assert [g["name"] for g in host.param_groups] == ["first", "second"]
+    assert [g["lr"] for g in found["param_groups"]] == [g["lr"] for g in expected["param_groups"]]
+
+
+@by_maker
+def test_goes_on_from_its_own_and_from_a_plain_checkpoint(make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+    straight = network()
+    steps(straight, HostOptimizer(groups(straight), make), 0, 10)
+    for kind in (make, lambda chosen: HostOptimizer(chosen, make)):
+        before = network()
+        optimizer = kind(groups(before))
+        steps(before, optimizer, 0, 5)
+        model, saved = network(), copy.deepcopy(optimizer.state_dict())
+        host = HostOptimizer(groups(model), make)
+        steps(model, host, 7, 9)  # values that have to go
+        model.load_state_dict(before.state_dict())
+        host.load_state_dict(saved)
+        steps(model, host, 5, 10)
+        assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), model.parameters(), strict=True))
+
+
+def test_no_copy_shares_memory_with_its_parameter() -> None:
+    model = network()
+    host = HostOptimizer(groups(model), MAKERS["sgd"])
+    ours = {p.data_ptr() for p in model.parameters()}
+    assert not any(p.data_ptr() in ours for group in host.inner.param_groups for p in group["params"])
+    assert [p for group in host.param_groups for p in group["params"]] == list(model.parameters())
+
+
+def test_small_updates_of_bfloat16_weights_add_up_in_the_float32_copies() -> None:
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    host = HostOptimizer([{"params": list(model.parameters())}], lambda g: torch.optim.SGD(g, lr=1e-4))
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        host.step()
+    # One update is a fortieth of the distance between two bfloat16 numbers below 1.
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.99))
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    model = network()
+    host = HostOptimizer(groups(model), MAKERS["adamw"])
+    steps(model, host, 0, 2)
+    before = [p.clone() for p in model[2].parameters()]
+    for parameter in model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    host.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model[2].parameters(), strict=True))
+
+
+def test_a_loss_scaler_skips_a_step_with_infinite_gradients() -> None:
+    model = network()
+    host = HostOptimizer(groups(model), MAKERS["adamw"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for value, moves in ((float("inf"), False), (1.0, True)):
+        before = [p.detach().clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(host)
+        scaler.step(host)
+        scaler.update()
+        assert all(torch.equal(a, b) != moves for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="no closure"):
+        HostOptimizer(groups(network()), MAKERS["sgd"]).step(lambda: 0.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_state_is_on_the_host_and_follows_the_plain_one() -> None:
+    plain, offloaded = network().cuda(), network().cuda()
+    plain_optimizer, host = MAKERS["adamw"](groups(plain)), HostOptimizer(groups(offloaded), MAKERS["adamw"])
+    for model, optimizer in ((plain, plain_optimizer), (offloaded, host)):
+        for step in range(20):
+            torch.manual_seed(step)
+            set_lr(optimizer, 0.01)
+            model(torch.randn(5, 6).cuda()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for left, right in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+    assert {v.device.type for state in host.state_dict()["state"].values() for v in state.values()} == {"cpu"}

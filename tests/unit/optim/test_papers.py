@@ -1,0 +1,305 @@
+"""LAMB, Lion, Adafactor and Muon against their papers' formulas, written out in float64; 8-bit AdamW near AdamW."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast import optim
+from pycls_fast.errors import UserError
+from pycls_fast.optim import set_lr
+
+# Factored by Adafactor: (40, 33) and (36, 2, 35), along the two large axes.
+SHAPES = [(), (7,), (40, 33), (33, 31), (36, 2, 35), (4, 3, 2, 2)]
+DECAYS = [0.3, 0.0, 0.05]
+STEPS = 20
+
+State = dict[str, Tensor]
+Update = Callable[[Tensor, Tensor, State, float, float, int], Tensor]
+Groups = list[dict[str, object]]
+
+
+def mean_update(state: State, name: str, value: Tensor, beta: float) -> Tensor:
+    state[name] = beta * state.get(name, torch.zeros_like(value)) + (1 - beta) * value
+    return state[name]
+
+
+def lamb_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+    """You et al. (2020), algorithm 2, with bias correction; no ratio without decay, as NVLAMB."""
+    m = mean_update(state, "m", g, 0.8) / (1 - 0.8**t)
+    v = mean_update(state, "v", g * g, 0.95) / (1 - 0.95**t)
+    u = m / (v.sqrt() + 1e-3) + decay * w
+    return w - lr * (w.norm() / u.norm() if decay else 1.0) * u
+
+
+def lion_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+    """Chen et al. (2023), algorithm 2."""
+    before = state.get("m", torch.zeros_like(g))
+    mean_update(state, "m", g, 0.95)
+    return w - lr * ((0.8 * before + 0.2 * g).sign() + decay * w)
+
+
+def adafactor_formula(threshold: float | None) -> Update:
+    """Shazeer and Stern (2018), algorithm 4, with Zhai et al.'s (2022) momentum and cap; AdamW's decay."""
+
+    def update(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+        beta = min(0.9, 1 - t**-0.8)
+        squares = g * g + 1e-30
+        large = sorted(range(g.ndim), key=lambda axis: g.shape[axis])[-2:]
+        if len(large) == 2 and min(g.shape[axis] for axis in large) >= 32:
+            a, b = large
+            rows = mean_update(state, "rows", squares.sum(a, keepdim=True), beta)
+            columns = mean_update(state, "columns", squares.sum(b, keepdim=True), beta)
+            # Equation of section 3: the outer product over the total.
+            v = rows * columns / rows.sum(b, keepdim=True)
+        else:
+            v = mean_update(state, "v", squares, beta)
+        u = g / v.sqrt()
+        if threshold is not None:
+            u = u / max(1.0, (u.square().mean().sqrt() / threshold).item())
+        return w - lr * decay * w - lr * mean_update(state, "m", u, 0.8)
+
+    return update
+
+
+def muon_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+    """Jordan et al. (2024), with Liu et al.'s (2025, equation 4) scale; matrices only, convolutions flattened."""
+    m = mean_update(state, "m", g, 0.95)
+    x = (0.05 * g + 0.95 * m).flatten(1)
+    rows, columns = x.shape
+    x = x / x.norm()
+    if rows > columns:
+        x = x.mT
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    if rows > columns:
+        x = x.mT
+    return w - lr * decay * w - lr * 0.2 * math.sqrt(max(rows, columns)) * x.reshape(w.shape)
+
+
+def adamw_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+    m = mean_update(state, "m", g, 0.8) / (1 - 0.8**t)
+    v = mean_update(state, "v", g * g, 0.95) / (1 - 0.95**t)
+    return w - lr * decay * w - lr * m / (v.sqrt() + 1e-3)
+
+
+def make_lamb(implementation: str) -> Callable[[Groups], Optimizer]:
+    return lambda groups: optim.lamb(groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation)
+
+
+def make_lion(implementation: str) -> Callable[[Groups], Optimizer]:
+    return lambda groups: optim.lion(groups, lr=9.0, betas=(0.8, 0.95), implementation=implementation)
+
+
+def make_adafactor(threshold: float | None, momentum_dtype: str = "float32") -> Callable[[Groups], Optimizer]:
+    return lambda groups: optim.adafactor(
+        groups, lr=9.0, momentum=0.8, momentum_dtype=momentum_dtype, beta2_decay=0.8, beta2_cap=0.9,
+        min_factored=32, clip_threshold=threshold,
+    )  # fmt: skip
+
+
+def make_muon(groups: Groups) -> Optimizer:
+    return optim.muon(groups, lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5, betas=(0.8, 0.95), eps=1e-3)
+
+
+def errors(
+    make: Callable[[Groups], Optimizer],
+    formula: Callable[[nn.Parameter], Update],
+    dtype: torch.dtype,
+    *,
+    shapes: list[tuple[int, ...]] = SHAPES,
+    after: Callable[[Optimizer], object] | None = None,
+) -> float:
+    """The largest difference to the formula after random steps, relative to what a parameter moved."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    groups: Groups = []
+    own: list[tuple[nn.Parameter, float, float]] = []
+    for decay, scale in zip(DECAYS, (1.0, 0.1, 2.0), strict=True):
+        for hidden in (True, False):
+            parameters = [nn.Parameter(random(s).to(dtype)) for s in shapes if (len(s) >= 2) == hidden]
+            groups.append({"params": parameters, "weight_decay": decay, "lr_scale": scale, "hidden": hidden})
+            own += [(parameter, decay, scale) for parameter in parameters]
+    groups = [group for group in groups if group["params"]]
+    start = [parameter.detach().double().clone() for parameter, _, _ in own]
+    expected = list(start)
+    states: list[State] = [{} for _ in own]
+    optimizer = make(groups)
+    if after is not None:
+        after(optimizer)
+    for step in range(STEPS):
+        lr = 0.05 * (1 + math.sin(step)) + 1e-3
+        set_lr(optimizer, lr)
+        for i, (parameter, decay, scale) in enumerate(own):
+            gradient = random(tuple(parameter.shape)).to(dtype)
+            parameter.grad = gradient
+            update = formula(parameter)
+            expected[i] = update(expected[i], gradient.double(), states[i], lr * scale, decay, step + 1)
+        optimizer.step()
+    return max(
+        ((parameter.detach().double() - wanted).norm() / (wanted - before).norm()).item()
+        for (parameter, _, _), wanted, before in zip(own, expected, start, strict=True)
+    )
+
+
+PRECISIONS = [(torch.float64, 1e-13), (torch.float32, 1e-5)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("implementation", ["loop", "foreach"])
+def test_lamb(implementation: str, dtype: torch.dtype, tolerance: float) -> None:
+    assert errors(make_lamb(implementation), lambda _: lamb_formula, dtype) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("implementation", ["loop", "foreach"])
+def test_lion(implementation: str, dtype: torch.dtype, tolerance: float) -> None:
+    assert errors(make_lion(implementation), lambda _: lion_formula, dtype) < tolerance
+
+
+@pytest.mark.parametrize("threshold", [None, 0.7])
+@pytest.mark.parametrize(
+    ("dtype", "momentum_dtype", "tolerance"),
+    [(torch.float64, "float32", 1e-6), (torch.float32, "float32", 1e-5), (torch.float32, "bfloat16", 1e-2)],
+)
+def test_adafactor(threshold: float | None, dtype: torch.dtype, momentum_dtype: str, tolerance: float) -> None:
+    made = make_adafactor(threshold, momentum_dtype)
+    assert errors(made, lambda _: adafactor_formula(threshold), dtype) < tolerance
+
+
+def test_adafactor_keeps_rows_and_columns_and_a_half_momentum() -> None:
+    weight = nn.Parameter(torch.randn(40, 64))
+    optimizer = make_adafactor(None, "bfloat16")([{"params": [weight], "weight_decay": 0.0}])
+    weight.grad = torch.randn(40, 64)
+    optimizer.step()
+    kept = optimizer.state[weight]
+    assert sum(value.numel() * value.element_size() for value in kept.values()) == 4 * (40 + 64) + 2 * 40 * 64 + 4
+
+
+def test_muon_on_hidden_groups_and_adamw_on_the_others() -> None:
+    """timm iterates in bfloat16, so matrices agree to its rounding, the rest to that of float64."""
+
+    def formula(parameter: nn.Parameter) -> Update:
+        return muon_formula if parameter.ndim >= 2 else adamw_formula
+
+    assert errors(make_muon, formula, torch.float64) < 0.03
+    assert errors(make_muon, formula, torch.float64, shapes=[(), (7,), (300,)]) < 1e-13
+    # And the formula is told from others by more than that.
+    assert errors(make_muon, lambda _: adamw_formula, torch.float64) > 0.1
+
+
+def test_muon_keeps_a_momentum_in_float32_for_a_matrix_and_two_moments_for_a_vector() -> None:
+    matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
+    optimizer = make_muon([{"params": [matrix], "hidden": True}, {"params": [vector], "hidden": False}])
+    matrix.grad, vector.grad = torch.randn(6, 4), torch.randn(4)
+    optimizer.step()
+    assert {name: v.dtype for name, v in optimizer.state[matrix].items() if isinstance(v, Tensor)} == {
+        "momentum_buffer": torch.float32
+    }
+    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[vector])
+
+
+CLASSIC: dict[str, Callable[[str], Callable[[Groups], Optimizer]]] = {
+    "sgd": lambda i: lambda g: optim.sgd(g, lr=9.0, momentum=0.9, nesterov=True, implementation=i),
+    "adamw": lambda i: lambda g: optim.adamw(g, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=i),
+    "lamb": make_lamb,
+    "lion": make_lion,
+}
+
+
+def sgd_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
+    g = g + decay * w
+    state["b"] = g if t == 1 else 0.9 * state["b"] + g
+    return w - lr * (g + 0.9 * state["b"])
+
+
+FORMULAS = {"sgd": sgd_formula, "adamw": adamw_formula, "lamb": lamb_formula, "lion": lion_formula}
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("sgd", "foreach"), ("sgd", "fused"), ("adamw", "foreach"), ("adamw", "fused"), ("lamb", "foreach"),
+     ("lion", "foreach")],
+)  # fmt: skip
+def test_a_faster_implementation_is_as_near_to_float64_as_the_loop(name: str, implementation: str) -> None:
+    """The rule of the `rounding` class: at most four times the reference's own error."""
+    formula = FORMULAS[name]
+    reference, fast = (
+        errors(CLASSIC[name](which), lambda _: formula, torch.float32) for which in ("loop", implementation)
+    )
+    assert 0 < fast <= 4 * reference
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="needs a C++ compiler"
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("sgd", "loop"), ("sgd", "foreach"), ("adamw", "loop"), ("adamw", "foreach"), ("lamb", "loop"),
+     ("lamb", "foreach"), ("lion", "loop")],
+)  # fmt: skip
+def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(name: str, implementation: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    formula = FORMULAS[name]
+    reference = errors(CLASSIC[name]("loop"), lambda _: formula, torch.float32)
+    fast = errors(CLASSIC[name](implementation), lambda _: formula, torch.float32, after=optim.compile_step)
+    # The tensors of the rates are float32.
+    assert 0 < fast <= 4 * reference + 1e-7
+    # Once to make the state, once to use it; twenty rates do not count.
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "tolerance"), [("adafactor", 1e-2), ("muon", 3e-2)])
+def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) -> None:
+    torch._dynamo.reset()
+    make = make_adafactor(None, "bfloat16") if name == "adafactor" else make_muon
+
+    def formula(parameter: nn.Parameter) -> Update:
+        if name == "adafactor":
+            return adafactor_formula(None)
+        return muon_formula if parameter.ndim >= 2 else adamw_formula
+
+    assert errors(make, formula, torch.float32, after=optim.compile_step) < tolerance
+
+
+def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    with pytest.raises(UserError) as caught:
+        optim.adamw8bit([{"params": [nn.Parameter(torch.ones(1))]}], lr=1.0, betas=(0.9, 0.9), eps=1e-8)
+    assert caught.value.lines == (
+        "optim.name: adamw8bit needs torchao, which is not installed; pip install 'pycls_fast[torchao]'",
+    )
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bits_are_adamw_up_to_their_rounding() -> None:
+    pytest.importorskip("torchao")
+
+    def make(groups: Groups) -> Optimizer:
+        return optim.adamw8bit(groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3)
+
+    # Small tensors have float32 moments and follow the formula; large ones have 8 bits.
+    assert errors(make, lambda _: adamw_formula, torch.float32) < 1e-5
+    assert 1e-4 < errors(make, lambda _: adamw_formula, torch.float32, shapes=[(64, 64), (8192,)]) < 0.1

@@ -1,0 +1,242 @@
+"""What optimizers learn, saved by parameter name and taken up again, bit for bit; and training that gets somewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast import build, optim
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.speed import OPTIMIZERS, SwitchName
+
+CPU = torch.device("cpu")
+EVERY = [
+    (name, implementation) for name, there in OPTIMIZERS.items() for implementation in there if name != "adamw8bit"
+]
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="needs a C++ compiler"
+)
+
+# Rates for a network of this size on the digits.
+RATES = {"sgd": 0.1, "adamw": 1e-2, "lamb": 1e-1, "lion": 5e-3, "adafactor": 1e-2, "muon": 1e-2, "adamw8bit": 1e-2}
+
+
+def configured(name: str, *overrides: str) -> RunConfig:
+    return load_config(
+        "vit_digits",
+        [f"optim={name}", f"optim.lr={RATES[name]}", "optim.weight_decay=0.05", "model.width=32", "model.mlp_width=32",
+         "model.depth=2", "schedule.warmup_epochs=0", *overrides],
+    )  # fmt: skip
+
+
+class Training:
+    """A network and its optimizer; step k's batch and rate depend on k alone."""
+
+    def __init__(self, config: RunConfig) -> None:
+        switches = build.switches(config, CPU)
+        self.network = build.model(config, 10, switches)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(5)
+            for value in self.network.parameters():
+                # No tensor is at a value that hides a mistake.
+                value.add_(0.02 * torch.randn(value.shape, generator=generator))
+        self.optimizer = build.optimizer(config, self.network, switches)
+        self.schedule = build.schedule(config, steps_per_epoch=1)
+        size = config.data.image_size
+        generator = torch.Generator().manual_seed(6)
+        labels = torch.arange(40) % 10
+        self.patterns = torch.randn(10, 3, size, size, generator=generator)
+        self.images = self.patterns[labels] + 0.5 * torch.randn(40, 3, size, size, generator=generator)
+        self.labels = labels
+
+    def run(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            optim.set_lr(self.optimizer, self.schedule(step))
+            chosen = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:24]
+            loss = nn.functional.cross_entropy(self.network(self.images[chosen]), self.labels[chosen])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def save(self) -> io.BytesIO:
+        file = io.BytesIO()
+        named = optim.named_state(self.optimizer, self.network.named_parameters())
+        torch.save({"model": self.network.state_dict(), "optimizer": named}, file)
+        file.seek(0)
+        return file
+
+    def load(self, file: io.BytesIO) -> None:
+        state = torch.load(file, weights_only=True)
+        self.network.load_state_dict(state["model"])
+        optim.load_named_state(self.optimizer, self.network.named_parameters(), state["optimizer"])
+
+    def same_as(self, other: Training) -> bool:
+        mine, theirs = (t.network.state_dict() for t in (self, other))
+        kept, kept_there = (optim.named_state(t.optimizer, t.network.named_parameters()) for t in (self, other))
+        return (
+            all(torch.equal(value, theirs[name]) for name, value in mine.items())
+            and kept.keys() == kept_there.keys()
+            and all(same(value, kept_there[name][key]) for name, own in kept.items() for key, value in own.items())
+        )
+
+
+def same(one: Any, other: Any) -> bool:
+    if hasattr(one, "dequantize") and not isinstance(one, float | int) and type(one) is not torch.Tensor:
+        one, other = one.dequantize(), other.dequantize()
+    return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, torch.Tensor) else one == other
+
+
+def there_and_back(config: RunConfig, again: RunConfig | None = None) -> None:
+    whole, before, after = Training(config), Training(config), Training(again or config)
+    whole.run(0, 6)
+    before.run(0, 3)
+    after.run(0, 1)
+    after.load(before.save())
+    after.run(3, 6)
+    assert after.same_as(whole)
+    assert not before.same_as(whole)
+
+
+@pytest.mark.parametrize(("name", "implementation"), EVERY)
+def test_three_steps_and_three_are_six(name: str, implementation: str) -> None:
+    there_and_back(configured(name, f"speed.optimizer={implementation}", "optim.layer_decay=0.8"))
+
+
+@pytest.mark.slow
+def test_a_resnet_under_muon_and_adafactor() -> None:
+    for name in ("muon", "adafactor"):
+        config = load_config("resnet_digits", [f"optim={name}", "schedule.warmup_epochs=0"])
+        there_and_back(config)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
+    """Other groups number the parameters in another order."""
+    # The loop treats each tensor alone, so its bits don't depend on the groups either.
+    split, plain = (configured(name, "speed.optimizer=loop", *more) for more in (["optim.layer_decay=1.0"], []))
+    there_and_back(split, plain)
+    there_and_back(plain, split)
+
+
+def test_the_state_has_every_parameter_and_the_count_of_steps() -> None:
+    for name, there in OPTIMIZERS.items():
+        if name == "adamw8bit":
+            continue
+        training = Training(configured(name, f"speed.optimizer={there[0]}"))
+        training.run(0, 3)
+        kept = optim.named_state(training.optimizer, training.network.named_parameters())
+        assert set(kept) == {parameter for parameter, _ in training.network.named_parameters()}
+        if name in ("adamw", "lamb", "adafactor"):
+            assert {float(values["step"]) for values in kept.values()} == {3.0}
+
+
+@pytest.mark.parametrize(("name", "implementation"), EVERY)
+def test_the_loss_falls(name: str, implementation: str) -> None:
+    losses = Training(configured(name, f"speed.optimizer={implementation}", "schedule.epochs=30")).run(0, 30)
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+@pytest.mark.parametrize("name", [name for name, there in OPTIMIZERS.items() if len(there) > 1])
+def test_losses_of_the_implementations_stay_together(name: str) -> None:
+    curves = [
+        Training(configured(name, f"speed.optimizer={which}", "schedule.epochs=20")).run(0, 20)
+        for which in OPTIMIZERS[name]
+    ]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=2e-3, abs=2e-4)
+        assert curve[0] == curves[0][0]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lion", "adafactor", "muon"])
+def test_compiled_steps_resume_and_learn(name: str) -> None:
+    torch._dynamo.reset()
+    config = configured(name, "speed.optimizer_compile=on", "schedule.epochs=30")
+    assert build.switches(config, CPU)[SwitchName.OPTIMIZER_COMPILE] == "on"
+    there_and_back(config)
+    losses = Training(config).run(0, 30)
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bits_resume_and_learn() -> None:
+    pytest.importorskip("torchao")
+    config = configured("adamw8bit", "model.width=64")
+    there_and_back(config)
+    training = Training(config)
+    training.run(0, 1)
+    kept = optim.named_state(training.optimizer, training.network.named_parameters())
+    assert any(type(value) is not torch.Tensor for values in kept.values() for value in values.values())
+    losses = Training(configured("adamw8bit", "schedule.epochs=30")).run(0, 30)
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    for overrides, line in [
+        (
+            ["optim=adamw", "speed.optimizer_compile=on"],
+            "speed.optimizer_compile: on needs a C++ compiler on a CPU and found none; install g++ or use "
+            "speed.optimizer_compile=off",
+        ),
+        (
+            ["optim=adamw8bit"],
+            "optim.name: adamw8bit needs a C++ compiler on a CPU and found none; install g++ or use optim=adamw",
+        ),
+    ]:
+        with pytest.raises(build.UserError) as caught:
+            Training(load_config("vit_digits", overrides))
+        assert caught.value.lines == (line,)
+
+
+def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [
+        {"params": weights[:1], "lr": torch.tensor(1.0)},
+        {"params": weights[1:], "lr": torch.tensor(1.0), "lr_scale": 0.5},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    for rate in (0.25, 0.5):
+        optim.set_lr(optimizer, rate)
+        assert [tensor.item() for tensor in tensors] == [rate, 0.5 * rate]
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        optimizer.step()
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, tensors, strict=True))
+    assert weights[0].tolist() == [0.25, 0.25]
+    assert weights[1].tolist() == [0.625, 0.625]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch 2.11's import of its compiler
+def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weight], "lr_scale": scale} for weight, scale in zip(weights, (1.0, 0.5), strict=True)]
+    optimizer = optim.compile_step(optim.adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach"))
+    optim.set_lr(optimizer, 0.5)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_a_state_of_another_network_is_refused(tmp_path: Path) -> None:
+    training = Training(configured("sgd"))
+    training.run(0, 1)
+    kept = optim.named_state(training.optimizer, training.network.named_parameters())
+    with pytest.raises(KeyError, match="elsewhere"):
+        optim.load_named_state(
+            training.optimizer, training.network.named_parameters(), {**kept, "elsewhere": kept["head.bias"]}
+        )

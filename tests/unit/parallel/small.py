@@ -1,0 +1,92 @@
+"""Small networks with random values in every tensor, and their training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.parallel import save_activation_memory
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Random values in every parameter and statistic, so that nothing hides behind an initial zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                if name.endswith("running_var"):
+                    tensor.copy_(0.5 + noise.abs())
+                else:
+                    tensor.add_(noise, alpha=0.1)
+    return model
+
+
+def vit(**arguments: Any) -> VisionTransformer:
+    """Four blocks of width 32, 16 tokens and a class token."""
+    sizes: dict[str, Any] = {"width": 32, "depth": 4, "heads": 2, "mlp_width": 128, "drop_path": 0.4}
+    torch.manual_seed(0)
+    model = VisionTransformer(image_size=16, patch_size=4, num_classes=5, **{**sizes, **arguments})
+    randomise(model)
+    return model
+
+
+def resnet(**arguments: Any) -> ResNet:
+    """The 18 layers on small images."""
+    torch.manual_seed(0)
+    model = ResNet(depth=18, num_classes=5, stem="small", **{"drop_path": 0.4, **arguments})
+    randomise(model)
+    return model
+
+
+MODELS: dict[str, Callable[..., Any]] = {"vit": vit, "resnet": resnet}
+
+
+def saving(model: Any, **way: Any) -> Any:
+    """The model, keeping less."""
+    save_activation_memory(model, model.units(), **way)
+    return model
+
+
+def batch(count: int = 8, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Images and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    images_BCHW = torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64).to(dtype)
+    return images_BCHW, torch.randint(5, (count,), generator=generator)
+
+
+def train(model: nn.Module, steps: int, *, amp: bool = False, lr: float = 0.02) -> dict[str, Tensor]:
+    """SGD with momentum; the state afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        images_BCHW, labels_B = batch(seed=step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            logits_BK = model(images_BCHW)
+        F.cross_entropy(logits_BK.float(), labels_B).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def gradients(model: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 7) -> dict[str, Tensor]:
+    """Of one batch, and the logits, in the model's format."""
+    torch.manual_seed(seed)
+    images_BCHW, labels_B = batch(dtype=dtype)
+    logits_BK = model(images_BCHW)
+    F.cross_entropy(logits_BK, labels_B).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return {"logits": logits_BK.detach(), **found}
+
+
+def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """|left - right| / |right| over all tensors as one vector."""
+    assert left.keys() == right.keys()
+    difference = sum(((left[name].double() - right[name].double()) ** 2).sum().item() for name in right)
+    return float((difference / sum((value.double() ** 2).sum().item() for value in right.values())) ** 0.5)

@@ -1,0 +1,219 @@
+"""The precision levels: what the configuration, the catalogue and the device make of them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from pycls_fast import build, precision
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import Precision
+from pycls_fast.errors import UserError
+from pycls_fast.optim import ConstantScaler, loss_scaler
+from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
+
+CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[2] / "configs" / "precision"
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
+
+
+def test_catalogue_schema_and_files_name_the_same_levels() -> None:
+    names = set(typing.get_args(precision.Name))
+    assert set(LEVELS) == names == set(typing.get_args(Precision.model_fields["name"].annotation))
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == names
+    for name, level in LEVELS.items():
+        file = CONFIGS / f"{name}.yaml"
+        assert yaml.safe_load(file.read_text())["name"] == name
+        assert (f"Apex: {level.apex}" in file.read_text()) == bool(level.apex)
+        assert level.note.endswith(".")
+        assert level.scaled == (level.compute == "float16")
+    assert {level.apex for level in LEVELS.values()} == {"", "O0", "O1", "O2", "O3"}
+
+
+class TestKeptInFloat32:
+    """The listed operations, on half-precision input, under the autocast that training uses."""
+
+    OPERATIONS: typing.ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        "layer_norm": lambda x: F.layer_norm(x, (8,)),
+        "group_norm": lambda x: F.group_norm(x, 2),
+        "softmax": lambda x: x.softmax(-1),
+        "log_softmax": lambda x: x.log_softmax(-1),
+        "exp": torch.exp,
+        "log": lambda x: x.abs().clamp(min=0.5).log(),
+        "pow": lambda x: x**2,
+        "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4, device=x.device)),
+        "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    }
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("name", ["amp_bf16", "amp_fp16", "fp8"])
+    @pytest.mark.parametrize("operation", KEPT_IN_FLOAT32)
+    def test_comes_out_in_float32(self, operation: str, name: str, device: torch.device) -> None:
+        autocast = build.autocast(load_config("vit_digits", [f"precision={name}"]), device)
+        torch.manual_seed(0)
+        leaf = torch.randn(4, 8, device=device, requires_grad=True)
+        with autocast():
+            half = F.linear(leaf, torch.eye(8, device=device))
+            assert half.dtype in (torch.float16, torch.bfloat16)
+            out = self.OPERATIONS[operation](half)
+        assert out.dtype == torch.float32
+        exact = self.OPERATIONS[operation](half.detach().double())
+        assert torch.allclose(out.double(), exact, rtol=1e-6, atol=1e-6)
+        out.sum().backward()
+        assert leaf.grad is not None
+        assert torch.isfinite(leaf.grad).all()
+
+    def test_every_listed_operation_is_tried(self) -> None:
+        assert set(self.OPERATIONS) == set(KEPT_IN_FLOAT32)
+
+    def test_powers_of_and_by_tensors(self) -> None:
+        autocast = build.autocast(load_config("vit_digits", ["precision=amp_bf16"]), CPU)
+        x = torch.full((2,), 1.5, dtype=torch.bfloat16)
+        with autocast():
+            assert (x**x).dtype == (2.0**x).dtype == torch.float32
+
+    def test_nothing_changes_outside_autocast(self) -> None:
+        build.autocast(load_config("vit_digits", ["precision=amp_bf16"]), CPU)
+        assert torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype == torch.bfloat16
+        assert torch.ones(2, dtype=torch.float64).exp().dtype == torch.float64
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.ones(2, dtype=torch.float64).exp().dtype == torch.float64
+
+
+class TestLossScale:
+    def step(self, scaler: torch.amp.GradScaler, weight: nn.Parameter, factor: float) -> bool:
+        """One step; whether it was skipped."""
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        before = weight.detach().clone()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        weight.grad = None
+        return torch.equal(weight, before)
+
+    def test_dynamic_grows_and_backs_off(self) -> None:
+        scaler = loss_scaler("cpu", enabled=True, start=8.0, growth=4.0, backoff=0.25, interval=2)
+        weight = nn.Parameter(torch.ones(1))
+        scales, skipped = [], []
+        for factor in (1.0, 1.0, 1.0, float("inf"), 1.0, 1.0):
+            skipped.append(self.step(scaler, weight, factor))
+            scales.append(scaler.get_scale())
+        assert scales == [8, 32, 32, 8, 8, 32]
+        assert skipped == [False, False, False, True, False, False]
+        assert weight.item() == 1 - 5 * 0.5
+
+    def test_a_constant_one_skips_and_stays(self) -> None:
+        scaler = loss_scaler("cpu", enabled=True, constant=128.0, interval=1)
+        assert isinstance(scaler, ConstantScaler)
+        weight = nn.Parameter(torch.ones(1))
+        skipped = [self.step(scaler, weight, factor) for factor in (1.0, float("nan"), 1.0)]
+        assert (skipped, scaler.get_scale(), weight.item()) == ([False, True, False], 128.0, 0.0)
+
+    @pytest.mark.parametrize("name", list(LEVELS))
+    def test_as_configured(self, name: str) -> None:
+        for value, kind in (("dynamic", torch.amp.GradScaler), ("512", ConstantScaler)):
+            config = load_config(
+                "vit_digits", [f"precision={name}", f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
+            )
+            scaler = build.loss_scaler(config, CPU)
+            assert scaler.is_enabled() == LEVELS[config.precision.name].scaled
+            if scaler.is_enabled():
+                assert type(scaler) is kind
+                assert scaler.get_scale() == {"dynamic": 1024, "512": 512}[value]
+
+    @pytest.mark.parametrize("value", ["dynamicc", "0", "-1", "null", "true"])
+    def test_mistakes(self, value: str) -> None:
+        with pytest.raises(UserError, match=r"^precision\.loss_scale: must be"):
+            load_config("vit_digits", [f"precision.loss_scale={value}"])
+
+
+class TestRefused:
+    def test_tf32_off_cuda(self) -> None:
+        with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA .*; use precision=fp32$"):
+            build.set_backend(load_config("vit_digits", ["precision=tf32"]), CPU)
+
+    def test_fp8_off_cuda(self) -> None:
+        config = load_config("vit_digits", ["precision=fp8"])
+        with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA and this run is on CPU; use .*amp_bf16"):
+            build.lower(config, nn.Linear(16, 16), CPU)
+
+    def test_fp8_for_a_resnet(self) -> None:
+        with pytest.raises(UserError, match=r"precision: fp8 is for linear layers .*; use precision=amp_bf16"):
+            load_config("resnet_digits", ["precision=fp8"])
+
+    def test_a_watchdog_for_compiled_parts(self) -> None:
+        with pytest.raises(UserError, match=r"runtime\.watchdog: .* use speed\.compile=off"):
+            load_config("vit_digits", ["runtime.watchdog=true", "speed.compile=blocks"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tf32_rounds_products() -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 256, 256, dtype=torch.float64, device=device)
+    errors = {}
+    for name in ("tf32", "fp32"):
+        build.set_backend(load_config("vit_digits", [f"precision={name}"]), device)
+        errors[name] = ((a.float() @ b.float()).double() - a @ b).norm().item() / (a @ b).norm().item()
+    assert errors["fp32"] < 2e-6 < 1e-4 < errors["tf32"] < 2e-3
+
+
+class TestFloat8:
+    @pytest.fixture(autouse=True)
+    def torchao(self) -> None:
+        pytest.importorskip("torchao")
+
+    def network(self, recipe: str, *, emulate: bool = True, device: torch.device = CPU) -> nn.Module:
+        config = load_config(
+            "vit_digits",
+            [
+                "precision=fp8", f"precision.fp8_recipe={recipe}", f"precision.fp8_emulate={str(emulate).lower()}",
+                "precision.fp8_skip=[head,blocks.1]",
+            ],
+        )  # fmt: skip
+        network = self.plain().to(device)
+        assert build.lower(config, network, device) is None
+        return network
+
+    def plain(self) -> nn.Module:
+        torch.manual_seed(0)
+        switches = build.switches(load_config("vit_digits"), CPU)
+        network = build.model(load_config("vit_digits", ["model.depth=2"]), 10, switches)
+        for value in network.parameters():
+            value.data.add_(torch.randn_like(value) * 0.1)
+        return network
+
+    @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+    def test_what_is_replaced_and_how_much_it_rounds(self, recipe: str) -> None:
+        from torchao.float8.float8_linear import Float8Linear
+
+        network, plain = self.network(recipe), self.plain()
+        found = {name for name, module in network.named_modules() if isinstance(module, Float8Linear)}
+        inner = ("attention.query", "attention.key", "attention.value", "attention.projection", "mlp.fc1", "mlp.fc2")
+        assert found == {f"blocks.0.{name}" for name in inner}
+        # Checkpoints keep the reference layout.
+        assert network.state_dict().keys() == plain.state_dict().keys()
+        assert all(torch.equal(v, plain.state_dict()[name]) for name, v in network.state_dict().items())
+        images, outs, gradients = torch.randn(8, 3, 16, 16), [], []
+        for model in (network, plain):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outs.append(model(images).float())
+            F.cross_entropy(outs[-1], torch.arange(8)).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        for ours, theirs in (outs, gradients):
+            # e4m3 has 4 bits of significand: an error of 2^-4 at most per factor, a few per cent over a sum.
+            assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3
+
+    def test_no_layer_that_fits(self) -> None:
+        config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true"])
+        with pytest.raises(UserError, match=r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$"):
+            build.lower(config, nn.Sequential(nn.Linear(16, 10)), CPU)

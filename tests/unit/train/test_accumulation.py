@@ -1,0 +1,122 @@
+"""Several microbatches add up in the gradients' own memory: no second copy of them exists between microbatches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.data import Batch
+from pycls_fast.parallel import World, prepare_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import make_step
+from pycls_fast.train.step import Step
+
+CPU = torch.device("cpu")
+WORLD = World(0, 1, 0, CPU)
+MICROBATCHES = 4
+
+
+def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
+    config = load_config(
+        experiment,
+        [f"optim.accumulation_steps={MICROBATCHES}", "data.global_batch_size=16", "data.image_size=16",
+         "augment.mixup_alpha=0", "augment.cutmix_alpha=0", *overrides],
+    )  # fmt: skip
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    network = prepare_model(network, WORLD, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    step = make_step(config, network, WORLD, switches, 10)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        Batch(
+            images_BHWC=torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8, generator=generator),
+            labels_B=torch.randint(0, 10, (4,), generator=generator),
+            indices_B=torch.arange(4),
+            erase_B4=None,
+            damaged=(),
+        )
+        for _ in range(MICROBATCHES)
+    ]
+    return step, network, batches
+
+
+@contextmanager
+def watched(network: nn.Module) -> Iterator[dict[str, list[tuple[int, Tensor]]]]:
+    """Address and copy of each gradient after each microbatch."""
+    seen: dict[str, list[tuple[int, Tensor]]] = {name: [] for name, _ in network.named_parameters()}
+
+    def record(name: str) -> object:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen[name].append((parameter.grad.data_ptr(), parameter.grad.clone()))
+
+        return hook
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(record(name))  # type: ignore[arg-type]
+        for name, parameter in network.named_parameters()
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")
+
+
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
+    step, network, batches = made("vit_digits", f"speed={preset}", *SMALL)
+    with watched(network) as seen:
+        step(0, batches, TrainMetrics(CPU))
+    for name, records in seen.items():
+        assert len(records) == MICROBATCHES, name
+        assert len({address for address, _ in records}) == 1, name
+    # And what is there is a sum: each microbatch's own gradient on a fresh copy of the network.
+    for position in range(MICROBATCHES):
+        fresh, other, _ = made("vit_digits", f"speed={preset}", *SMALL)
+        with watched(other) as own:
+            fresh(0, [batches[position]], TrainMetrics(CPU))
+        for name, ((_, gradient),) in own.items():
+            before = seen[name][position - 1][1] if position else 0.0
+            added = seen[name][position][1] - before
+            torch.testing.assert_close(added * MICROBATCHES, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_no_other_memory_of_the_gradients_size_is_left_between_microbatches() -> None:
+    """Counted: storages alive after each backward pass, beyond weights, gradients and the batch."""
+    step, network, batches = made("vit_digits", "speed=reference", *SMALL)
+    sizes: list[int] = []
+    loss = step.loss
+
+    def counting(*arguments: object) -> Tensor:
+        gc.collect()
+        alive = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if issubclass(type(t), Tensor) and t.grad_fn is None and t.is_leaf and t.is_floating_point()
+        }
+        held = {g.untyped_storage().data_ptr() for p in network.parameters() for g in (p, p.grad) if g is not None}
+        sizes.append(sum(size for pointer, size in alive.items() if pointer not in held))
+        return loss(*arguments)  # type: ignore[arg-type]
+
+    object.__setattr__(step, "loss", counting)
+    step(0, batches, TrainMetrics(CPU))
+    gradients = sum(p.numel() * p.element_size() for p in network.parameters())
+    assert len(sizes) == MICROBATCHES
+    assert max(sizes[1:]) - sizes[0] < gradients / 4
+
+
+def test_gradients_are_gone_after_the_step() -> None:
+    """Nothing of them is left for the next forward pass, where memory peaks."""
+    step, network, batches = made("vit_digits", "speed=fast", *SMALL)
+    step(0, batches, TrainMetrics(CPU))
+    assert all(parameter.grad is None for parameter in network.parameters())
