@@ -131,6 +131,8 @@ class Run:
         self.start_step = state["step"]
         self.seconds_before = state["seconds"]
         if self.world.is_main:
+            # A checkpoint named by its path may go on in a new folder.
+            self.folder.create()
             self.folder.forget_after(self.start_step)
             self.folder.add_record(
                 "event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path)

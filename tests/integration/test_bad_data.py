@@ -14,7 +14,8 @@ from PIL import Image
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.integration.runs import TINY, command, records, run_process
+from pycls_fast.train.step import Step
+from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process
 
 
 def images(folder: Path, count: int = 4) -> Path:
@@ -217,6 +218,21 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert "images cannot be read, more than 5:" in first
     assert len(listed) > 5
     assert {line.partition(": ")[0] for line in listed} <= set(map(str, bad))
+    # Nothing is lost: with a higher limit the run goes on from where it stopped.
+    stopped_at = newest_checkpoint(tmp_path / "run")["step"]
+    assert train(load_config("vit_digits", [*settings[:-1], "data.max_damaged=50"])) == 0
+    assert [record["step"] for record in records(tmp_path / "run", "train")] == list(range(1, 45))
+    assert stopped_at > 0
+
+
+def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(Step, "__call__", full)
+    settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"^data.global_batch_size: 64 does not fit .*; raise optim.accumulation_steps"):
+        train(load_config("vit_digits", settings))
 
 
 def test_all_images_damaged(tmp_path: Path) -> None:

@@ -186,6 +186,15 @@ def test_finished_run_stays_as_it_is(
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
 
 
+def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
+    overrides = [*TINY, f"data.root={digits}"]
+    assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'old'}", "schedule.max_steps=3"])) == 0
+    checkpoint = tmp_path / "old" / "checkpoints" / "step_000000003.pt"
+    more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={checkpoint}"]
+    assert train(load_config("vit_digits", [*overrides, *more])) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5]
+
+
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=2"]
     train(load_config("vit_digits", overrides))
