@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,22 +19,22 @@ def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.M
     return model.to(memory_format=formats[memory_format])
 
 
-# torch 2.13 renamed it.
-_BUFFERS_FLAG = (
+# BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
+# torch 2.13 renamed the flag.
+_LOCAL_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+    else "broadcast_buffers": False
+}
 
 
 def wrap_model(model: nn.Module, world: World) -> nn.Module:
     """The module whose forward pass the training step calls; its parameters are the same objects as the model's."""
     if world.size == 1:
         return model
-    # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        **{_BUFFERS_FLAG: False},
+        **_LOCAL_BUFFERS,
         gradient_as_bucket_view=True,
     )

@@ -150,9 +150,7 @@ class Loop:
                 **extra,
             )
             left = (run.total_steps - done) * rates["step_seconds"]
-            run.display.training(
-                record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left
-            )
+            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.board.add(record)
         self._report_damage(done)
         self.clock.start()

@@ -35,7 +35,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     train_records = records(tmp_path, "train")
     assert [record["step"] for record in train_records] == list(range(1, 45))
-    needed = "loss lr grad_norm images_per_second step_seconds data_wait_fraction memory_peak_bytes".split()
+    needed = ["loss", "lr", "grad_norm", "images_per_second", "step_seconds", "data_wait_fraction", "memory_peak_bytes"]
     for record in train_records:
         assert all(record[name] is not None for name in needed), record
         assert 0 <= record["data_wait_fraction"] <= 1
@@ -122,9 +122,7 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
 
 
 def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"
-    ):
+    with pytest.raises(UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"):
         run(
             tmp_path,
             digits,
