@@ -166,9 +166,7 @@ def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
     )
 
 
-def train_loader(
-    config: RunConfig, source: Source, world: World, *, start_step: int, steps: int
-) -> ImageLoader:
+def train_loader(config: RunConfig, source: Source, world: World, *, start_step: int, steps: int) -> ImageLoader:
     """Microbatches of this rank from `start_step` up to `steps`."""
     augment = config.augment
     transform = TrainTransform(
@@ -179,9 +177,7 @@ def train_loader(
         pad=augment.pad,
         interpolation=augment.interpolation,
         hflip=augment.hflip,
-        rand_augment=(augment.rand_augment.num_ops, augment.rand_augment.magnitude)
-        if augment.rand_augment
-        else None,
+        rand_augment=(augment.rand_augment.num_ops, augment.rand_augment.magnitude) if augment.rand_augment else None,
         erase_probability=augment.erase_probability,
     )
     sampler = TrainSampler(
@@ -211,9 +207,7 @@ def eval_loader(config: RunConfig, source: Source, world: World) -> ImageLoader:
     return _loader(config, ImageDataset(source, transform, seed=config.seed, training=False), sampler, world)
 
 
-def _loader(
-    config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World
-) -> ImageLoader:
+def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
     return make_loader(
         dataset,
         sampler,
@@ -281,9 +275,7 @@ def loss(config: RunConfig) -> Loss:
 def peak_lr(config: RunConfig) -> float:
     """`optim.lr`, scaled linearly with the global batch where `optim.lr_batch_size` is set (Goyal et al. 2017)."""
     reference = config.optim.lr_batch_size
-    return (
-        config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
-    )
+    return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
 
 
 def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:

@@ -42,9 +42,7 @@ def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]
     if not options.compare:
         return [(config.config_name, config)]
     if len(options.compare) == 1:
-        raise UserError(
-            "compare: needs 2 variants or more, the first is what the others are compared with; got 1"
-        )
+        raise UserError("compare: needs 2 variants or more, the first is what the others are compared with; got 1")
     made: list[tuple[str, RunConfig]] = []
     for position, text in enumerate(options.compare):
         try:

@@ -25,6 +25,7 @@ from pycls_fast.config.compose import (
     validate,
 )
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.help import help_text
 from pycls_fast.config.messages import did_you_mean, known_keys
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import quote_items
@@ -74,6 +75,9 @@ def command_line(
         if run_dir is not None:
             return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data)
         folders = _search_path(sys.argv[1:])
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
+            return DONE
         # Hydra would print its errors in its own way and exit with status 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         with _sweep_folder(sys.argv[1:]) as settings:
@@ -90,11 +94,12 @@ def command_line(
 
 
 def reporting(action: Callable[[], int]) -> int:
-    """Run, and turn a `UserError` into its lines on standard error (from one rank only) and status 2."""
+    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2."""
     try:
         return action()
     except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        # Once a node, not once a run: data may be missing on one node alone.
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return MISTAKE
 

@@ -147,9 +147,7 @@ class EvalTransform:
 
     def __call__(self, image: Image.Image, seed: int) -> Augmented:
         """Cut one RGB image; `seed` is not used."""
-        return Augmented(
-            np.asarray(_fit(image, self._short_side, self.image_size, self._interpolation)), NO_BOX
-        )
+        return Augmented(np.asarray(_fit(image, self._short_side, self.image_size, self._interpolation)), NO_BOX)
 
 
 def _fit(image: Image.Image, short_side: int, size: int, interpolation: InterpolationMode) -> Image.Image:

@@ -30,7 +30,7 @@ DEFAULT_MAX_PIXELS = 2 * 89_478_485
 """Above this Pillow itself refuses an image as a decompression bomb. ImageNet's largest has 61 million."""
 
 
-class DamagedImage(Exception):  # noqa: N818 - a fact about the data, handled in the normal course
+class DamagedImage(Exception):
     """An image that cannot be used. `reason` is one line for people; it does not name the file."""
 
     def __init__(self, reason: str) -> None:
@@ -79,9 +79,7 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
     if width < 1 or height < 1:
         raise DamagedImage(f"the image has no pixels ({width} x {height})")
     if width * height > max_pixels:
-        raise DamagedImage(
-            f"{width} x {height} pixels are more than the limit of {max_pixels:,} (decompression bomb)"
-        )
+        raise DamagedImage(f"{width} x {height} pixels are more than the limit of {max_pixels:,} (decompression bomb)")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

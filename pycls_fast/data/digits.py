@@ -39,8 +39,7 @@ def write_digits(folder: str | Path) -> None:
             # Another process was first, or something is in the way: a rename never replaces a filled folder.
             if not _is_complete(folder):
                 raise UserError(
-                    f"{folder} exists but does not hold the {COUNT:,} digits; "
-                    "remove it or choose another folder"
+                    f"{folder} exists but does not hold the {COUNT:,} digits; remove it or choose another folder"
                 ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -87,9 +87,7 @@ def cutmix(images_BCHW: torch.Tensor, box: tuple[int, int, int, int]) -> torch.T
     return mixed_BCHW
 
 
-def cutmix_box(
-    lam: float, height: int, width: int, center_y: int, center_x: int
-) -> tuple[int, int, int, int]:
+def cutmix_box(lam: float, height: int, width: int, center_y: int, center_x: int) -> tuple[int, int, int, int]:
     """(top, bottom, left, right) of the box with the image's proportions, 1 - lam of its area and the given
     centre, cut off at the image's borders (Yun et al. 2019, equation 2, in whole pixels as in
     torchvision)."""

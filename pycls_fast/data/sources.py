@@ -45,9 +45,7 @@ class SyntheticSource:
 
     def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:
         if count < 1 or image_size < 1 or num_classes < 1:
-            raise ValueError(
-                f"need at least one image, pixel and class: {count}, {image_size}, {num_classes}"
-            )
+            raise ValueError(f"need at least one image, pixel and class: {count}, {image_size}, {num_classes}")
         self._count = count
         self._image_size = image_size
         self._seed = seed

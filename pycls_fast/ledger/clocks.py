@@ -110,9 +110,7 @@ class MatmulPeak:
     def measure(self) -> None:
         """A few products; the slowest rank's time of each is kept."""
         device, shape = self._world.device, (self.size, self.size)
-        a_NN, b_NN = (
-            torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2)
-        )
+        a_NN, b_NN = (torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2))
         out_NN = torch.empty_like(a_NN)
         self._world.barrier()
         # The first one warms up.

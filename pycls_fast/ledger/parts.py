@@ -214,9 +214,7 @@ class LoaderPart:
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
         start = self._order.take(steps)
-        loader = build.train_loader(
-            self._config, self._source, self._world, start_step=start, steps=start + steps
-        )
+        loader = build.train_loader(self._config, self._source, self._world, start_step=start, steps=start + steps)
         yield from to_device(loader, self._world.device, mode=self._mode)  # type: ignore[arg-type]  # a Literal
 
     def _next(self, microbatches: Iterator[Batch]) -> list[Batch]:

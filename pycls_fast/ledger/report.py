@@ -28,9 +28,7 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
     variants: Sequence[Mapping[str, Any]] = record.get("variants", [record])
     first = variants[0]
     parts = [part for part in _PARTS if part in first]
-    display.table(
-        f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first)
-    )
+    display.table(f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first))
     if len(variants) == 1:
         _print(display, [{"": _PARTS[part], **_cells(first[part])} for part in parts])
         return

@@ -198,9 +198,7 @@ def _build(
         config=config,
         switches=switches,
         sources=sources,
-        complexity=complexity(
-            lambda: build.model(config, classes, switches), image_size=config.data.image_size
-        ),
+        complexity=complexity(lambda: build.model(config, classes, switches), image_size=config.data.image_size),
         classes=classes,
         memory=DeviceMemory(world.device),
     )
@@ -310,9 +308,7 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
     if len(variants) == 1:
         return {**shared, **_variant_record(variants[0], world, alone=True)}
     records = [_variant_record(variant, world, alone=False) for variant in variants]
-    comparisons = [
-        comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
-    ]
+    comparisons = [comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]]
     return {**shared, "variants": records, "comparisons": comparisons}
 
 

@@ -110,9 +110,7 @@ def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: st
     """
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     if strategy == "single" and size > 1:
-        raise UserError(
-            f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp"
-        )
+        raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     chosen = _device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -123,9 +121,7 @@ def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: st
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if backend == "nccl" and chosen.type != "cuda":
-        raise UserError(
-            "parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo"
-        )
+        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None)
     try:
@@ -142,9 +138,7 @@ _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 def _device(name: str, local_rank: int) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError(
-            "runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu"
-        )
+        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
     if name == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()

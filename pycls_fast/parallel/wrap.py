@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,13 @@ def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.M
     return model.to(memory_format=formats[memory_format])
 
 
-# torch 2.13 renamed it.
-_BUFFERS_FLAG = (
+# BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
+# torch 2.13 renamed the flag.
+_LOCAL_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+    else "broadcast_buffers": False
+}
 
 
 def wrap_model(
@@ -35,10 +37,9 @@ def wrap_model(
         compile_model(model, model.units(), what=compiled, mode=compile_mode)  # type: ignore[operator]  # every model has
     if world.size == 1:
         return model
-    # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        **{_BUFFERS_FLAG: False},
+        **_LOCAL_BUFFERS,
         gradient_as_bucket_view=True,
     )

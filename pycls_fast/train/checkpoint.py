@@ -41,9 +41,7 @@ def save(state: State, folder: Path, step: int, *, keep: int) -> Path:
         _flush_folder(folder)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: the checkpoint could not be written ({error}); those before it are kept"
-        ) from error
+        raise UserError(f"{path}: the checkpoint could not be written ({error}); those before it are kept") from error
     for old in list(checkpoints(folder))[keep:]:
         old.unlink(missing_ok=True)
     for leftover in folder.glob(".*.tmp"):
@@ -69,9 +67,7 @@ def keep_as_best(path: Path) -> None:
 
 def checkpoints(folder: Path) -> Iterator[Path]:
     """`step_N.pt` files, the newest step first."""
-    found = [
-        (int(match.group(1)), path) for path in folder.glob("step_*.pt") if (match := _NAME.match(path.name))
-    ]
+    found = [(int(match.group(1)), path) for path in folder.glob("step_*.pt") if (match := _NAME.match(path.name))]
     for _, path in sorted(found, reverse=True):
         yield path
 

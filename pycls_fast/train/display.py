@@ -80,13 +80,9 @@ class Display:
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=step)
 
-    def training(
-        self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float
-    ) -> None:
+    def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
         """The numbers of a log interval."""
-        numbers = (
-            f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
-        )
+        numbers = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
         if self._bar is not None and self._training is not None:
             self._bar.update(
                 self._training,

@@ -64,9 +64,7 @@ def evaluate(
                 # Rank of the right class: how many classes score strictly higher, or as high with a lower index.
                 right_B1 = logits_BK.gather(1, batch.labels_B[:, None])
                 classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
-                ahead_BK = (logits_BK > right_B1) | (
-                    (logits_BK == right_B1) & (classes_K < batch.labels_B[:, None])
-                )
+                ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < batch.labels_B[:, None]))
                 place_B = ahead_BK.sum(dim=1)
                 # A score that is not a number is ahead of nothing; it must not count as right.
                 finite_B = torch.isfinite(logits_BK).all(dim=1)

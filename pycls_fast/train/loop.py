@@ -10,6 +10,8 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
+import torch
+
 from pycls_fast import build
 from pycls_fast.config.command_line import DONE, STOPPED
 from pycls_fast.config.schema import RunConfig
@@ -50,13 +52,16 @@ def train(config: RunConfig) -> int:
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         with stop_requests() as stop:
             run = start_run(config, world, display)
-            with (
-                display,
-                Board(
-                    run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard
-                ) as board,
-            ):
-                return Loop(run, stop, board).run_to_end()
+            board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
+            with display, board:
+                try:
+                    return Loop(run, stop, board).run_to_end()
+                except torch.OutOfMemoryError as error:
+                    raise UserError(
+                        f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
+                        f"{world.size} x {world.device}; raise optim.accumulation_steps (the same result in smaller "
+                        "parts), or lower the batch or the model; the checkpoints before it are kept"
+                    ) from error
 
 
 class Loop:
@@ -133,7 +138,6 @@ class Loop:
         rates = self.clock.read()
         skipped = numbers.pop("skipped_steps")
         self._check_numbers(done, numbers["loss"], int(skipped))
-        self._report_damage(done)
         extra: dict[str, Any] = {}
         if run.step.scaler.is_enabled():
             extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(skipped)}
@@ -150,10 +154,9 @@ class Loop:
                 **extra,
             )
             left = (run.total_steps - done) * rates["step_seconds"]
-            run.display.training(
-                record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left
-            )
+            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.board.add(record)
+        self._report_damage(done)
         self.clock.start()
 
     def _check_numbers(self, done: int, loss: float, skipped: int) -> None:
@@ -200,6 +203,8 @@ class Loop:
                         )
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
+            # So that the run can go on from here with a higher limit, or with the images mended.
+            run.save(done)
             raise UserError(
                 f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
                 *(f"{name}: {reason}" for name, reason in run.damaged.items()),

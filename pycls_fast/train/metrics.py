@@ -79,7 +79,7 @@ class Clock:
         }
 
     def medians(self) -> tuple[float, float]:
-        """Median (seconds a step, images a second); the first interval warms up and counts only if it is the only one."""
+        """Median (seconds a step, images a second); the first interval warms up and counts only when alone."""
         intervals = self.intervals[1:] or self.intervals
         if not intervals:
             return math.nan, math.nan

@@ -103,12 +103,8 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
         }
-        path = checkpoint.save(
-            state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints
-        )
-        self.folder.add_record(
-            "checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path))
-        )
+        path = checkpoint.save(state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints)
+        self.folder.add_record("checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path)))
         return path
 
     def seconds(self) -> float:
@@ -125,14 +121,10 @@ class Run:
         if setting == "never":
             # Asked of rank 0: by the time another rank looks, this run's own files may be there.
             if self.world.from_main(self.folder.has_run):
-                raise UserError(
-                    f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto"
-                )
+                raise UserError(f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto")
             return
         if setting == "auto":
-            newest = (
-                checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
-            )
+            newest = checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
             path = self.world.from_main(newest)
             if path is None:
                 return
@@ -144,13 +136,13 @@ class Run:
         self.start_step = state["step"]
         self.seconds_before = state["seconds"]
         if self.world.is_main:
+            # A checkpoint named by its path may go on in a new folder.
+            self.folder.create()
             self.folder.forget_after(self.start_step)
             self.folder.add_record(
                 "event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path)
             )
-        self.display.note(
-            f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}"
-        )
+        self.display.note(f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}")
 
     def load_state(self, state: checkpoint.State) -> None:
         """Restore model, average, optimizer and loss scale in place."""
@@ -164,9 +156,7 @@ class Run:
 
     def _check_resumable(self, path: Path, state: checkpoint.State) -> None:
         before, now = _flat(state["config"]), _flat(self.config.model_dump(mode="json"))
-        changed = {
-            key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)
-        }
+        changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
         wrong = [
             f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
             for key, (old, new) in sorted(changed.items())

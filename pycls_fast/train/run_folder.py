@@ -48,9 +48,7 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(
-                f"run_dir: {self.path} cannot be written to ({error.strerror}); give another"
-            ) from error
+            raise UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another") from error
 
     def write_config(self, values: dict[str, Any]) -> None:
         """`config.yaml`: every value that the run uses, defaults included."""

@@ -16,7 +16,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
 from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import load_weights
+from pycls_fast.train.weights import find_checkpoint, load_weights
 
 
 def score(config: RunConfig, split: str, output: str | None) -> int:
@@ -32,6 +32,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
     """
     if config.weights is None:
         raise UserError("weights: not set; give a run folder or a checkpoint as weights=PATH")
+    checkpoint = find_checkpoint(Path(config.weights).expanduser())
     with start_world(
         device=config.runtime.device,
         backend=config.parallel.backend,
@@ -46,7 +47,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
             raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
         source = sources[split]
         network = build.model(config, build.num_classes(config, source), switches)
-        origin = load_weights(network, Path(config.weights), classes=source.classes)
+        origin = load_weights(network, checkpoint, classes=source.classes)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         build.lower(config, network, world.device)
         with display:

@@ -92,7 +92,5 @@ class Step:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=self.clip_foreach)
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.parameters, self.clip_norm, norm, foreach=self.clip_foreach
-            )
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm, foreach=self.clip_foreach)
         return norm

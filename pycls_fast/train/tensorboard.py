@@ -30,9 +30,7 @@ class Board:
     """
 
     def __init__(self, run_dir: Path, start_step: int, *, enabled: bool) -> None:
-        self._writer = (
-            SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
-        )
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
 
     def __enter__(self) -> Self:
         return self

@@ -69,9 +69,7 @@ def find_checkpoint(path: Path) -> Path:
         return folder / "best.pt"
     newest = next(checkpoint.checkpoints(folder), None) if folder.is_dir() else None
     if newest is None:
-        raise UserError(
-            f"weights: {path} is no checkpoint and no run folder with one; give a .pt file or a run folder"
-        )
+        raise UserError(f"weights: {path} is no checkpoint and no run folder with one; give a .pt file or a run folder")
     return newest
 
 

@@ -33,9 +33,7 @@ TINY = (
 
 def environment() -> dict[str, str]:
     """One thread a process, the checkout first on the path, and no rank left over from anything."""
-    kept = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

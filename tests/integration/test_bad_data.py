@@ -14,7 +14,8 @@ from PIL import Image
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.integration.runs import TINY, command, records, run_process
+from pycls_fast.train.step import Step
+from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process
 
 
 def images(folder: Path, count: int = 4) -> Path:
@@ -119,22 +120,14 @@ def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[
 
 
 def test_fewer_outputs_than_classes(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^model.num_classes: 5 outputs for data with 10 classes; leave it out"
-    ):
-        train(
-            load_config(
-                "vit_digits", [*TINY, f"data.root={digits}", "model.num_classes=5", f"run_dir={tmp_path}"]
-            )
-        )
+    with pytest.raises(UserError, match=r"^model.num_classes: 5 outputs for data with 10 classes; leave it out"):
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", "model.num_classes=5", f"run_dir={tmp_path}"]))
 
 
 def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"^run_dir: .*file/run cannot be written to .*; give another"):
-        train(
-            load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'file' / 'run'}"])
-        )
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'file' / 'run'}"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without CUDA")
@@ -150,9 +143,7 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
 )
 def test_machine_that_cannot(tmp_path: Path, digits: Path, override: str, pattern: str) -> None:
     with pytest.raises(UserError, match=pattern):
-        train(
-            load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", override])
-        )
+        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", override]))
     assert not (tmp_path / "run").exists()
 
 
@@ -167,9 +158,7 @@ def test_single_under_torchrun(tmp_path: Path, digits: Path, monkeypatch: pytest
 
 def test_as_a_process(tmp_path: Path) -> None:
     """Status 2, one line on standard error, no traceback, no file."""
-    done = run_process(
-        command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2
-    )
+    done = run_process(command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2)
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: data.root: there is no dataset folder {tmp_path / 'nowhere'}; expected ")
     assert list(tmp_path.iterdir()) == []
@@ -184,9 +173,7 @@ def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:
     return folder, bad
 
 
-def test_damaged_images_are_named_and_skipped(
-    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, bad = damage(digits, tmp_path / "images", every=90)
     settings = [
         *TINY,
@@ -217,6 +204,21 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert "images cannot be read, more than 5:" in first
     assert len(listed) > 5
     assert {line.partition(": ")[0] for line in listed} <= set(map(str, bad))
+    # Nothing is lost: with a higher limit the run goes on from where it stopped.
+    stopped_at = newest_checkpoint(tmp_path / "run")["step"]
+    assert train(load_config("vit_digits", [*settings[:-1], "data.max_damaged=50"])) == 0
+    assert [record["step"] for record in records(tmp_path / "run", "train")] == list(range(1, 45))
+    assert stopped_at > 0
+
+
+def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(Step, "__call__", full)
+    settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"^data.global_batch_size: 64 does not fit .*; raise optim.accumulation_steps"):
+        train(load_config("vit_digits", settings))
 
 
 def test_all_images_damaged(tmp_path: Path) -> None:

@@ -58,9 +58,7 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("resnet_digits", [*overrides, f"run_dir={one}"])) == 0
-    run_process(
-        under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path
-    )
+    run_process(under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path)
     ours, theirs = newest_checkpoint(two)["model"], newest_checkpoint(one)["model"]
     first = next(name for name in ours if name.endswith("running_mean"))
     # The mean over two half batches is the mean over the batch.

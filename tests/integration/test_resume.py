@@ -140,9 +140,7 @@ def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path) -> 
     """torchrun passes the signal on; every rank leaves after the same step, and the run goes on from there."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     ranks = under_torchrun(arguments(run_dir, digits), 2)
-    status, out, err = start_and_interrupt(
-        ranks, run_dir, 12, lambda process: process.send_signal(signal.SIGTERM)
-    )
+    status, out, err = start_and_interrupt(ranks, run_dir, 12, lambda process: process.send_signal(signal.SIGTERM))
     assert status != 0
     assert "everything up to step" in out, err
     saved = newest_checkpoint(run_dir)["step"]
@@ -171,9 +169,7 @@ def test_truncated_checkpoint_is_passed_over(
         assert_same_state(ours[name], theirs[name])
 
 
-def test_finished_run_stays_as_it_is(
-    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
     assert train(load_config("vit_digits", overrides)) == 0
     before = (records(tmp_path, "train"), records(tmp_path, "eval"))
@@ -186,6 +182,15 @@ def test_finished_run_stays_as_it_is(
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
 
 
+def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
+    overrides = [*TINY, f"data.root={digits}"]
+    assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'old'}", "schedule.max_steps=3"])) == 0
+    checkpoint = tmp_path / "old" / "checkpoints" / "step_000000003.pt"
+    more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={checkpoint}"]
+    assert train(load_config("vit_digits", [*overrides, *more])) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5]
+
+
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=2"]
     train(load_config("vit_digits", overrides))
@@ -195,9 +200,7 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
         "data.global_batch_size: 32 now, but 64",
         "seed: 5 now, but 0",
     ]
-    with pytest.raises(
-        UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"
-    ):
+    with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
         train(load_config("vit_digits", [*overrides, "resume=never"]))
     with pytest.raises(UserError, match=r"no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing.pt'}"]))

@@ -107,9 +107,7 @@ def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     for each in record["comparisons"]:
         variant = record["variants"][names.index(each["variant"])][each["part"]]["turn_seconds"]
         reference = first[each["part"]]["turn_seconds"]
-        assert each["pairs"] == pytest.approx(
-            [old / new for old, new in zip(reference, variant, strict=True)]
-        )
+        assert each["pairs"] == pytest.approx([old / new for old, new in zip(reference, variant, strict=True)])
     assert done.stderr == ""
     assert names[1] in done.stdout
     assert "speed-up" in done.stdout
@@ -157,9 +155,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words
         ([], "/proc/timing.json", "output: /proc/timing.json cannot be written"),
     ],
 )
-def test_what_cannot_be_timed_is_told(
-    digits: Path, overrides: list[str], output: str | None, words: str
-) -> None:
+def test_what_cannot_be_timed_is_told(digits: Path, overrides: list[str], output: str | None, words: str) -> None:
     one, other = (load_config("vit_digits", [*TINY, f"data.root={digits}", *o]) for o in ([], overrides))
     with pytest.raises(UserError, match=words):
         time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]

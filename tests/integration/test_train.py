@@ -217,9 +217,7 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
 
 
 def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"
-    ):
+    with pytest.raises(UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"):
         run(
             tmp_path,
             digits,

@@ -200,8 +200,8 @@ def test_one_bad_run_of_several_is_told_and_the_others_run(tool: Tool) -> None:
     assert [config.seed for config, _ in calls] == [1, 3]
 
 
-def test_only_the_first_rank_speaks(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
+def test_one_rank_of_a_node_speaks(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert tool("seed=-1")[:2] == (2, [])
 
 

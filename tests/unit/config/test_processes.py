@@ -71,9 +71,12 @@ def test_a_switch_that_the_device_cannot_run_leaves_nothing_on_disk(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
-    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="1")
+def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
+    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="9", LOCAL_RANK="1")
     assert (done.returncode, done.stderr, done.stdout) == (2, "", "")
+    # The first of another node: its own data may be what is missing.
+    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="8", LOCAL_RANK="0")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) ->
         (
             ["data=folder"],
             [
-                "data.root: not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH "
+                "data.root: not set; give the folder that holds train/ "
+                "and val/ (or one folder per class) as data.root=PATH "
                 "(configs/data/folder.yaml or the command line)"
             ],
         ),

@@ -25,9 +25,7 @@ EVERYTHING: dict[str, Any] = {
 
 def photo(width: int = 50, height: int = 37, seed: int = 0) -> Image.Image:
     """Random pixels, smoothed so that resizing leaves something to see."""
-    pixels = np.random.default_rng(seed).integers(
-        0, 256, (height // 3 + 1, width // 3 + 1, 3), dtype=np.uint8
-    )
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -79,9 +77,7 @@ def test_the_generator_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_same_draws_as_torchvision(interpolation: Any) -> None:
     """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
-    ours = TrainTransform(
-        image_size=24, scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, rand_augment=(3, 11)
-    )
+    ours = TrainTransform(image_size=24, scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, rand_augment=(3, 11))
     mode = InterpolationMode(interpolation)
     theirs = v2.Compose(
         [

@@ -42,9 +42,7 @@ def gray(values_HW: np.ndarray) -> np.ndarray:
     return np.repeat(values_HW[:, :, None], 3, axis=2)
 
 
-def png(
-    width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *chunks: tuple[bytes, bytes]
-) -> bytes:
+def png(width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
     """A PNG from raw rows (each with its filter byte), for what Pillow cannot write."""
     header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, 0)
     parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]

@@ -54,9 +54,7 @@ def _write_together(folder: Path, barrier: multiprocessing.synchronize.Barrier) 
 def test_many_processes_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(3)
-    processes = [
-        context.Process(target=_write_together, args=(tmp_path / "digits", barrier)) for _ in range(3)
-    ]
+    processes = [context.Process(target=_write_together, args=(tmp_path / "digits", barrier)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:

@@ -95,9 +95,7 @@ def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTr
 
 
 @pytest.mark.parametrize("val_fraction", [0.001, 0.999])
-def test_each_side_of_a_split_has_every_class(
-    tmp_path: Path, write_tree: WriteTree, val_fraction: float
-) -> None:
+def test_each_side_of_a_split_has_every_class(tmp_path: Path, write_tree: WriteTree, val_fraction: float) -> None:
     write_tree(tmp_path, {"a": 2, "b": 5})
     for source in open_plain(tmp_path, val_fraction).values():
         assert {source.read(index)[1] for index in range(len(source))} == {0, 1}

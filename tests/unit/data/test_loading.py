@@ -190,9 +190,7 @@ def test_damaged_evaluation_images_are_left_out(damaged_folder: FolderSource, nu
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batch_without_any_image(damaged_folder: FolderSource, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, training=False)
-    loader = make_loader(
-        dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers
-    )
+    loader = make_loader(dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers)
     batches = list(loader)
     # Rank 1 of 3: images 1, 4 (damaged), ..., 16, and of the remaining two images 18, 19 none or one.
     assert len(batches[1]) == 0

@@ -15,9 +15,7 @@ from pycls_fast.data.mix import cutmix, cutmix_box, mixup
 
 
 def random_images(batch: int = 6, height: int = 20, width: int = 14) -> torch.Tensor:
-    return torch.randn(
-        batch, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    return torch.randn(batch, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def soft_targets(labels: tuple[torch.Tensor, torch.Tensor, float], classes: int) -> torch.Tensor:

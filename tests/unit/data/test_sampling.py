@@ -75,9 +75,7 @@ def test_ranks_together_see_exactly_the_epochs(
         assert len(keys) == batch
         assert {epoch for epoch, _ in keys} == {step // steps_per_epoch}
     for epoch in range(2):
-        seen = [
-            key for keys in steps[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for key in keys
-        ]
+        seen = [key for keys in steps[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for key in keys]
         kept = epoch_order(seed, epoch, count)[: steps_per_epoch * batch]
         assert seen == [(epoch, index) for index in kept.tolist()]
         assert len(set(seen)) == len(seen)
@@ -122,9 +120,7 @@ def test_epochs_differ() -> None:
 def test_batches_that_cannot_be() -> None:
     with pytest.raises(UserError, match="has 7 images, fewer than one global batch of 8"):
         TrainSampler(7, seed=0, global_batch_size=8, total_steps=1)
-    with pytest.raises(
-        UserError, match=r"global_batch_size 8 cannot be divided among 3 ranks x 1 .* multiple of 3"
-    ):
+    with pytest.raises(UserError, match=r"global_batch_size 8 cannot be divided among 3 ranks x 1 .* multiple of 3"):
         TrainSampler(100, seed=0, global_batch_size=8, world_size=3, total_steps=1)
     with pytest.raises(UserError, match="2 ranks x 3 accumulation steps; choose a multiple of 6"):
         TrainSampler(100, seed=0, global_batch_size=8, world_size=2, accumulation_steps=3, total_steps=1)
@@ -138,8 +134,7 @@ def test_batches_that_cannot_be() -> None:
 @given(count=st.integers(0, 200), batch_size=st.integers(1, 20), world_size=st.integers(1, 9))
 def test_evaluation_sees_every_image_once(count: int, batch_size: int, world_size: int) -> None:
     ranks = [
-        list(EvalSampler(count, batch_size=batch_size, rank=rank, world_size=world_size))
-        for rank in range(world_size)
+        list(EvalSampler(count, batch_size=batch_size, rank=rank, world_size=world_size)) for rank in range(world_size)
     ]
     seen = [key for batches in ranks for batch in batches for key in batch]
     assert sorted(seen) == [(0, index) for index in range(count)]

@@ -89,9 +89,7 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
         *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
     ]
     # Every turn runs under its own variant's process-wide settings.
-    assert all(
-        before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True)
-    )
+    assert all(before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True))
     assert all(len(variant.turns["train"]) == 3 for variant in made)
 
 
@@ -105,12 +103,8 @@ def loader() -> Callable[..., LoaderPart]:
     return make
 
 
-@pytest.mark.parametrize(
-    ("workers", "steps", "expected"), [(0, 5, 5), (1, 5, 5), (4, 5, 8), (4, 8, 8), (3, 0, 3)]
-)
-def test_turns_are_whole_bursts(
-    loader: Callable[..., LoaderPart], workers: int, steps: int, expected: int
-) -> None:
+@pytest.mark.parametrize(("workers", "steps", "expected"), [(0, 5, 5), (1, 5, 5), (4, 5, 8), (4, 8, 8), (3, 0, 3)])
+def test_turns_are_whole_bursts(loader: Callable[..., LoaderPart], workers: int, steps: int, expected: int) -> None:
     assert loader(f"data.num_workers={workers}").whole_bursts(steps) == expected
 
 

@@ -27,8 +27,6 @@ def test_items_with_an_equals_sign_reach_hydra_as_text(argument: str, items: obj
     assert value == items
 
 
-@pytest.mark.parametrize(
-    "argument", ["a=1", "optim.betas=[0.9,0.95]", "--config-name", "a=b=[c", "speed=fast"]
-)
+@pytest.mark.parametrize("argument", ["a=1", "optim.betas=[0.9,0.95]", "--config-name", "a=b=[c", "speed=fast"])
 def test_other_arguments_stay_as_they_are(argument: str) -> None:
     assert quote_items(argument) == argument

@@ -84,9 +84,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(
-        UserError, match=r"step_000000002.pt: the checkpoint could not be written .*No space left"
-    ):
+    with pytest.raises(UserError, match=r"step_000000002.pt: the checkpoint could not be written .*No space left"):
         checkpoint.save(state(2), tmp_path, 2, keep=2)
     assert list(tmp_path.iterdir()) == [good]
 

@@ -30,12 +30,8 @@ class Lookup(nn.Module):
 
 
 def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
-    images = (
-        torch.arange(len(labels_N), dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3).contiguous()
-    )
-    parts = zip(
-        images.split(sizes), labels_N.split(sizes), torch.arange(len(labels_N)).split(sizes), strict=True
-    )
+    images = torch.arange(len(labels_N), dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3).contiguous()
+    parts = zip(images.split(sizes), labels_N.split(sizes), torch.arange(len(labels_N)).split(sizes), strict=True)
     return [Batch(i, label, index, None) for i, label, index in parts]
 
 
@@ -85,9 +81,7 @@ def test_fewer_than_five_classes() -> None:
 
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
-    damaged = Batch(
-        batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),)
-    )
+    damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
     model = Lookup(torch.eye(2))
     result = evaluate(model, [batch, damaged], Prepare((0.0,) * 3, (1.0,) * 3), nullcontext, ALONE)
     assert result.count == 2
