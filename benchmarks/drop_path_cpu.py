@@ -38,7 +38,7 @@ class Pair:
                 **SIZES,
                 num_classes=1000,
                 attention="sdpa",
-                drop_path_compute=compute,  # type: ignore[arg-type]
+                drop_path_compute=compute,
             )
             for module in model.modules():
                 if isinstance(module, DropPath):
@@ -87,10 +87,10 @@ def main() -> None:
         f"{options.threads} thread(s), other processes on the machine.",
         f"ViT of width {SIZES['width']}, depth {SIZES['depth']}, 224 pixels, patch 16, batch {options.batch}, float32, "
         "attention=sdpa; forward and backward pass;",
-        f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every block "
-        "as in DeiT III",
-        "(rates that rise linearly to `model.drop_path`, as this project's models have them, save half as much). A ratio "
-        "above 1 is faster.",
+        f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every "
+        "block as in DeiT III",
+        "(rates that rise linearly to `model.drop_path`, as this project's models have them, save half as much). "
+        "A ratio above 1 is faster.",
         "",
         "| rate | ratio, median | p10 - p90 | 95% interval of the median | 1 / (1 - rate) |",
         "|---|---|---|---|---|",

@@ -334,13 +334,9 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
             groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, implementation=implementation
         )
     if isinstance(settings, schema.AdamW):
-        return optim.adamw(
-            groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation
-        )
+        return optim.adamw(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
     if isinstance(settings, schema.LAMB):
-        return optim.lamb(
-            groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation
-        )
+        return optim.lamb(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
     if isinstance(settings, schema.Lion):
         return optim.lion(groups, lr=lr, betas=settings.betas, implementation=implementation)
     if isinstance(settings, schema.Adafactor):
@@ -414,9 +410,7 @@ def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.
     chosen = level(config)
     if chosen.float8:
         settings = config.precision
-        use_float8(
-            network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate
-        )
+        use_float8(network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate)
     if chosen.weights == "float32":
         return None
     return optim.MasterWeights(

@@ -87,7 +87,7 @@ class DropPath(nn.Module):
             return features + self(branch(features))
         kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
         if len(indices) in (0, len(kept_B)):
-            # With none kept the branch's parameters still get gradients, zeros.
+            # With none kept the branch's parameters still get gradients, zeros, and no kernel sees an empty batch.
             return features + self._multiply(branch(features), _to(features.device, kept_B))
         indices = _to(features.device, indices)
         part = branch(features.index_select(self.batch_dim, indices)) / (1.0 - self.rate)
@@ -137,9 +137,7 @@ class PatchStem(nn.Module):
         layout: of the features that come out.
     """
 
-    def __init__(
-        self, in_channels: int, patch_size: int, width: int, *, layout: Layout = "batch_first"
-    ) -> None:
+    def __init__(self, in_channels: int, patch_size: int, width: int, *, layout: Layout = "batch_first") -> None:
         super().__init__()
         self.batch_dim = batch_dimension(layout)
         self.projection = nn.Conv2d(in_channels, width, kernel_size=patch_size, stride=patch_size)

@@ -139,9 +139,7 @@ def test_precisions_follow_float32(tmp_path: Path, digits: Path, float32_losses:
     assert state_dtypes == {torch.float32}
 
 
-def test_each_microbatch_is_added_to_the_masters(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_microbatch_is_added_to_the_masters(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: two of them added up in the network would be rounded."""
     calls = []
     plain = MasterWeights.take_gradients
