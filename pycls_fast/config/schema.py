@@ -26,8 +26,10 @@ Text = Annotated[str, Field(min_length=1)]
 
 def _loss_scale(value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == "dynamic" or (is_number and 0 < value < math.inf):
+    if value == "dynamic":
         return value
+    if is_number and 0 < value < math.inf:
+        return float(value)
     raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
 
 

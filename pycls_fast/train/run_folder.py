@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import yaml
 
+from pycls_fast import __version__
 from pycls_fast.errors import UserError
 
-_PACKAGES = ("pycls_fast", "torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
 
 
 class RunFolder:
@@ -102,7 +103,8 @@ def environment_command() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    # Ours from the code itself: a checkout that was never installed has no metadata.
+    found = {"python": platform.python_version(), "pycls_fast": __version__}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

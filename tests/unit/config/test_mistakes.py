@@ -81,7 +81,8 @@ ONE_MISTAKE = [
     # Choices.
     (
         ["speed.attention=sdap"],
-        f'speed.attention: must be one of reference, sdpa; got "sdap"; did you mean sdpa? {HERE}',
+        "speed.attention: must be one of reference, sdpa, sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn; "
+        f'got "sdap"; did you mean sdpa? {HERE}',
     ),
     (["schedule.name=step"], f'schedule.name: must be one of cosine, constant; got "step" {HERE}'),
     (["model.kind=vitt"], f"model.kind: must be one of vit, resnet; got vitt; did you mean vit? {HERE}"),
