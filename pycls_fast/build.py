@@ -35,13 +35,27 @@ from pycls_fast.data import (
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.parallel import World, keep_in_float32, use_float8
+from pycls_fast.parallel import World, keep_in_float32, start_world, use_float8
 from pycls_fast.speed import SwitchName
 
 Switches = Mapping[SwitchName, str]
 
 # Streams of randomness that must not repeat one another's draws.
 _INITIALISATION, _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 1, 2, 3
+
+
+def world(config: RunConfig) -> AbstractContextManager[World]:
+    """The ranks of the run, joined inside the context.
+
+    Raises:
+        UserError: see `parallel.start_world`.
+    """
+    return start_world(
+        device=config.runtime.device,
+        backend=config.parallel.backend,
+        timeout_seconds=config.parallel.timeout_seconds,
+        strategy=config.parallel.name,
+    )
 
 
 def switches(config: RunConfig, device: torch.device) -> Switches:

@@ -27,7 +27,7 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.models import complexity
-from pycls_fast.parallel import prepare_model, start_world
+from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
@@ -194,12 +194,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         raise UserError(
             f"precision: {config.precision.name} has rounded the gradients already; use precision=fp32 or amp_bf16"
         )
-    with start_world(
-        device=config.runtime.device,
-        backend=config.parallel.backend,
-        timeout_seconds=config.parallel.timeout_seconds,
-        strategy=config.parallel.name,
-    ) as world:
+    with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
         build.set_backend(config, world.device)

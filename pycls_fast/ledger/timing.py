@@ -31,7 +31,7 @@ from pycls_fast.ledger.parts import (
 from pycls_fast.ledger.records import comparison, part_record, write_record
 from pycls_fast.ledger.report import print_record
 from pycls_fast.models import Complexity, complexity
-from pycls_fast.parallel import World, prepare_model, start_world
+from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import memory_peak_bytes
@@ -96,12 +96,7 @@ def time_variants(
     """
     base = variants[0][1]
     _check_comparable(variants)
-    with start_world(
-        device=base.runtime.device,
-        backend=base.parallel.backend,
-        timeout_seconds=base.parallel.timeout_seconds,
-        strategy=base.parallel.name,
-    ) as world:
+    with build.world(base) as world:
         file = _output_file(base, output, world)
         display = Display(speaks=world.is_main, mode="plain")
         order = StepRange()

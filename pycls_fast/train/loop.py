@@ -17,7 +17,7 @@ from pycls_fast.config.command_line import DONE, STOPPED
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import Agreement, start_world
+from pycls_fast.parallel import Agreement
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.curves import draw_curves
@@ -43,12 +43,7 @@ def train(config: RunConfig) -> int:
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is no longer a number.
     """
-    with start_world(
-        device=config.runtime.device,
-        backend=config.parallel.backend,
-        timeout_seconds=config.parallel.timeout_seconds,
-        strategy=config.parallel.name,
-    ) as world:
+    with build.world(config) as world:
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         with stop_requests() as stop:
             run = start_run(config, world, display)

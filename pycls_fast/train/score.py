@@ -11,7 +11,7 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import prepare_model, start_world
+from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
@@ -33,12 +33,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
     if config.weights is None:
         raise UserError("weights: not set; give a run folder or a checkpoint as weights=PATH")
     checkpoint = find_checkpoint(Path(config.weights).expanduser())
-    with start_world(
-        device=config.runtime.device,
-        backend=config.parallel.backend,
-        timeout_seconds=config.parallel.timeout_seconds,
-        strategy=config.parallel.name,
-    ) as world:
+    with build.world(config) as world:
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
