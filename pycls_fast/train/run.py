@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import World, floating_buffers, prepare_model, wrap_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, human
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
@@ -288,7 +288,8 @@ def _introduce(run: Run) -> None:
     parameters = run.complexity.parameters
     # Weights, gradients, optimizer state and average, in float32; activations come on top.
     copies = 2 + _STATE_COPIES[config.optim.name] + (run.step.ema is not None)
-    chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items())
+    plain = {switch.name: switch.reference for switch in CATALOGUE}
+    chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items() if value != plain[name])
     rows = [
         ("model", f"{config.model.kind}, {human(parameters)} parameters"),
         (
@@ -304,7 +305,7 @@ def _introduce(run: Run) -> None:
             "device",
             f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
         ),
-        ("switches", chosen),
+        ("switches", chosen or "all at their reference"),
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
