@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from pycls_fast import build, speed
+from pycls_fast.build import data as build_data
+from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import SyntheticSource
 from pycls_fast.errors import UserError
@@ -54,9 +57,9 @@ class Recorder:
         return object()
 
 
-def record(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+def record(monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType = build_data) -> list[dict[str, Any]]:
     recorder = Recorder()
-    monkeypatch.setattr(build, name, recorder)
+    monkeypatch.setattr(where, name, recorder)
     return recorder.calls
 
 
@@ -79,7 +82,7 @@ class TestModel:
         assert [m.heads for m in attention] == [3, 3, 3]
 
     def test_the_switch_of_attention_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "VisionTransformer")
+        calls = record(monkeypatch, "VisionTransformer", build_network)
         for value in ("reference", "sdpa"):
             build.model(vit(), 10, {**REFERENCE, SwitchName.ATTENTION: value})
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
@@ -204,14 +207,14 @@ class TestData:
         assert build.mixer(vit()) is None
         assert build.mixer(vit("augment.mixup_alpha=0.2")) is not None
         assert build.mixer(vit("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
-        kept = build.Mixer
+        kept = build_data.Mixer
         calls: list[dict[str, Any]] = []
 
         def make(**named: Any) -> Any:
             calls.append(named)
             return kept(**named)
 
-        monkeypatch.setattr(build, "Mixer", make)
+        monkeypatch.setattr(build_data, "Mixer", make)
         build.mixer(
             vit(
                 "augment.mixup_alpha=0.3", "augment.cutmix_alpha=0.7", "augment.mix_probability=0.9",

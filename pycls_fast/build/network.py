@@ -1,0 +1,94 @@
+"""The network, in the precision's format, keeping what the memory switches say."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pycls_fast import optim, parallel
+from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
+from pycls_fast.counter import counter_seed
+from pycls_fast.data import Source
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.parallel import use_float8
+from pycls_fast.speed import SwitchName
+
+# The stream of randomness of the initial weights; those of synthetic images are in `data.py`.
+_INITIALISATION = 1
+
+
+def num_classes(config: RunConfig, source: Source) -> int:
+    """Outputs of the model: as configured, else as many as the data has classes.
+
+    Raises:
+        UserError: fewer outputs than classes.
+    """
+    found = len(source.classes)
+    chosen = config.model.num_classes
+    if chosen is not None and chosen < found:
+        raise UserError(
+            f"model.num_classes: {chosen} outputs for data with {found} classes; leave it out to take {found}"
+        )
+    return chosen or found
+
+
+def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
+    """The network with its initial weights, the same on every rank, on the CPU in float32."""
+    torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
+    settings = config.model
+    if isinstance(settings, ViTModel):
+        return VisionTransformer(
+            image_size=config.data.image_size,
+            patch_size=settings.patch_size,
+            width=settings.width,
+            depth=settings.depth,
+            heads=settings.heads,
+            mlp_width=settings.mlp_width,
+            num_classes=classes,
+            classifier=settings.classifier,
+            positions=settings.positions,
+            drop_path=settings.drop_path,
+            attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema
+            layout=chosen[SwitchName.LAYOUT],  # type: ignore[arg-type]
+            qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
+            drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
+        )
+    assert isinstance(settings, ResNetModel)
+    return ResNet(
+        depth=settings.depth,
+        num_classes=classes,
+        stem=settings.stem,
+        zero_init_last_gamma=settings.zero_init_last_gamma,
+        drop_path=settings.drop_path,
+    )
+
+
+def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.MasterWeights | None:
+    """Put a network that is on its device into the precision's format, in place; its masters where it has any.
+
+    Raises:
+        UserError: a format that this device does not have.
+    """
+    chosen = level(config)
+    if chosen.float8:
+        settings = config.precision
+        use_float8(network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate)
+    if chosen.weights == "float32":
+        return None
+    return optim.MasterWeights(
+        network, dtype=DTYPES[chosen.weights], wide_norms=chosen.wide_norms, kept=chosen.masters == "kept"
+    )
+
+
+def save_activation_memory(config: RunConfig, network: nn.Module, chosen: Switches) -> None:
+    """Let a network that is in its format and layout keep less for the backward pass, in place."""
+    parallel.save_activation_memory(
+        network,
+        network.units(),  # type: ignore[operator]  # every model names its units
+        recompute=chosen[SwitchName.RECOMPUTE],  # type: ignore[arg-type]  # a Literal in the schema
+        recompute_every=config.parallel.recompute_every,
+        activation_offload=chosen[SwitchName.ACTIVATION_OFFLOAD],  # type: ignore[arg-type]
+        activation_compression=chosen[SwitchName.ACTIVATION_COMPRESSION],  # type: ignore[arg-type]
+    )

@@ -1,0 +1,156 @@
+"""Loss, schedule, optimizer, average and loss scale."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pycls_fast import optim
+from pycls_fast.build.device import Switches, level
+from pycls_fast.config import schema
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
+from pycls_fast.models import ClassToken, LearnedPositions
+from pycls_fast.speed import SwitchName
+
+
+def loss(config: RunConfig) -> Loss:
+    """The training loss."""
+    if config.loss.name == "bce":
+        return BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction)
+    return CrossEntropy(config.loss.label_smoothing)
+
+
+def peak_lr(config: RunConfig) -> float:
+    """`optim.lr`, scaled linearly with the global batch where `optim.lr_batch_size` is set (Goyal et al. 2017)."""
+    reference = config.optim.lr_batch_size
+    return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
+
+
+def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
+    """The learning-rate curve over `schedule.epochs`, whatever `schedule.max_steps` says."""
+    settings = config.schedule
+    return optim.Schedule(
+        lr=peak_lr(config),
+        total_steps=settings.epochs * steps_per_epoch,
+        warmup_steps=round(settings.warmup_epochs * steps_per_epoch),
+        warmup_start_factor=settings.warmup_start_factor,
+        final_factor=settings.final_factor,
+        shape=settings.name,
+    )
+
+
+def optimizer(
+    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
+) -> Optimizer:
+    """The optimizer over the network's parameter groups, or over the masters of what is in them."""
+    settings = config.optim
+    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
+    groups = optim.parameter_groups(
+        network,
+        weight_decay=settings.weight_decay,
+        decay_norms=settings.decay_norms,
+        decay_biases=settings.decay_biases,
+        decay_embeddings=settings.decay_embeddings,
+        embeddings=(ClassToken, LearnedPositions),
+        units=units,
+        layer_decay=settings.layer_decay,
+        split_hidden=isinstance(settings, schema.Muon),
+    )
+    if masters is not None:
+        groups = masters.groups(groups)
+
+    def make(groups: list[optim.Group]) -> Optimizer:
+        made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
+        if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
+            _need_compiler(groups, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            optim.compile_step(made)
+        return made
+
+    if chosen[SwitchName.PARAM_OFFLOAD] == "none":
+        return make(groups)
+    if masters is not None:
+        raise UserError(
+            f"speed.param_offload: cpu keeps float32 weights of its own and precision={config.precision.name} others; "
+            "use speed.param_offload=none or a precision with float32 weights, like amp_bf16"
+        )
+    return optim.HostOptimizer(groups, make)
+
+
+def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
+    if isinstance(settings, schema.SGD):
+        return optim.sgd(
+            groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, implementation=implementation
+        )
+    if isinstance(settings, schema.AdamW):
+        return optim.adamw(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
+    if isinstance(settings, schema.LAMB):
+        return optim.lamb(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
+    if isinstance(settings, schema.Lion):
+        return optim.lion(groups, lr=lr, betas=settings.betas, implementation=implementation)
+    if isinstance(settings, schema.Adafactor):
+        return optim.adafactor(
+            groups,
+            lr=lr,
+            momentum=settings.momentum,
+            momentum_dtype=settings.momentum_dtype,
+            beta2_decay=settings.beta2_decay,
+            beta2_cap=settings.beta2_cap,
+            min_factored=settings.min_factored,
+            clip_threshold=settings.clip_threshold,
+        )
+    if isinstance(settings, schema.Muon):
+        return optim.muon(
+            groups,
+            lr=lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            newton_schulz_steps=settings.newton_schulz_steps,
+            betas=settings.betas,
+            eps=settings.eps,
+        )
+    _need_compiler(groups, "optim.name: adamw8bit", "optim=adamw")
+    return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
+
+
+def _need_compiler(groups: list[optim.Group], what: str, instead: str) -> None:
+    # On CUDA torch brings its own (Triton).
+    on_cpu = groups[0]["params"][0].device.type == "cpu"
+    if on_cpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
+
+
+def ema(
+    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
+) -> optim.Ema | None:
+    """The average of the weights, or None without `optim.ema_decay`."""
+    settings = config.optim
+    if settings.ema_decay is None:
+        return None
+    return optim.Ema(
+        network,
+        decay=settings.ema_decay,
+        warmup=settings.ema_warmup,
+        implementation=chosen[SwitchName.EMA],
+        masters=masters,
+        every=settings.ema_every_steps,
+    )
+
+
+def loss_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
+    """Loss scaling for the float16 levels; does nothing for the others."""
+    settings = config.precision
+    return optim.loss_scaler(
+        device.type,
+        enabled=level(config).scaled,
+        constant=None if settings.loss_scale == "dynamic" else settings.loss_scale,
+        start=settings.loss_scale_start,
+        growth=settings.loss_scale_growth,
+        backoff=settings.loss_scale_backoff,
+        interval=settings.loss_scale_interval,
+    )
