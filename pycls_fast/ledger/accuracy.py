@@ -15,7 +15,6 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
-_RESAMPLES = 10_000
 # Beyond this a sample size is no advice any more.
 _MOST_SEEDS = 200
 
@@ -45,13 +44,15 @@ class ImagePair:
     images: int
 
 
-def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray, *, seed: int = 0) -> ImagePair:
+def pair_images(
+    labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray, *, resamples: int = 10_000
+) -> ImagePair:
     """Compare two runs image by image.
 
     Args:
         labels_N: the right classes.
         first_N, second_N: predicted classes, in the order of the labels.
-        seed: of the bootstrap.
+        resamples: of the bootstrap, which is seeded.
 
     Raises:
         ValueError: no images, or different numbers of them.
@@ -63,7 +64,7 @@ def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray,
     lost, won = int((right_first & ~right_second).sum()), int((~right_first & right_second).sum())
     # A resample of images is a draw of how many of them were lost, won and neither.
     shares = np.array([lost, won, images - lost - won]) / images
-    draws = np.random.default_rng(seed).multinomial(images, shares, size=_RESAMPLES)
+    draws = np.random.default_rng(0).multinomial(images, shares, size=resamples)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(100.0 * (draws[:, 1] - draws[:, 0]) / images, [tail, 100 - tail])
     difference = (won - lost) / images
