@@ -7,7 +7,6 @@ the plain twin of every switch.
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import closing
 from itertools import islice
@@ -94,8 +93,7 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
 
 
 def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
-    state = copy.copy(network.state_dict())
-    state |= {name: value.detach() for name, value in (step.masters or network).named_parameters()}
+    state = (step.masters or network).state_dict()
     exact.load_state_dict(
         {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
     )
