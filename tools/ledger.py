@@ -56,6 +56,7 @@ class Options(Section):
     jobs: Positive = 1
     ranks: Positive = 1
     margin: Annotated[float, Field(gt=0.0)] = 0.2
+    gradients: bool = True
     dry_run: bool = False
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     output: str | None = None
@@ -94,6 +95,7 @@ def main(config: RunConfig, options: Options) -> int:
         jobs=options.jobs,
         ranks=options.ranks,
         margin=options.margin,
+        gradients=options.gradients,
     )
     output = options.output or default_folder(config.config_name, options.ladder.name, options.mode)
     return conduct(

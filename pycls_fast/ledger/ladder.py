@@ -38,6 +38,7 @@ class Settings:
         jobs: training runs at a time. Timings are always alone.
         ranks: processes of an arm where the ladder says nothing.
         margin: loss of top-1 in points that does not matter.
+        gradients: count the first arm's gradients in float32 against float16's limits.
     """
 
     mode: Mode = "cumulative"
@@ -50,6 +51,7 @@ class Settings:
     jobs: int = 1
     ranks: int = 1
     margin: float = 0.2
+    gradients: bool = True
 
 
 @dataclass
@@ -138,13 +140,15 @@ class Ledger:
         if s.numerics_steps is not None:
             for arm in self.runnable():
                 self._numerics(arm)
+        if s.gradients:
+            self._gradients(self.arms()[0])
         self._train_all()
 
     def total(self) -> int:
         """Pieces of work in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.runnable())
         pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
-        return count * pieces + len(self.impossible) + len(self.failed)
+        return count * pieces + len(self.impossible) + len(self.failed) + s.gradients
 
     def _try_out(self) -> None:
         """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind."""
@@ -183,6 +187,17 @@ class Ledger:
             f"output={file}",
         ]  # fmt: skip
         self._piece(f"{arm.name}: rounding", arm, "ledger", arguments, file, ranks=1, blame=False)
+
+    def _gradients(self, arm: Arm) -> None:
+        # Counted before anything has rounded them.
+        arguments = [
+            *arm.overrides,
+            "parallel=single",
+            "precision=fp32",
+            "mode=gradients",
+            f"output={self.gradients_file}",
+        ]
+        self._piece("gradients", arm, "ledger", arguments, self.gradients_file, ranks=1, blame=False)
 
     def _piece(
         self,
@@ -273,6 +288,11 @@ class Ledger:
         """Where an arm's rounding errors are."""
         return self.folder / "numerics" / f"{arm.slug}.json"
 
+    @property
+    def gradients_file(self) -> Path:
+        """Where the counts of gradients are."""
+        return self.folder / "gradients.json"
+
     def run_dir(self, arm: Arm, seed: int) -> Path:
         """An arm's training run."""
         return self.folder / "runs" / arm.slug / f"seed_{seed}"
@@ -286,7 +306,7 @@ class Ledger:
 
 
 # What a plan may change and still be the same experiment.
-_MAY_GROW = ("seeds", "rounds", "jobs", "margin")
+_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
 
 
 def _minutes(seconds: float) -> str:

@@ -55,8 +55,17 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "device": timed["device"] if timed else None,
         "versions": versions(),
         "environment": environment(torch.device("cpu"), 1),
+        "gradients": _gradients(ledger),
         "arms": records,
     }
+
+
+def _gradients(ledger: Ledger) -> Record | None:
+    """Counts over all layers; those of each layer stay in their own file."""
+    if not ledger.gradients_file.is_file():
+        return None
+    record = json.loads(ledger.gradients_file.read_text(encoding="utf-8"))
+    return {key: record[key] for key in ("total", "steps", "warmup_steps", "loss_scale")}
 
 
 _MODEL = ("model", "parameters", "forward_flops_per_image", "image_size", "num_classes", "data", "global_batch_size")
