@@ -50,9 +50,9 @@ def conduct(
         UserError: a plan that cannot be carried out.
     """
     display = Display(speaks=True, mode=config.runtime.progress)
-    for key, why in (("run_dir", "each run of a ledger has its own; use output="), ("seed", "use first_seed=, seeds=")):
+    for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
-            raise UserError(f"{key}: {why}")
+            raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(pick(ladder, switches), config)
     ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
