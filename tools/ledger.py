@@ -1,39 +1,118 @@
-"""What a choice costs: `python tools/ledger.py --config-name EXPERIMENT mode=gradients [key=value ...]`.
+"""What each choice gains and costs: `python tools/ledger.py --config-name EXPERIMENT ladder=NAME [key=value ...]`.
 
-mode=gradients   a short training: how many gradients float16 cannot hold, without and with loss scaling, and how many
-                 updates it loses without float32 master weights; JSON and a picture
+Every rung of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, its rounding measured against
+float64, and trained with several seeds; a page with charts, a table and `ledger.json` are written to `output`.
+Started again, it goes on where it was.
+
+mode=cumulative      each rung on top of those before it
+mode=one_at_a_time   each rung alone on the baseline
+mode=leave_one_out   all rungs but one
+mode=gradients       a short training: how many gradients float16 cannot hold, and how many updates it loses
+mode=numerics        logit and gradient errors against float64 of one setting, as JSON in `output`
+
+    python tools/ledger.py --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
+    python tools/ledger.py check BASELINE.json NEW.json [tolerance=0.05]
+
+`check` exits with 1 where a rung has lost speed or accuracy.
 """
 
+import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
 
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Named(Section):
+    """A ladder, by its name or the path of its file."""
+
+    name: str = "modern"
+
+    def __str__(self) -> str:
+        return self.name
+
 
 class Options(Section):
-    """Keys of this tool alone. The loss scale is tried on the gradients, it does not change the training."""
+    """Keys of this tool alone.
 
-    mode: Literal["gradients"] = "gradients"
-    steps: Annotated[int, Field(gt=0)] = 20
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    `steps` and `warmup_steps` are of each timing (`rounds` of them for each rung), or of the training of mode=gradients
+    and mode=numerics. `jobs` training runs go at a time. `loss_scale` is tried on the gradients of mode=gradients.
+    """
+
+    mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] = "cumulative"
+    ladder: Named = Named()
+    switches: tuple[str, ...] = ()
+    seeds: Count = 3
+    first_seed: Count = 0
+    rounds: Positive = 3
+    steps: Positive | None = None
+    warmup_steps: Count | None = None
+    numerics_steps: Count | None = 20
+    jobs: Positive = 1
+    ranks: Positive = 1
+    margin: Annotated[float, Field(gt=0.0)] = 0.2
+    gradients: bool = True
+    dry_run: bool = False
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     output: str | None = None
 
 
 def main(config: RunConfig, options: Options) -> int:
-    """Train, count, draw, write."""
+    """Measure, write, draw."""
     # torch takes seconds to import; a mistake in the configuration is told before that.
-    from pycls_fast.ledger.gradients import count_gradients
+    if options.mode == "gradients":
+        from pycls_fast.ledger.gradients import count_gradients
 
-    return count_gradients(
+        return count_gradients(
+            config,
+            steps=options.steps or 20,
+            warmup_steps=20 if options.warmup_steps is None else options.warmup_steps,
+            loss_scale=options.loss_scale,
+            output=options.output,
+        )
+    if options.mode == "numerics":
+        from pycls_fast.ledger.numerics import measure_numerics
+
+        return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
+    from pycls_fast.config.ladder import read_ladder
+    from pycls_fast.config.variants import config_folders, same_command
+    from pycls_fast.ledger.conduct import conduct
+    from pycls_fast.ledger.ladder import Settings, default_folder
+
+    settings = Settings(
+        mode=options.mode,
+        seeds=options.seeds,
+        first_seed=options.first_seed,
+        rounds=options.rounds,
+        steps=options.steps or 10,
+        warmup_steps=5 if options.warmup_steps is None else options.warmup_steps,
+        numerics_steps=options.numerics_steps,
+        jobs=options.jobs,
+        ranks=options.ranks,
+        margin=options.margin,
+        gradients=options.gradients,
+    )
+    output = options.output or default_folder(config.config_name, options.ladder.name, options.mode)
+    return conduct(
         config,
-        steps=options.steps,
-        warmup_steps=options.warmup_steps,
-        loss_scale=options.loss_scale,
-        output=options.output,
+        read_ladder(options.ladder.name, config_folders()),
+        settings,
+        switches=options.switches,
+        base=same_command(options=Options),
+        folder=Path(output).expanduser(),
+        tools=Path(__file__).resolve().parent,
+        dry_run=options.dry_run,
     )
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["check"]:
+        from pycls_fast.ledger.gate import check
+
+        sys.exit(check(sys.argv[2:]))
     command_line(main, options=Options)

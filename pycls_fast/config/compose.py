@@ -38,6 +38,9 @@ HYDRA_SETTINGS = (
     "hydra/hydra_logging=disabled",
 )
 
+# Plans of the ledger, which are no part of a configuration.
+LADDERS = "ladder"
+
 Options = TypeVar("Options", bound=Section)
 
 
@@ -238,7 +241,7 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
 
 def groups(folders: Sequence[Path]) -> set[str]:
     """The names that choose a file (`model=vit_b16`) rather than set a value."""
-    return {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
+    return {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")} - {LADDERS}
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -257,6 +260,9 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
     name, separator, value = override.lstrip("+").partition("=")
     if not name:
         raise unreadable(override, folders)
+    if name == LADDERS and separator and not value.startswith("{"):
+        # To Hydra every folder is a group, of which it would compose the file; a mapping it leaves alone.
+        return f"++{LADDERS}={{name: {value}}}"
     if name not in groups or not separator or value.startswith("{"):
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
         return override if kept else f"++{override}"

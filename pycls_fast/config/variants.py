@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
-from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
@@ -26,8 +26,7 @@ def variant(overrides: Sequence[str], *, options: type[Section], needs_data: boo
     Raises:
         UserError: one line per mistake.
     """
-    settings = HydraConfig.get()
-    folders = [Path(source.path) for source in settings.runtime.config_sources if source.schema == "file"]
+    settings, folders = HydraConfig.get(), config_folders()
     typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
     own = [o for o in overrides if _key(o) in options.model_fields]
     if own:
@@ -43,6 +42,24 @@ def variant(overrides: Sequence[str], *, options: type[Section], needs_data: boo
     composed = Composed.from_hydra(config, config.hydra)
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
     return check(dataclasses.replace(composed, values=values), needs_data=needs_data)
+
+
+def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
+    """Options and overrides for another tool that make this process's configuration; only inside `command_line`'s tool.
+
+    Args:
+        options: this tool's own keys, which are left out.
+    """
+    settings = HydraConfig.get()
+    more = [s.path for s in settings.runtime.config_sources if s.schema == "file" and Path(s.path) != CONFIGS]
+    flags = [part for folder in more[:1] for part in ("--config-dir", folder)]
+    typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
+    return [*flags, "--config-name", str(settings.job.config_name).removesuffix(".yaml")], typed
+
+
+def config_folders() -> list[Path]:
+    """Where this process's configuration files are; only inside `command_line`'s tool."""
+    return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
 
 
 def quote_items(argument: str) -> str:

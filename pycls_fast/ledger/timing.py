@@ -307,6 +307,12 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
     return {**shared, "variants": records, "comparisons": comparisons}
 
 
+def _steps_per_run(variant: Variant) -> int:
+    schedule = variant.config.schedule
+    whole = schedule.epochs * (len(variant.sources["train"]) // variant.config.data.global_batch_size)
+    return min(whole, schedule.max_steps or whole)
+
+
 def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str, Any]:
     config, counted = variant.config, variant.complexity
     first = next(iter(variant.turns))
@@ -334,6 +340,7 @@ def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str,
         "data": variant.sources["train"].describe(),
         "global_batch_size": config.data.global_batch_size,
         "accumulation_steps": config.optim.accumulation_steps,
+        "steps_per_run": _steps_per_run(variant),
         "num_workers": build.num_workers(config),
         "precision": config.precision.name,
         "switches": {str(switch): value for switch, value in variant.switches.items()},

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pycls_fast.data import Batch, Prepare
+from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Each image's outcome, in the order of the images' positions in the source (N of them, damaged ones left out)."""
+
+    indices_N: np.ndarray
+    """int64, positions in the source."""
+    labels_N: np.ndarray
+    """int64, right classes."""
+    predicted_N: np.ndarray
+    """int64, classes with the highest score (the first of equals); -1 where a score is not a number."""
+    losses_N: np.ndarray
+    """float32, cross-entropy in nats."""
+
+    def save(self, file: Path) -> None:
+        """Write an `.npz` file whole or not at all."""
+        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        with temporary.open("wb") as stream:
+            np.savez_compressed(
+                stream,
+                indices=self.indices_N,
+                labels=self.labels_N,
+                predicted=self.predicted_N,
+                losses=self.losses_N,
+            )
+        temporary.replace(file)
+
+    @classmethod
+    def load(cls, file: Path) -> Predictions:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: no such file, or one of another kind.
+        """
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                return cls(arrays["indices"], arrays["labels"], arrays["predicted"], arrays["losses"])
+        except FileNotFoundError as error:
+            raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(f"{file}: not predictions that can be read ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -23,6 +70,7 @@ class Evaluation:
     top5: float
     loss: float
     count: int
+    predictions: Predictions
     damaged: tuple[tuple[str, str], ...] = ()
 
     def record(self) -> dict[str, Any]:
@@ -53,6 +101,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
     damaged: list[tuple[str, str]] = []
+    outcomes: list[tuple[torch.Tensor, ...]] = []
     try:
         for batch in batches:
             damaged.extend(batch.damaged)
@@ -70,8 +119,14 @@ def evaluate(
                 finite_B = torch.isfinite(logits_BK).all(dim=1)
                 sums[0] += ((place_B < 1) & finite_B).sum()
                 sums[1] += ((place_B < 5) & finite_B).sum()
-                sums[2] += F.cross_entropy(logits_BK, batch.labels_B, reduction="sum")
+                losses_B = F.cross_entropy(logits_BK, batch.labels_B, reduction="none")
+                sums[2] += losses_B.sum()
                 sums[3] += images
+                # The first of equal scores, as above; argmax promises no order among them.
+                best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
+                first_B = torch.where(best_BK, classes_K, len(classes_K)).amin(dim=1)
+                predicted_B = torch.where(finite_B, first_B, -1)
+                outcomes.append((batch.indices_B, batch.labels_B, predicted_B, losses_B.float()))
             on_batch(images)
     finally:
         model.train(was_training)
@@ -79,4 +134,18 @@ def evaluate(
     count = int(count)
     everyone = tuple(sorted({item for part in world.gather(damaged) for item in part}))
     share = 100.0 / max(count, 1)
-    return Evaluation(top1 * share, top5 * share, loss / max(count, 1), count, everyone)
+    return Evaluation(top1 * share, top5 * share, loss / max(count, 1), count, _gather(outcomes, world), everyone)
+
+
+def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
+    """All ranks' outcomes on every rank. They left the device only here, behind the last batch."""
+    kinds = (torch.int64, torch.int64, torch.int64, torch.float32)
+    mine = [
+        torch.cat([outcome[i] for outcome in outcomes]).cpu().numpy()
+        if outcomes
+        else torch.empty(0, dtype=kind).numpy()
+        for i, kind in enumerate(kinds)
+    ]
+    columns = [np.concatenate(parts) for parts in zip(*world.gather(mine), strict=True)]
+    order_N = np.argsort(columns[0], kind="stable")
+    return Predictions(*(column[order_N] for column in columns))

@@ -245,6 +245,8 @@ class Loop:
         result = evaluate(run.network, batches, run.step.prepare, run.step.autocast, run.world, on_batch)
         self.reported.update(result.damaged)
         if run.world.is_main:
+            # Those of the average where there is one: it is evaluated last.
+            result.predictions.save(run.folder.predictions)
             record = run.folder.add_record(
                 "eval", done, run.epoch(done), split="val", weights=weights, **result.record()
             )

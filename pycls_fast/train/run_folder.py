@@ -31,6 +31,8 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        # Of each image in the latest evaluation.
+        self.predictions = path / "predictions.npz"
 
     @property
     def has_run(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.data import Batch, Prepare
+from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.train.evaluation import Evaluation, evaluate
+from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
@@ -87,3 +89,32 @@ def test_damaged_images_are_reported_and_not_counted() -> None:
     assert result.count == 2
     assert result.top1 == 100
     assert result.damaged == (("x.png", "cut off"),)
+
+
+@pytest.mark.parametrize("sizes", [[40], [13, 0, 27]])
+def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> None:
+    logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.randint(5, (40,), generator=torch.Generator().manual_seed(1))
+    logits[3, 1:3], labels[3] = 9.0, 2
+    logits[7, 2], labels[7] = float("nan"), 2
+    result = score(logits, labels, sizes)
+    made = result.predictions
+    made.save(tmp_path / "predictions.npz")
+    kept = Predictions.load(tmp_path / "predictions.npz")
+    assert kept.indices_N.tolist() == list(range(40))
+    assert kept.labels_N.tolist() == labels.tolist()
+    assert 100 * (kept.predicted_N == kept.labels_N).mean() == pytest.approx(result.top1)
+    assert kept.predicted_N[[3, 7]].tolist() == [1, -1]
+    others = [i for i in range(40) if i not in (3, 7)]
+    assert kept.predicted_N[others].tolist() == logits.argmax(dim=1)[others].tolist()
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no archive"])
+def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "predictions.npz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match="predictions"):
+        Predictions.load(file)

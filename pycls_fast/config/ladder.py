@@ -1,0 +1,89 @@
+"""Ladders: ordered lists of changes to an experiment, in `configs/ladder/NAME.yaml`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from pycls_fast.config.compose import LADDERS
+from pycls_fast.config.messages import did_you_mean
+from pycls_fast.config.schema import PositiveFloat, PositiveInt, RunConfig, Section, Text, ViTModel
+from pycls_fast.errors import UserError
+
+Overrides = tuple[Text, ...]
+
+
+class Rung(Section):
+    """One change: what it is called and the overrides that make it, as on the command line.
+
+    `ranks` is the number of processes of this rung and, in a cumulative ladder, of those behind it. `needs` is for what
+    would run elsewhere, too slowly to be of use. `image_size_ratio` is a larger image, in whole patches.
+    """
+
+    name: Text
+    overrides: Overrides = ()
+    ranks: PositiveInt | None = None
+    needs: Literal["cuda"] | None = None
+    image_size_ratio: PositiveFloat | None = None
+    note: str = ""
+
+
+class Ladder(Section):
+    """A baseline and the changes to it, in their order."""
+
+    description: Text
+    source: str = ""
+    baseline: Rung
+    rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
+
+
+def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
+    """A ladder by its name in `configs/ladder/`, or by the path of a YAML file.
+
+    Raises:
+        UserError: no such ladder, or one line per mistake in it.
+    """
+    file = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _find(name, folders)
+    if not file.is_file():
+        raise UserError(f"ladder: there is no file {file}")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        ladder = Ladder.model_validate_json(json.dumps(values))
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        raise UserError(f"ladder: {file} cannot be read ({' '.join(str(error).split())})") from error
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors())
+        raise UserError(*(f"ladder: {file}: {line}" for line in lines)) from error
+    names = [rung.name for rung in (ladder.baseline, *ladder.rungs)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"ladder: {file}: more than one rung is called {', '.join(twice)}; give each a name of its own")
+    return ladder
+
+
+def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
+    """The ladder with image sizes in pixels, whole patches of the experiment's model."""
+    patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
+
+    def sized(rung: Rung) -> Rung:
+        if rung.image_size_ratio is None:
+            return rung
+        size = max(round(config.data.image_size * rung.image_size_ratio / patch), 1) * patch
+        return rung.model_copy(update={"overrides": (*rung.overrides, f"data.image_size={size}")})
+
+    return ladder.model_copy(update={"baseline": sized(ladder.baseline), "rungs": tuple(map(sized, ladder.rungs))})
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path:
+    there = {file.stem: file for folder in reversed(folders) for file in sorted((folder / LADDERS).glob("*.yaml"))}
+    if name not in there:
+        raise UserError(
+            f"ladder: there is no {name}{did_you_mean(name, there)}; there are {', '.join(sorted(there))}, or give the "
+            "path of a YAML file"
+        )
+    return there[name]

@@ -1,0 +1,311 @@
+"""The charts of a ledger. Each tells its arms apart by place, sign and stroke too: they print in grey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pycls_fast.ledger.gradients import SMALLEST_SUBNORMAL
+from pycls_fast.ledger.table import state
+from pycls_fast.train.display import human
+
+Record = Mapping[str, Any]
+
+INK, PALE, LINE = "#17375e", "#a9bfd8", "#8a8a8a"
+_STROKES = ("-", "--", "-.", ":")
+_SIGNS = "osD^vP*X<>"
+# Inches; on a telephone 5 inches become 3.5 and the text stays readable.
+_WIDTH = 5.4
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its name as a file, its title and what is to be seen in it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def charts(record: Record) -> list[Chart]:
+    """The charts that there are numbers for."""
+    made = (
+        draw(record) for draw in (_throughput, _accuracy, _ladder, _ranks, _epochs, _memory, _loss, _errors, _gradients)
+    )
+    return [chart for chart in made if chart is not None]
+
+
+def _timed(record: Record) -> list[Record]:
+    return [arm for arm in record["arms"] if arm["timing"]]
+
+
+def _axes(rows: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, rows), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    return figure, axes
+
+
+def _bars(
+    arms: Sequence[Record],
+    value: Callable[[Record], float],
+    text: Callable[[Record], str],
+    label: str,
+    interval: Callable[[Record], tuple[float, float] | None] = lambda arm: None,
+    line: float | None = None,
+) -> Figure:
+    """A horizontal bar per arm from top to bottom, its number behind it, the reference hatched."""
+    figure, axes = _axes(0.9 + 0.36 * len(arms))
+    values = [value(arm) for arm in arms]
+    for place, (arm, length) in enumerate(zip(arms, values, strict=True)):
+        first = arm["before"] is None
+        axes.barh(
+            place, length, color=PALE if first else INK, hatch="//" if first else None, edgecolor=INK, height=0.66
+        )
+        ends = interval(arm)
+        if ends is not None:
+            axes.plot(ends, [place, place], color="black", linewidth=3.2, solid_capstyle="butt")
+            axes.plot(ends, [place, place], color="white", linewidth=1.2, solid_capstyle="butt")
+        end = max(length, ends[1] if ends else 0)
+        axes.annotate(text(arm), (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    if line is not None:
+        axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
+    axes.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
+    axes.invert_yaxis()
+    # Room for the numbers behind the longest.
+    axes.set_xlim(0, max(*values, *(end for arm in arms for end in interval(arm) or ())) * 1.22)
+    axes.set_xlabel(label, fontsize=9)
+    return figure
+
+
+def _name(arm: Record) -> str:
+    text = str(arm["name"])
+    return text if len(text) <= 26 else f"{text[:25]}…"
+
+
+def _throughput(record: Record) -> Chart | None:
+    if not _timed(record):
+        return None
+    first = record["arms"][0]
+
+    def scaled(arm: Record, key: str) -> float | None:
+        found = arm["timing"]["speedup"]
+        value = found[key] if found else None
+        return None if value is None else float(value * first["ranks"] / arm["ranks"])
+
+    def ratio(arm: Record) -> float:
+        return 0.0 if not arm["timing"] else 1.0 if arm is first else scaled(arm, "ratio") or 0.0
+
+    def text(arm: Record) -> str:
+        return f"{ratio(arm):.2f}x" if arm["timing"] else state(arm)
+
+    def interval(arm: Record) -> tuple[float, float] | None:
+        if arm is first or not arm["timing"]:
+            return None
+        low, high = scaled(arm, "low"), scaled(arm, "high")
+        return None if low is None or high is None else (low, high)
+
+    return Chart(
+        "throughput",
+        "Throughput of a chip, relative",
+        "Rate of each rung over that of the first, in pairs of rounds. The thin line is the 95% interval.",
+        _bars(record["arms"], ratio, text, "images/s of a chip, the first rung = 1", interval, 1.0),
+    )
+
+
+def _ladder(record: Record) -> Chart | None:
+    arms = _timed(record)
+    if not arms:
+        return None
+
+    def rate(arm: Record) -> float:
+        return float(arm["timing"]["images_per_second"])
+
+    def text(arm: Record) -> str:
+        return f"{rate(arm):,.0f}" if rate(arm) >= 100 else f"{rate(arm):.3g}"
+
+    return Chart(
+        "ladder",
+        "Images a second",
+        "Training steps on a batch in memory, all ranks together; median over all steps.",
+        _bars(arms, rate, text, "images/s"),
+    )
+
+
+def _epochs(record: Record) -> Chart | None:
+    arms = _timed(record)
+    if not arms:
+        return None
+    seconds = [arm["timing"]["imagenet_epoch_seconds"] for arm in arms]
+    unit, size = next(
+        (u, s) for u, s in (("days", 86400), ("hours", 3600), ("minutes", 60)) if max(seconds) > s or s == 60
+    )
+
+    def value(arm: Record) -> float:
+        return float(arm["timing"]["imagenet_epoch_seconds"] / size)
+
+    return Chart(
+        "epoch",
+        "Time of an ImageNet-1k epoch",
+        f"1,281,167 images at the measured rate; {record['model']['image_size']} pixels, loading no limit.",
+        _bars(arms, value, lambda arm: f"{value(arm):.3g}", unit),
+    )
+
+
+def _memory(record: Record) -> Chart | None:
+    arms = [arm for arm in _timed(record) if arm["timing"]["memory_peak_bytes"]]
+    if not arms:
+        return None
+
+    def value(arm: Record) -> float:
+        return float(arm["timing"]["memory_peak_bytes"] / 1e9)
+
+    where = "of the device" if record["device"] != "cpu" else "of the process, its libraries included"
+    return Chart(
+        "memory",
+        "Peak memory of a rank",
+        f"Memory {where}, the highest during training steps.",
+        _bars(arms, value, lambda arm: human(arm["timing"]["memory_peak_bytes"], "B"), "GB"),
+    )
+
+
+def _ranks(record: Record) -> Chart | None:
+    arms = _timed(record)
+    if len({arm["ranks"] for arm in arms}) < 2:
+        return None
+    figure, axes = _axes(3.4)
+    families: dict[str, list[Record]] = {}
+    for arm in arms:
+        # "DDP x2" and "DDP x4" are one family.
+        families.setdefault(str(arm["name"]).rpartition(" x")[0] or str(arm["name"]), []).append(arm)
+    for place, (name, members) in enumerate(families.items()):
+        members = sorted(members, key=lambda arm: arm["ranks"])
+        points = [(arm["ranks"], arm["timing"]["images_per_second_per_rank"]) for arm in members]
+        (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=name, markerfacecolor="white")
+        line.set(linestyle=_STROKES[place % 4], marker=_SIGNS[place % len(_SIGNS)])
+    axes.set_xlabel("ranks", fontsize=9)
+    axes.set_ylabel("images/s of a rank", fontsize=9)
+    axes.set_xticks(sorted({arm["ranks"] for arm in arms}))
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    return Chart("ranks", "Throughput of a chip against the number of ranks", "The same global batch for all.", figure)
+
+
+def _accuracy(record: Record) -> Chart | None:
+    arms = [arm for arm in _timed(record) if arm["training"] and arm["training"]["top1"]]
+    if len(arms) < 2:
+        return None
+    figure, axes = _axes(3.9)
+    rates = [arm["timing"]["images_per_second"] for arm in arms]
+    scores = [arm["training"]["top1"]["mean"] for arm in arms]
+    front = sorted(
+        (rate, score)
+        for rate, score in zip(rates, scores, strict=True)
+        if not any((r > rate and s >= score) or (r >= rate and s > score) for r, s in zip(rates, scores, strict=True))
+    )
+    axes.step(*zip(*front, strict=True), where="pre", color=LINE, linewidth=1, linestyle="--", zorder=0)
+    for place, (arm, rate, score) in enumerate(zip(arms, rates, scores, strict=True)):
+        half = arm["training"]["top1"]["half"]
+        first = arm["before"] is None
+        axes.errorbar(
+            rate, score, yerr=half, marker=_SIGNS[place % len(_SIGNS)], color=INK, capsize=3, elinewidth=1,
+            markerfacecolor=PALE if first else "white" if (rate, score) not in front else INK, markersize=7,
+            linestyle="none", label=_name(arm),
+        )  # fmt: skip
+    axes.set_xlabel("images/s", fontsize=9)
+    axes.set_ylabel("top-1, %", fontsize=9)
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return Chart(
+        "accuracy",
+        "Accuracy against throughput",
+        "Mean over the seeds with its 95% interval. Filled: nothing is both faster and better (the dashed front). "
+        "Whether a difference means anything is said in the table.",
+        figure,
+    )
+
+
+def _loss(record: Record) -> Chart | None:
+    arms = [arm for arm in record["arms"] if arm["training"] and arm["training"]["runs"]]
+    if not arms:
+        return None
+    figure, axes = _axes(3.6)
+    for place, arm in enumerate(arms):
+        runs = [run["curve"] for run in arm["training"]["runs"]]
+        points = min(len(curve["loss"]) for curve in runs)
+        losses = np.array([curve["loss"][:points] for curve in runs]).mean(axis=0)
+        shade = PALE if arm["before"] is None else str(0.05 + 0.6 * place / max(len(arms), 1))
+        axes.plot(
+            runs[0]["epoch"][:points], losses, label=_name(arm), color=shade, linestyle=_STROKES[place % 4],
+            linewidth=4 if arm["before"] is None else 1.3, marker=_SIGNS[place % len(_SIGNS)], markersize=4,
+            markevery=(place * points // (8 * len(arms)), max(points // 8, 1)),
+        )  # fmt: skip
+    axes.set_xlabel("epoch", fontsize=9)
+    axes.set_ylabel("training loss, nats", fontsize=9)
+    axes.legend(fontsize=7.5, frameon=False)
+    return Chart("loss", "Loss curves", "Mean over the seeds; the broad line is the first rung.", figure)
+
+
+def _errors(record: Record) -> Chart | None:
+    arms = [arm for arm in record["arms"] if arm["numerics"]]
+    if not arms:
+        return None
+    figure, axes = _axes(0.9 + 0.36 * len(arms))
+    for place, arm in enumerate(arms):
+        for errors, sign in zip(arm["numerics"], "o^", strict=False):
+            for key, fill in (("gradient_error", INK), ("logit_error", "white")):
+                value = errors[key]
+                if isinstance(value, float) and value > 0:
+                    axes.plot(
+                        value, place, marker=sign, color=INK, markerfacecolor=fill, markersize=7, linestyle="none"
+                    )
+    for sign, fill, label in (
+        ("o", INK, "gradients, before training"),
+        ("^", INK, "gradients, after some"),
+        ("^", "white", "logits, after some"),
+    ):
+        axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("relative error against float64", fontsize=9)
+    figure.legend(fontsize=7.5, frameon=False, loc="outside upper center", ncols=2)
+    return Chart(
+        "errors", "Rounding", "Norm of the difference from float64 with the same weights, over float64's norm.", figure
+    )
+
+
+def _gradients(record: Record) -> Chart | None:
+    gradients = record["gradients"]
+    if not gradients:
+        return None
+    total = gradients["total"]
+    exponents = {int(key): count for key, count in total["exponents"].items()}
+    some = max(sum(exponents.values()), 1)
+    figure, axes = _axes(3.2)
+    places = range(min(*exponents, SMALLEST_SUBNORMAL) - 1, max(exponents) + 2)
+    lost = [place < SMALLEST_SUBNORMAL for place in places]
+    heights = [100 * exponents.get(place, 0) / some for place in places]
+    for flag, color, hatch, label in ((True, "white", "////", "zero in float16"), (False, INK, None, "kept")):
+        chosen = [(p + 0.5, h) for p, h, is_lost in zip(places, heights, lost, strict=True) if is_lost == flag]
+        if chosen:
+            at, high = zip(*chosen, strict=True)
+            axes.bar(at, high, width=0.9, color=color, hatch=hatch, edgecolor=INK, label=label)
+    axes.set_xlabel("log₂ |gradient|", fontsize=9)
+    axes.set_ylabel("% of gradients", fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    return Chart(
+        "gradients",
+        "Gradients of the first rung",
+        f"Zero in float16: {100 * total['below_subnormal']:.2g}%, with the loss times {gradients['loss_scale']:g}: "
+        f"{100 * total['below_subnormal_scaled']:.2g}%. Updates that float16 weights lose without float32 masters: "
+        f"{100 * total['updates_lost_float16']:.1f}%, bfloat16 weights: {100 * total['updates_lost_bfloat16']:.1f}%.",
+        figure,
+    )

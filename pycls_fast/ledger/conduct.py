@@ -1,0 +1,115 @@
+"""A ladder from its name to its report: plan, dry run, work, files."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycls_fast.config import RunConfig
+from pycls_fast.config.command_line import DONE
+from pycls_fast.config.ladder import Ladder, for_experiment
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import Ledger, Settings
+from pycls_fast.ledger.outcome import collect
+from pycls_fast.ledger.plan import Arm, pick
+from pycls_fast.ledger.processes import Process
+from pycls_fast.ledger.records import write_record
+from pycls_fast.ledger.table import markdown, print_table
+from pycls_fast.train.display import Display
+
+
+def conduct(
+    config: RunConfig,
+    ladder: Ladder,
+    settings: Settings,
+    *,
+    switches: Sequence[str],
+    base: tuple[Sequence[str], Sequence[str]],
+    folder: Path,
+    tools: Path,
+    dry_run: bool,
+) -> int:
+    """Run a ladder, or say what would be run; returns the exit status.
+
+    Args:
+        config: the experiment, checked.
+        ladder: the changes to it.
+        settings: what is measured of each arm.
+        switches: rungs to pick, by name or by a key that they set; none for all.
+        base: options and overrides of the experiment, for every tool.
+        folder: of the report and all that it is made from.
+        tools: the folder of the tools.
+        dry_run: print the arms and an estimate of the time, measure nothing else.
+
+    Raises:
+        UserError: a plan that cannot be carried out.
+    """
+    display = Display(speaks=True, mode=config.runtime.progress)
+    for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
+        if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
+            raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
+    device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
+    chosen = for_experiment(pick(ladder, switches), config)
+    ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
+    if dry_run:
+        _dry_run(ledger, display)
+        return DONE
+    ledger.open()
+    try:
+        ledger.run()
+    finally:
+        record = collect(ledger, config.config_name)
+        write_record(folder / "ledger.json", record)
+    write_reports(record, folder)
+    print_table(record)
+    display.note(f"report: {folder / 'index.html'}")
+    return DONE
+
+
+def write_reports(record: dict[str, Any], folder: Path) -> None:
+    """`ledger.md`, `index.html` and the charts beside it."""
+    from pycls_fast.ledger.page import write_page
+
+    (folder / "ledger.md").write_text(markdown(record), encoding="utf-8")
+    write_page(record, folder)
+
+
+def _dry_run(ledger: Ledger, display: Display) -> None:
+    """The arms, and how long they would take by the step of the first of them."""
+    for arm in ledger.arms():
+        ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
+        display.note(f"{arm.name}: {' '.join(arm.overrides) or 'the experiment as it is'}{ranks}")
+    display.note("timing a few steps of the first one for the estimate")
+    start, step, steps = _first_step(ledger, ledger.arms()[0])
+    s, count = ledger.settings, len(ledger.arms())
+    timing = count * s.rounds * (start + (s.steps + s.warmup_steps) * step)
+    numerics = count * (start + s.numerics_steps * step) if s.numerics_steps is not None else 0.0
+    training = count * s.seeds * (start + steps * step) / s.jobs
+    for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):
+        display.note(f"{name}: about {seconds / 60:.0f} min")
+    display.note(
+        f"in all about {(timing + numerics + training) / 60:.0f} min, were every rung as fast as the first "
+        f"({step * 1e3:.0f} ms a step, {steps:,} steps a run; evaluation not counted)"
+    )
+
+
+def _first_step(ledger: Ledger, arm: Arm) -> tuple[float, float, int]:
+    """Seconds to start a process, seconds of a step, steps of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "timing.json"
+        arguments = ["mode=model", "steps=3", "warmup_steps=2", "repeats=1", f"output={file}"]
+        log = Path(folder) / "log.txt"
+        process = Process(
+            ledger.tools / "time_net.py", ledger.arguments([*arm.overrides, *arguments]), ranks=arm.ranks, log=log
+        )
+        finished = process.wait()
+        if finished.status != 0:
+            raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()}")
+        record = json.loads(file.read_text(encoding="utf-8"))
+    step = record["train"]["step_seconds_p50"]
+    return max(finished.seconds - 5 * step, 0.0), step, record["steps_per_run"]

@@ -1,0 +1,168 @@
+"""Two ledgers against each other: has a rung lost speed or accuracy? For continuous integration."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from pycls_fast.config.command_line import DONE, reporting
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.accuracy import CONFIDENCE
+
+LOST = 1
+_USAGE = "check BASELINE.json NEW.json [tolerance=0.05]"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one rung: the quantity, its values before and now, and whether that is a loss."""
+
+    rung: str
+    quantity: str
+    before: str
+    now: str
+    lost: bool
+    text: str
+
+
+def check(arguments: Sequence[str]) -> int:
+    """The command: prints a table; returns 1 where something was lost, 0 where not, 2 for a mistake."""
+    return reporting(lambda: _check(arguments))
+
+
+def _check(arguments: Sequence[str]) -> int:
+    files = [Path(a).expanduser() for a in arguments if "=" not in a]
+    settings = dict(a.split("=", 1) for a in arguments if "=" in a)
+    if len(files) != 2 or set(settings) - {"tolerance"}:
+        raise UserError(f"check: takes two files; use {_USAGE}")
+    tolerance = _tolerance(settings.get("tolerance", "0.05"))
+    findings = compare(*(_read(file) for file in files), tolerance=tolerance)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("rung", "quantity", "before", "now", ""):
+        table.add_column(column, no_wrap=True)
+    for finding in findings:
+        table.add_row(finding.rung, finding.quantity, finding.before, finding.now, finding.text)
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(width=200, highlight=False)).print(table)
+    return LOST if any(finding.lost for finding in findings) else DONE
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise UserError(f"tolerance: must be a share from 0 up to 1; got {text}")
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not JSON ({error})") from error
+    if not isinstance(record, dict) or record.get("kind") != "ledger":
+        raise UserError(f"{file}: not a ledger.json")
+    return record
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], *, tolerance: float) -> list[Finding]:
+    """What became of each rung of `before`.
+
+    Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
+    rate itself, on the same device. It is lost where the two 95% intervals do not overlap and more than `tolerance` of
+    it is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%.
+
+    Raises:
+        UserError: ledgers of different experiments.
+    """
+    if before["config_name"] != now["config_name"]:
+        raise UserError(f"check: ledgers of {before['config_name']} and of {now['config_name']} cannot be compared")
+    arms = {arm["name"]: arm for arm in now["arms"]}
+    findings: list[Finding] = []
+    for old in before["arms"]:
+        new = arms.get(old["name"])
+        if old["status"] != "measured":
+            continue
+        if new is None or new["status"] != "measured":
+            reason = "no such rung" if new is None else (new["reason"] or new["status"])
+            findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
+            continue
+        findings += [f for f in (_speed(old, new, before, now, tolerance), _accuracy(old, new)) if f is not None]
+    return findings
+
+
+def _speed(
+    old: Mapping[str, Any], new: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float
+) -> Finding | None:
+    if not old["timing"] or not new["timing"]:
+        return None
+    first = old["name"] == before["reference"]
+    if first and before["environment"]["processor"] + str(before["device"]) != (
+        now["environment"]["processor"] + str(now["device"])
+    ):
+        return Finding(old["name"], "images/s", "", "", False, "another machine: not compared")
+    a, b = (_rate(arm["timing"]) if first else arm["timing"]["speedup"] for arm in (old, new))
+    if not a or not b:
+        return None
+    apart = None not in (a["low"], b["high"]) and b["high"] < a["low"]
+    lost = apart and b["ratio"] < a["ratio"] * (1 - tolerance)
+    change = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
+    return Finding(
+        old["name"],
+        "images/s" if first else "speed-up",
+        _interval(a),
+        _interval(b),
+        lost,
+        f"LOST: {change}" if lost else f"{change}, within the intervals" if not apart else change,
+    )
+
+
+def _rate(timing: Mapping[str, Any]) -> dict[str, Any]:
+    """Geometric mean of the rounds' images a second with its interval."""
+    logs = np.log(timing["rounds"])
+    mean, count = float(logs.mean()), len(logs)
+    if count == 1:
+        return {"ratio": math.exp(mean), "low": None, "high": None}
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * logs.std(ddof=1) / math.sqrt(count))
+    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
+
+def _interval(values: Mapping[str, Any]) -> str:
+    text = f"{values['ratio']:.3g}"
+    return text if values["low"] is None else f"{text} ({values['low']:.3g} - {values['high']:.3g})"
+
+
+def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding | None:
+    before, now = ([run["top1"] for run in (arm["training"] or {"runs": []})["runs"]] for arm in (old, new))
+    if not before:
+        return None
+    first, second = (f"{np.mean(v):.2f} ({len(v)} seeds)" if v else "-" for v in (before, now))
+
+    def made(lost: bool, text: str) -> Finding:
+        return Finding(old["name"], "top-1", first, second, lost, text)
+
+    if not now:
+        return made(True, "LOST: no run finished")
+    change = float(np.mean(now) - np.mean(before))
+    if sorted(before) == sorted(now):
+        return made(False, "the same")
+    if min(len(before), len(now)) < 2:
+        return made(False, f"{change:+.2f}, not enough runs to say")
+    if np.std(before) == np.std(now) == 0:
+        return made(change < 0, f"{'LOST: ' if change < 0 else ''}{change:+.2f}")
+    p_value = float(stats.ttest_ind(now, before, equal_var=False, alternative="less").pvalue)
+    lost = p_value <= (1 - CONFIDENCE) / 2
+    return made(lost, f"LOST: {change:+.2f}" if lost else f"{change:+.2f}, within the intervals")

@@ -1,0 +1,323 @@
+"""Running a ladder: every arm timed in turns, its rounding measured, trained with several seeds, all put on record.
+
+Each piece of work is a process of its own that leaves a file behind. What is there already is not done again: a
+ledger that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.config.ladder import Ladder
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.plan import Arm, Mode, arms, merged
+from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.records import write_record
+
+# A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
+_MISTAKE = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured of each arm.
+
+    Attributes:
+        mode: how the rungs of the ladder become arms.
+        seeds: training runs of each arm; 0 for none.
+        first_seed: of them.
+        rounds: timings of each arm, in turns; 0 for none.
+        steps, warmup_steps: of a timing.
+        numerics_steps: training steps between the two measurements of rounding; None for neither.
+        jobs: training runs at a time. Timings are always alone.
+        ranks: processes of an arm where the ladder says nothing.
+        margin: loss of top-1 in points that does not matter.
+        gradients: count the first arm's gradients in float32 against float16's limits.
+    """
+
+    mode: Mode = "cumulative"
+    seeds: int = 3
+    first_seed: int = 0
+    rounds: int = 3
+    steps: int = 10
+    warmup_steps: int = 5
+    numerics_steps: int | None = 20
+    jobs: int = 1
+    ranks: int = 1
+    margin: float = 0.2
+    gradients: bool = True
+
+
+@dataclass
+class Ledger:
+    """A ladder at work in its folder.
+
+    Attributes:
+        flags, typed: options and overrides that make the experiment, for every tool.
+        device: "cpu" or "cuda", where the arms run.
+        tools: the folder of the tools.
+        say: told of each piece of work that is done.
+        impossible: arms that this machine or this model cannot have, and why.
+        failed: arms whose process broke.
+        untrained: arms that were timed and whose training ended early.
+    """
+
+    ladder: Ladder
+    settings: Settings
+    flags: Sequence[str]
+    typed: Sequence[str]
+    device: str
+    folder: Path
+    tools: Path
+    say: Callable[[str], None] = print
+    impossible: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    untrained: dict[str, str] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+    _done: int = 0
+    _here: int = 0
+
+    def arms(self) -> list[Arm]:
+        """The arms as far as it is known what can run here."""
+        s = self.settings
+        return arms(self.ladder, s.mode, ranks=s.ranks, impossible={**self.impossible, **self.failed})
+
+    def runnable(self) -> list[Arm]:
+        """Those that nothing stands in the way of."""
+        return [arm for arm in self.arms() if arm.name not in self.impossible and arm.name not in self.failed]
+
+    def open(self) -> None:
+        """Make the folder, or go on in it.
+
+        Raises:
+            UserError: it holds the results of another plan, or cannot be written to.
+        """
+        plan = json.loads(json.dumps(self._plan()))
+        file = self.folder / "plan.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if file.is_file():
+                before = json.loads(file.read_text(encoding="utf-8"))
+                # More seeds or rounds are more of the same.
+                other = [k for k in plan if k not in _MAY_GROW and plan[k] != before.get(k)]
+                if other:
+                    raise UserError(
+                        f"output: {self.folder} holds a ledger with another {', '.join(other)}; choose another "
+                        "folder, or remove it"
+                    )
+            write_record(file, plan)
+        except OSError as error:
+            raise UserError(f"output: {self.folder} cannot be written to ({error.strerror}); give another") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"output: {file} is damaged; choose another folder, or remove it") from error
+
+    def _plan(self) -> dict[str, Any]:
+        return {
+            "ladder": self.ladder.model_dump(mode="json"),
+            "base": [*self.flags, *self.typed],
+            **asdict(self.settings),
+        }
+
+    def run(self) -> None:
+        """Do everything that is not done yet.
+
+        Raises:
+            UserError: the arm that all others are compared with does not run.
+        """
+        self._try_out()
+        s = self.settings
+        for number in range(1, s.rounds):
+            # There and back: a steady drift falls out over two rounds.
+            order = self.runnable()
+            for arm in order if number % 2 == 0 else reversed(order):
+                self._time(arm, number)
+        if s.numerics_steps is not None:
+            for arm in self.runnable():
+                self._numerics(arm)
+        if s.gradients:
+            self._gradients(self.arms()[0])
+        self._train_all()
+
+    def total(self) -> int:
+        """Pieces of work in the whole plan, as far as it is known."""
+        s, count = self.settings, len(self.runnable())
+        pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
+        return count * pieces + len(self.impossible) + len(self.failed) + s.gradients
+
+    def _try_out(self) -> None:
+        """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind."""
+        if self.settings.mode == "leave_one_out":
+            # What cannot be in "everything" shows alone.
+            for arm in arms(self.ladder, "one_at_a_time", ranks=self.settings.ranks)[1:]:
+                self._time(arm, 0)
+        position = 0
+        while position < len(self.arms()):
+            arm = self.arms()[position]
+            position += 1
+            finished = self._time(arm, 0)
+            if arm.before is None and finished is not None and finished.status != 0:
+                raise UserError(
+                    f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
+                    f"(all of it: {finished.log})"
+                )
+
+    def _time(self, arm: Arm, number: int) -> Finished | None:
+        s = self.settings
+        if arm.needs is not None and arm.needs != self.device:
+            self.impossible[arm.name] = f"needs {arm.needs.upper()}, is too slow on {self.device.upper()}"
+            self._done += 1
+            return None
+        file = self.timing_file(arm, number)
+        size = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
+        arguments = [
+            *arm.overrides, "mode=model", f"steps={size[0]}", f"warmup_steps={size[1]}", "repeats=1", f"output={file}",
+        ]  # fmt: skip
+        return self._piece(f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}", arm, "time_net", arguments, file)
+
+    def _numerics(self, arm: Arm) -> None:
+        file = self.numerics_file(arm)
+        arguments = [
+            *arm.overrides, "parallel=single", "mode=numerics", f"steps={self.settings.numerics_steps}",
+            f"output={file}",
+        ]  # fmt: skip
+        self._piece(f"{arm.name}: rounding", arm, "ledger", arguments, file, ranks=1, blame=False)
+
+    def _gradients(self, arm: Arm) -> None:
+        # Counted before anything has rounded them.
+        arguments = [
+            *arm.overrides,
+            "parallel=single",
+            "precision=fp32",
+            "mode=gradients",
+            f"output={self.gradients_file}",
+        ]
+        self._piece("gradients", arm, "ledger", arguments, self.gradients_file, ranks=1, blame=False)
+
+    def _piece(
+        self,
+        what: str,
+        arm: Arm,
+        tool: str,
+        arguments: Sequence[str],
+        file: Path,
+        *,
+        ranks: int | None = None,
+        blame: bool = True,
+    ) -> Finished | None:
+        """One process to its end, unless its file is there."""
+        if file.is_file():
+            self._done += 1
+            return None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "logs" / f"{file.relative_to(self.folder).with_suffix('').as_posix().replace('/', '-')}.txt"
+        process = Process(
+            self.tools / f"{tool}.py", self.arguments(arguments), ranks=arm.ranks if ranks is None else ranks, log=log
+        )
+        try:
+            finished = process.wait()
+        except BaseException:
+            process.stop()
+            raise
+        self._report(what, finished)
+        if blame and finished.status != 0:
+            (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
+        return finished
+
+    def arguments(self, more: Sequence[str]) -> list[str]:
+        """The experiment's, with more overrides in place of its own."""
+        return [*self.flags, *merged(self.typed, more)]
+
+    def _report(self, what: str, finished: Finished) -> None:
+        self._done += 1
+        self._here += 1
+        if finished.status == 0:
+            each = (time.monotonic() - self._started) / self._here
+            left = max(self.total() - self._done, 0) * each
+            self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, about {_minutes(left)} left)")
+        elif finished.status == _MISTAKE:
+            self.say(f"{what}: cannot run: {finished.reason()}")
+        else:
+            self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (all of it: {finished.log})")
+
+    def _train_all(self) -> None:
+        waiting = [(arm, seed) for seed in self.seeds() for arm in self.runnable()]
+        running: list[tuple[Arm, int, Process]] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.settings.jobs:
+                    arm, seed = waiting.pop(0)
+                    if (self.run_dir(arm, seed) / "summary.json").is_file():
+                        self._done += 1
+                    elif arm.name not in self.untrained:
+                        running.append((arm, seed, self._start_training(arm, seed)))
+                for entry in list(running):
+                    arm, seed, process = entry
+                    finished = process.finished()
+                    if finished is not None:
+                        running.remove(entry)
+                        self._report(f"{arm.name}: training, seed {seed}", finished)
+                        if finished.status != 0:
+                            self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
+                time.sleep(0.05 if running else 0)
+        except BaseException:
+            for _, _, process in running:
+                process.stop()
+            raise
+
+    def _start_training(self, arm: Arm, seed: int) -> Process:
+        run_dir = self.run_dir(arm, seed)
+        arguments = self.arguments([*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"])
+        log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
+        return Process(self.tools / "train_net.py", arguments, ranks=arm.ranks, log=log)
+
+    def seeds(self) -> range:
+        """Of the training runs."""
+        return range(self.settings.first_seed, self.settings.first_seed + self.settings.seeds)
+
+    def timing_file(self, arm: Arm, number: int) -> Path:
+        """Where a round's timing of an arm is."""
+        return self.folder / "timings" / arm.slug / f"round_{number}.json"
+
+    def numerics_file(self, arm: Arm) -> Path:
+        """Where an arm's rounding errors are."""
+        return self.folder / "numerics" / f"{arm.slug}.json"
+
+    @property
+    def gradients_file(self) -> Path:
+        """Where the counts of gradients are."""
+        return self.folder / "gradients.json"
+
+    def run_dir(self, arm: Arm, seed: int) -> Path:
+        """An arm's training run."""
+        return self.folder / "runs" / arm.slug / f"seed_{seed}"
+
+    def timings(self, arm: Arm) -> Iterator[dict[str, Any]]:
+        """Records of the rounds that there are, in their order."""
+        for number in range(self.settings.rounds):
+            file = self.timing_file(arm, number)
+            if file.is_file():
+                yield json.loads(file.read_text(encoding="utf-8"))
+
+
+# What a plan may change and still be the same experiment.
+_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
+    """Where a ledger goes that was given no folder; the same each time, so that it goes on after a kill."""
+    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

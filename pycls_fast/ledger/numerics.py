@@ -1,0 +1,120 @@
+"""How far a setting's logits and gradients are from float64's, before training and after some of it.
+
+Trained to the end, two settings differ by what chance makes of the first rounding; here the rounding itself is
+measured. The reference has the same weights (the float32 masters, where there are any), the same images, float64 and
+the plain twin of every switch.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast import build, speed
+from pycls_fast.config import RunConfig
+from pycls_fast.config.command_line import DONE
+from pycls_fast.data import Batch, to_device
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.records import write_record
+from pycls_fast.losses import Targets
+from pycls_fast.parallel import prepare_model, uncompiled
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import make_step
+from pycls_fast.train.step import Step
+
+
+def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
+    """Write the errors at step 0 and after `steps` steps of training as JSON; returns the exit status.
+
+    Raises:
+        UserError: several ranks, or what training would refuse.
+    """
+    with build.world(config) as world:
+        if world.size > 1:
+            raise UserError("mode: numerics are measured by one process; start without torchrun")
+        build.set_backend(config, world.device)
+        switches = build.switches(config, world.device)
+        train = build.sources(config, world)["train"]
+        classes = build.num_classes(config, train)
+        plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
+        exact = build.model(config, classes, plain).double().to(world.device)
+        network = prepare_model(
+            build.model(config, classes, switches), world, memory_format=switches[SwitchName.MEMORY_FORMAT]
+        )
+        step = make_step(config, network, world, switches, max(1, len(train) // config.data.global_batch_size))
+        metrics = TrainMetrics(world.device)
+        loader = build.train_loader(config, train, world, start_step=0, steps=steps + 1)
+        batches = to_device(loader, world.device, mode="blocking")
+        with closing(batches):  # type: ignore[type-var]  # a generator
+            # Seen by no step: its errors are not those of images that were learned.
+            probe = next(batches)
+            list(islice(batches, config.optim.accumulation_steps - 1))
+            records = [{"step": 0, **errors(step, network, exact, probe)}]
+            for number in range(steps):
+                step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
+            records.append({"step": steps, **errors(step, network, exact, probe)})
+        finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
+        write_record(Path(output), {"kind": "numerics", "config_name": config.config_name, "errors": finite})
+        return DONE
+
+
+def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> dict[str, float | None]:
+    """`logit_error`, `gradient_error`: norm of the difference from float64 over the norm of float64's.
+
+    The network is in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
+    function. Its parameters' gradients are left at None. None stands for a reference of zeros.
+    """
+    _copy_weights(step, network, exact)
+    images_BCHW = step.prepare(probe)
+    targets = Targets(probe.labels_B)
+    was_training = network.training
+    network.eval()
+    exact.eval()
+    try:
+        exact_logits_BK = exact(images_BCHW.double())
+        step.loss(exact_logits_BK, targets).backward()
+        with uncompiled(network), step.autocast():
+            logits_BK = network(images_BCHW)
+        step.scaler.scale(step.loss(logits_BK, targets)).backward()
+    finally:
+        network.train(was_training)
+    scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
+    gradients = _gradients(network, 1 / scale)
+    return {
+        "logit_error": relative_error([logits_BK], [exact_logits_BK]),
+        "gradient_error": relative_error(gradients, _gradients(exact, 1.0)),
+    }
+
+
+def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
+    state = (step.masters or network).state_dict()
+    exact.load_state_dict(
+        {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
+    )
+
+
+def _gradients(network: nn.Module, factor: float) -> list[Tensor]:
+    """Each parameter's gradient in float64, taken away from it."""
+    found = []
+    for parameter in network.parameters():
+        gradient = parameter.grad
+        found.append(torch.zeros_like(parameter).double() if gradient is None else gradient.double() * factor)
+        parameter.grad = None
+    return found
+
+
+@torch.no_grad()
+def relative_error(values: list[Tensor], exact: list[Tensor]) -> float | None:
+    """The norm of all differences over the norm of all exact values, or None where those are zero; inf stays inf."""
+    off = sum(float((v.double() - e).square().sum()) for v, e in zip(values, exact, strict=True))
+    norm = sum(float(e.square().sum()) for e in exact)
+    if norm == 0:
+        return None
+    error = (off / norm) ** 0.5
+    return error if math.isfinite(error) else math.inf

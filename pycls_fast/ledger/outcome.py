@@ -1,0 +1,215 @@
+"""`ledger.json`: everything that a ladder's folder holds, as one record."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from pycls_fast.ledger.accuracy import CONFIDENCE, RULE, ImagePair, Verdict, judge, pair_images, speedup
+from pycls_fast.ledger.ladder import Ledger
+from pycls_fast.ledger.plan import Arm
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder, environment, environment_command, versions
+
+IMAGENET_TRAINING_IMAGES = 1_281_167
+FORMAT = 1
+
+# Of a loss curve; more cannot be seen.
+_MOST_POINTS = 400
+
+Record = dict[str, Any]
+
+
+def collect(ledger: Ledger, config_name: str) -> Record:
+    """The record of a ledger, whole or still under way.
+
+    The structure is `{..., "arms": [{"name", "status", "timing", "numerics", "training"}, ...]}`, the first arm being
+    what the others are compared with. `docs/ledger.md` describes the fields.
+    """
+    plan = ledger.arms()
+    records = [_arm(ledger, arm) for arm in plan]
+    by_name = {record["name"]: record for record in records}
+    _compare_speed(ledger, plan, by_name)
+    _compare_accuracy(ledger, plan, by_name)
+    timed = next((record for arm in plan for record in ledger.timings(arm)), None)
+    return {
+        "kind": "ledger",
+        "format": FORMAT,
+        "config_name": config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        "ladder": ledger.ladder.model_dump(mode="json"),
+        "settings": asdict(ledger.settings),
+        "base": [*ledger.flags, *ledger.typed],
+        "rule": RULE,
+        "reference": plan[0].name,
+        "model": timed and {k: timed[k] for k in _MODEL if k in timed},
+        "device": timed["device"] if timed else None,
+        "versions": versions(),
+        "environment": environment(torch.device("cpu"), 1),
+        "gradients": _gradients(ledger),
+        "arms": records,
+    }
+
+
+def _gradients(ledger: Ledger) -> Record | None:
+    """Counts over all layers; those of each layer stay in their own file."""
+    if not ledger.gradients_file.is_file():
+        return None
+    record = json.loads(ledger.gradients_file.read_text(encoding="utf-8"))
+    return {key: record[key] for key in ("total", "steps", "warmup_steps", "loss_scale")}
+
+
+_MODEL = ("model", "parameters", "forward_flops_per_image", "image_size", "num_classes", "data", "global_batch_size")
+
+
+def _arm(ledger: Ledger, arm: Arm) -> Record:
+    status, reason = "measured", None
+    for name, reasons in (("cannot run", ledger.impossible), ("failed", ledger.failed)):
+        if arm.name in reasons:
+            status, reason = name, reasons[arm.name]
+    return {
+        "name": arm.name,
+        "note": arm.note,
+        "overrides": list(arm.overrides),
+        "ranks": arm.ranks,
+        "before": arm.before,
+        "status": status,
+        "reason": reason,
+        "needs": "CUDA" if reason is not None and "CUDA" in reason else None,
+        "timing": _timing(ledger, arm),
+        "numerics": _numerics(ledger, arm),
+        "training": _training(ledger, arm),
+    }
+
+
+def _timing(ledger: Ledger, arm: Arm) -> Record | None:
+    rounds = list(ledger.timings(arm))
+    if not rounds:
+        return None
+    parts = [record["train"] for record in rounds]
+    steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
+    p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
+    images = parts[0]["images_per_step"]
+    rate = images / p50
+    memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
+    shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
+    return {
+        "images_per_second": rate,
+        "images_per_second_per_rank": rate / arm.ranks,
+        "step_seconds_p50": p50,
+        "step_seconds_p90": p90,
+        "images_per_step": images,
+        "samples": len(steps),
+        "flops_per_second": 3 * rounds[0]["forward_flops_per_image"] * rate,
+        "share_of_matmul": float(np.median(shares)) if shares else None,
+        "memory_peak_bytes": max(memory, default=None),
+        "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
+        "rounds": [part["images_per_second"] for part in parts],
+        "precision": rounds[0]["precision"],
+        "switches": rounds[0]["switches"],
+    }
+
+
+def _compare_speed(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
+    for arm in plan:
+        timing = records[arm.name]["timing"]
+        for key, other in (("speedup", plan[0].name), ("speedup_before", arm.before)):
+            reference = records[other]["timing"] if other is not None and other in records else None
+            if timing is None:
+                continue
+            timing[key] = None
+            if reference is not None:
+                # A kill may have left one of them a round ahead.
+                pairs = min(len(reference["rounds"]), len(timing["rounds"]))
+                timing[key] = asdict(speedup(reference["rounds"][:pairs], timing["rounds"][:pairs]))
+
+
+def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:
+    file = ledger.numerics_file(arm)
+    return json.loads(file.read_text(encoding="utf-8"))["errors"] if file.is_file() else None
+
+
+def _training(ledger: Ledger, arm: Arm) -> Record | None:
+    runs = [run for seed in ledger.seeds() if (run := _run(ledger, arm, seed)) is not None]
+    reason = ledger.untrained.get(arm.name)
+    if not runs and reason is None:
+        return None
+    top1 = [run["top1"] for run in runs]
+    return {"reason": reason, "runs": runs, "top1": _mean(top1), "top5": _mean([run["top5"] for run in runs])}
+
+
+def _mean(values: Sequence[float]) -> Record | None:
+    """Mean over the seeds with its own 95% interval (Student's t)."""
+    if not values:
+        return None
+    mean, count = float(np.mean(values)), len(values)
+    half = None
+    if count > 1:
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
+    return {"mean": mean, "half": half, "seeds": count}
+
+
+def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
+    folder = RunFolder(ledger.run_dir(arm, seed))
+    file = folder.path / "summary.json"
+    if not file.is_file():
+        return None
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    train = [r for r in folder.records() if r["kind"] == "train" and r["loss"] is not None]
+    every = -(-len(train) // _MOST_POINTS) or 1
+    final = summary["final"]
+    return {
+        "seed": seed,
+        **{key: final[key] for key in ("top1", "top5", "loss", "count", "weights", "split")},
+        "best_top1": summary["best"]["top1"],
+        **{key: summary[key] for key in ("steps", "epochs", "wall_seconds", "images_per_second", "memory_peak_bytes")},
+        "curve": {"epoch": [r["epoch"] for r in train[::every]], "loss": [r["loss"] for r in train[::every]]},
+        "evaluations": [
+            {key: r[key] for key in ("epoch", "top1", "loss")}
+            for r in folder.records()
+            if r["kind"] == "eval" and r["weights"] == final["weights"]
+        ],
+    }
+
+
+def _compare_accuracy(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
+    """Add `against_reference` and `against_before` to what was trained."""
+    trained = [arm for arm in plan if records[arm.name]["training"] is not None]
+    for key in ("against_reference", "against_before"):
+        compared = [(arm, plan[0].name if key == "against_reference" else arm.before) for arm in trained]
+        compared = [(arm, other) for arm, other in compared if other is not None and other != arm.name]
+        by_name = {arm.name: arm for arm in plan}
+        pairs = [_pairs(ledger, by_name[other], arm) for arm, other in compared if other is not None]
+        verdicts = judge([list(rung.values()) for rung in pairs], margin=ledger.settings.margin)
+        for (arm, other), rung, verdict in zip(compared, pairs, verdicts, strict=True):
+            records[arm.name]["training"][key] = _comparison(str(other), rung, verdict)
+
+
+def _comparison(other: str, pairs: Mapping[int, ImagePair], verdict: Verdict) -> Record:
+    return {
+        "reference": other,
+        "verdict": asdict(verdict),
+        "images": [{"seed": seed, **asdict(pair)} for seed, pair in pairs.items()],
+    }
+
+
+def _pairs(ledger: Ledger, first: Arm, second: Arm) -> dict[int, ImagePair]:
+    pairs = {}
+    for seed in ledger.seeds():
+        files = [ledger.run_dir(arm, seed) for arm in (first, second)]
+        if not all((file / "summary.json").is_file() for file in files):
+            continue
+        one, two = (Predictions.load(RunFolder(file).predictions) for file in files)
+        # Images that one of the two could not read are in neither.
+        _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
+        pairs[seed] = pair_images(one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two])
+    return pairs

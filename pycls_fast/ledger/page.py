@@ -1,0 +1,165 @@
+"""`index.html`: a ledger on one page that needs nothing besides itself, and its charts as PNG files."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from pycls_fast.ledger.charts import Chart, charts
+from pycls_fast.ledger.table import rows, state, verdict
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; max-width: 76rem;
+  padding: 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+p, li { max-width: 48rem; } .quiet { color: #555; font-size: .88rem; }
+code { font-size: .85em; overflow-wrap: anywhere; }
+.answers { display: grid; grid-template-columns: repeat(auto-fill, minmax(15.5rem, 1fr)); gap: .75rem; padding: 0;
+  list-style: none; }
+.answers li { border: 1px solid #bbb; border-left: .45rem solid #17375e; border-radius: .25rem; padding: .5rem .75rem; }
+.answers li.open { border-left-color: #a9bfd8; } .answers li.loss { border-left: .45rem double #17375e; }
+.answers li.missing { border-style: dashed; color: #555; }
+.answers b { display: block; } .answers .big { font-size: 1.35rem; font-weight: 600; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #555; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+td.words { text-align: left; white-space: normal; min-width: 11rem; }
+@media print { .scroll { overflow: visible; } figure { break-inside: avoid; } }
+"""
+
+
+def write_page(record: Mapping[str, Any], folder: Path) -> None:
+    """Write `index.html` and `charts/NAME.png` into the folder."""
+    drawn = charts(record)
+    (folder / "charts").mkdir(exist_ok=True)
+    for chart in drawn:
+        chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
+    (folder / "index.html").write_text(page(record, drawn), encoding="utf-8")
+
+
+def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
+    """The page as text."""
+    ladder, settings = record["ladder"], record["settings"]
+    title = f"{record['config_name']}: {ladder['description']}"
+    environment = record["environment"]
+    when = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
+    machine = f"{environment['processor']}, {environment['cpu_count']} cores, device {record['device']}"
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    source = f"<p class='quiet'>Ladder: {escape(ladder['source'])}</p>" if ladder["source"] else ""
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · {settings['seeds']} "
+            f"seeds · {settings['rounds']} rounds of timing</p>",
+            source,
+            f"<ul class='answers'>{''.join(_answer(arm, record) for arm in record['arms'])}</ul>",
+            "<section class='charts'>",
+            *(_figure(chart) for chart in drawn),
+            "</section>",
+            "<h2>All numbers</h2>",
+            f"<div class='scroll'>{_table(record)}</div>",
+            f"<p class='quiet'>{escape(record['rule'])}</p>",
+            _list("Notes", [(arm["name"], arm["note"]) for arm in record["arms"] if arm["note"]]),
+            _list("Not run here", [(arm["name"], arm["reason"]) for arm in record["arms"] if arm["reason"]]),
+            "<h2>Made with</h2>",
+            f"<p><code>{escape(record['command'])}</code></p><p class='quiet'>{escape(versions)}</p>",
+            _overrides(record),
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    name = f"<b>{escape(arm['name'])}</b>"
+    if arm["status"] != "measured":
+        return f"<li class='missing'>{name}{escape(state(arm))}</li>"
+    timing, training = arm["timing"], arm["training"]
+    if arm["name"] == record["reference"]:
+        rate = f"{timing['images_per_second']:,.0f} images/s" if timing else ""
+        top1 = f"top-1 {training['top1']['mean']:.2f}%" if training and training["top1"] else ""
+        return f"<li class='open'>{name}<span class='big'>1x</span> {rate}<br>{top1}</li>"
+    found = timing["speedup"] if timing else None
+    speed = f"<span class='big'>{found['ratio']:.2f}x</span> " if found else ""
+    between = f"{found['low']:.2f} to {found['high']:.2f}" if found and found["low"] is not None else ""
+    words = verdict(arm, "against_reference")
+    finding = training["against_reference"]["verdict"]["finding"] if words else ""
+    kind = "loss" if "loss" in finding and finding != "no loss" else "open" if finding == "not enough runs" else ""
+    ended = f"<br>training ended early: {escape(training['reason'])}" if training and training["reason"] else ""
+    return f"<li class='{kind}'>{name}{speed}{between}<br>{escape(words)}{ended}</li>"
+
+
+def _figure(chart: Chart) -> str:
+    return (
+        f"<figure><h2>{escape(chart.title)}</h2>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
+    )
+
+
+def _svg(chart: Chart) -> str:
+    """The figure as SVG with its text as text, fit to stand beside others in one document."""
+    buffer = io.StringIO()
+    # Identifiers made of the content, so that the same record gives the same page.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
+        chart.figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # The figure's own size in points would keep it from shrinking; its view box keeps the proportions.
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    label = f'<svg role="img" aria-label="{escape(chart.title)}"'
+    # Two figures on a page must not share identifiers.
+    return re.sub(r'(id="|#)(?=[A-Za-z_])', rf"\g<1>{chart.name}-", _names(text)).replace("<svg", label, 1)
+
+
+def _names(text: str) -> str:
+    """Colours begin with the sign that references begin with; written as rgb they are not taken for one."""
+
+    def rgb(match: re.Match[str]) -> str:
+        value = match.group(1)
+        return f"rgb({int(value[:2], 16)},{int(value[2:4], 16)},{int(value[4:], 16)})"
+
+    return re.sub(r"#([0-9a-fA-F]{6})\b(?=[;\"'\s])", rgb, text)
+
+
+def _table(record: Mapping[str, Any]) -> str:
+    made = rows(record)
+    head = "".join(f"<th>{escape(column)}</th>" for column in made[0])
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td class='{'words' if column.startswith('against') else ''}'>{escape(text)}</td>"
+            for column, text in row.items()
+        )
+        + "</tr>"
+        for row in made
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _list(title: str, items: list[tuple[str, str]]) -> str:
+    if not items:
+        return ""
+    lines = "".join(f"<li><b>{escape(name)}</b>: {escape(text)}</li>" for name, text in items)
+    return f"<h2>{title}</h2><ul>{lines}</ul>"
+
+
+def _overrides(record: Mapping[str, Any]) -> str:
+    lines = "".join(
+        f"<li>{escape(arm['name'])}: <code>{escape(' '.join(arm['overrides']) or 'as the experiment')}</code></li>"
+        for arm in record["arms"]
+    )
+    return f"<details><summary>Settings of each rung</summary><ul>{lines}</ul></details>"

@@ -1,0 +1,116 @@
+"""From a ladder to the arms of an experiment: which settings are measured, and what each is compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.config.messages import did_you_mean
+from pycls_fast.errors import UserError
+
+Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
+EVERYTHING = "everything"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting to be measured.
+
+    Attributes:
+        name: the rung's; the first arm is what all others are compared with.
+        overrides: behind those of the experiment.
+        ranks: processes.
+        before: the name of the arm that this one is one step away from; None for the first.
+            note: what the ladder says about the rung.
+        needs: a kind of device that it is not worth running without.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    ranks: int
+    before: str | None
+    note: str = ""
+    needs: str | None = None
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file's path."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+
+def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
+    """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key.
+
+    Raises:
+        UserError: a name that fits no rung.
+    """
+    if not names:
+        return ladder
+    words = {
+        rung.name: {rung.name, *(o.lstrip("+~").partition("=")[0] for o in rung.overrides)} for rung in ladder.rungs
+    }
+    # A switch may be named without its section: compile for speed.compile.
+    words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
+    known = set().union(*words.values())
+    wrong = [
+        f"switches: no rung is called {name} or sets it{did_you_mean(name, known)}; there are {', '.join(words)}"
+        for name in names
+        if name not in known
+    ]
+    if wrong:
+        raise UserError(*wrong)
+    return ladder.model_copy(update={"rungs": tuple(r for r in ladder.rungs if words[r.name] & set(names))})
+
+
+def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[str] = ()) -> list[Arm]:
+    """The arms in the order of the ladder, what they are compared with first.
+
+    Args:
+        ladder: with at least one rung.
+        mode: "cumulative": each rung on top of those before it. "one_at_a_time": each alone on the baseline.
+            "leave_one_out": all rungs, and all but each.
+        ranks: processes where the ladder says nothing.
+        impossible: rungs that cannot run here. They are arms all the same, so that they are seen to be missing, but the
+            arms behind them go without their change.
+    """
+    base = _arm(ladder.baseline, (), ladder.baseline.ranks or ranks, None)
+    if mode == "one_at_a_time":
+        return [base, *(_arm(rung, base.overrides, rung.ranks or base.ranks, base.name) for rung in ladder.rungs)]
+    if mode == "leave_one_out":
+        return _leave_one_out(ladder, base, impossible)
+    made = [base]
+    last = base
+    for rung in ladder.rungs:
+        arm = _arm(rung, last.overrides, rung.ranks or last.ranks, last.name)
+        made.append(arm)
+        last = last if rung.name in impossible else arm
+    return made
+
+
+def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None) -> Arm:
+    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note, rung.needs)
+
+
+def merged(*parts: Sequence[str]) -> tuple[str, ...]:
+    """Overrides one behind the other; of those with the same key the last, where Hydra would refuse a second one."""
+    last = {override.lstrip("+").partition("=")[0]: override for part in parts for override in part}
+    keys = dict.fromkeys(reversed([o.lstrip("+").partition("=")[0] for part in parts for o in part]))
+    return tuple(last[key] for key in reversed(keys))
+
+
+def _leave_one_out(ladder: Ladder, base: Arm, impossible: Collection[str]) -> list[Arm]:
+    possible = [rung for rung in ladder.rungs if rung.name not in impossible]
+
+    def made(name: str, rungs: Sequence[Rung], before: str | None, note: str = "") -> Arm:
+        overrides = merged(base.overrides, *(rung.overrides for rung in rungs))
+        ranks = next((rung.ranks for rung in reversed(rungs) if rung.ranks), base.ranks)
+        return Arm(name, overrides, ranks, before, note)
+
+    without = [
+        made(f"without {rung.name}", [other for other in possible if other != rung], EVERYTHING, rung.note)
+        for rung in possible
+    ]
+    return [made(EVERYTHING, possible, None), *without]

@@ -1,0 +1,85 @@
+"""Other processes of this project, run to their end: what they say goes to a file, and they die with this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended: its exit status, its wall time in seconds and the file with what it said."""
+
+    status: int
+    seconds: float
+    log: Path
+
+    def reason(self) -> str:
+        """What it gave as the cause: its lines of error, else the last line that says anything."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
+        said = [line.strip() for line in lines if line.strip()]
+        return "; ".join(errors) or (said[-1] if said else f"exit status {self.status}")
+
+
+class Process:
+    """A tool of this project with its arguments, started at once; under torchrun with more than one rank."""
+
+    def __init__(self, tool: Path, arguments: Sequence[str], *, ranks: int, log: Path) -> None:
+        launcher = [sys.executable, "-u"]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        self._log = log
+        self._started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*launcher, str(tool), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(ranks),
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+    def finished(self) -> Finished | None:
+        """How it ended, or None while it runs."""
+        status = self._process.poll()
+        return None if status is None else Finished(status, time.monotonic() - self._started, self._log)
+
+    def wait(self) -> Finished:
+        """Wait for the end."""
+        self._process.wait()
+        ended = self.finished()
+        assert ended is not None
+        return ended
+
+    def stop(self) -> None:
+        """Ask it to save and end; returns when it has, or after half a minute without it."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    # torchrun sets one thread a process and says so; the same without its warning.
+    return {**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")} if ranks > 1 else kept
+
+
+def _die_with_parent() -> None:
+    # Killed with -9 this process can tell its children nothing; the kernel does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

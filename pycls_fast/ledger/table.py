@@ -1,0 +1,135 @@
+"""The ledger as a table: on the terminal and in `ledger.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pycls_fast.train.display import human
+
+_WIDE = 220
+
+
+def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row per arm: column -> text; a column that no arm has anything for is left out."""
+    made = [_row(arm, record["reference"]) for arm in record["arms"]]
+    filled = [column for column in made[0] if any(row[column] for row in made)]
+    return [{column: row[column] or "-" for column in filled} for row in made]
+
+
+def _row(arm: Mapping[str, Any], reference: str) -> dict[str, str]:
+    timing, training = arm["timing"], arm["training"]
+    first = arm["name"] == reference
+    row = {"rung": arm["name"] + (f" ({arm['ranks']} ranks)" if arm["ranks"] > 1 else "")}
+    row["images/s"] = f"{timing['images_per_second']:,.1f}" if timing else ""
+    row["speed-up (95%)"] = "1" if first else _speedup(timing and timing["speedup"])
+    row["over the one before"] = "" if first else _speedup(timing and timing["speedup_before"])
+    row["ms a step (p90)"] = (
+        f"{timing['step_seconds_p50'] * 1e3:.1f} ({timing['step_seconds_p90'] * 1e3:.1f})" if timing else ""
+    )
+    row["FLOP/s"] = human(timing["flops_per_second"]) if timing else ""
+    memory = timing["memory_peak_bytes"] if timing else None
+    row["memory"] = human(memory, "B") if memory is not None else ""
+    row["ImageNet epoch"] = duration(timing["imagenet_epoch_seconds"]) if timing else ""
+    numerics = arm["numerics"] or []
+    row["gradient error"] = " / ".join(_error(each["gradient_error"]) for each in numerics)
+    row["top-1"] = _mean(training and training["top1"])
+    row["against the first"] = "the reference" if first and training else verdict(arm, "against_reference")
+    row["against the one before"] = "" if first else verdict(arm, "against_before")
+    if arm["status"] != "measured":
+        row["against the first"] = state(arm)
+    elif training and training["reason"]:
+        row["against the first"] = f"training ended early: {training['reason']}"
+    return row
+
+
+def state(arm: Mapping[str, Any]) -> str:
+    """Why an arm has no numbers, short: the reason itself is in the notes below."""
+    if arm["needs"]:
+        return f"needs {arm['needs']}"
+    return {"cannot run": "cannot run here", "failed": "failed", "measured": ""}[arm["status"]]
+
+
+def verdict(arm: Mapping[str, Any], against: str) -> str:
+    """The verdict's words, or nothing."""
+    training = arm["training"]
+    found = training.get(against) if training else None
+    return found["verdict"]["text"] if found else ""
+
+
+def duration(seconds: float) -> str:
+    """A time that a person can compare: seconds, minutes, hours or days."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _speedup(values: Mapping[str, Any] | None) -> str:
+    if not values:
+        return ""
+    low, high = values["low"], values["high"]
+    return f"{values['ratio']:.2f}" + (f" ({low:.2f} - {high:.2f})" if low is not None else "")
+
+
+def _mean(values: Mapping[str, Any] | None) -> str:
+    if not values:
+        return ""
+    half = f" ± {values['half']:.2f}" if values["half"] is not None else ""
+    return f"{values['mean']:.2f}{half}"
+
+
+def _error(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """`ledger.md`."""
+    table = rows(record)
+    columns = list(table[0])
+    seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
+    environment = record["environment"]
+    lines = [
+        f"# {record['config_name']}: {record['ladder']['description']}",
+        "",
+        f"Command: `{record['command']}`",
+        "",
+        f"Machine: {environment['processor']}, {environment['cpu_count']} cores, device {record['device']}; "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        + ".",
+        "",
+        f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
+        f"'{record['reference']}'. Gradient error: relative, against float64, before training and after "
+        f"{record['settings']['numerics_steps']} steps. ImageNet epoch: 1,281,167 images at this rate.",
+        "",
+        _line(columns),
+        _line(["---"] * len(columns)),
+        *(_line([row[column] for column in columns]) for row in table),
+        "",
+        f"The rule of the verdicts: {record['rule']}",
+    ]
+    notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
+    missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]
+    for title, items in (("Notes", notes), ("Not run here", missing)):
+        if items:
+            lines += ["", f"## {title}", "", *items]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def print_table(record: Mapping[str, Any]) -> None:
+    """The same on the terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    made = rows(record)
+    for column in made[0]:
+        table.add_column(column, justify="left" if column.startswith(("rung", "against")) else "right")
+    for row in made:
+        table.add_row(*row.values())
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(width=_WIDE, highlight=False)).print(table)

@@ -1,0 +1,118 @@
+"""A ladder on the digits from its command to its page; killed, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import ROOT, command, environment, run_process
+
+SHORT = (
+    "model.width=32", "model.depth=2", "model.mlp_width=32", "schedule.epochs=1", "schedule.warmup_epochs=0",
+    "runtime.tensorboard=false", "runtime.log_every_steps=4", "data.num_workers=0",
+)  # fmt: skip
+
+LADDER = """
+description: three changes
+baseline: {name: plain, overrides: [speed=reference]}
+rungs:
+  - {name: same, overrides: [speed.input_copy=blocking]}
+  - {name: nowhere, overrides: [precision=tf32]}
+  - {name: half, overrides: [precision=amp_bf16]}
+"""
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(LADDER)
+    return file
+
+
+def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
+    measured = ("seeds=1", "rounds=1", "steps=2", "warmup_steps=1", "numerics_steps=2", "gradients=false")
+    return command(f"ladder={ladder}", f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
+
+
+def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    arguments = ledger(ladder, digits, f"output={folder}")
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    first = folder / "timings" / "same" / "round_0.json"
+    deadline = time.monotonic() + 200
+    while not first.is_file():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    stamp = first.stat().st_mtime_ns
+    time.sleep(1)
+    assert not [pid for pid in _commands() if str(folder) in pid], "a killed ledger leaves processes behind"
+
+    said = run_process(arguments, cwd=tmp_path, timeout=280).stdout
+    assert first.stat().st_mtime_ns == stamp
+    assert "nowhere: timing 1 of 1: cannot run: precision: tf32 needs CUDA" in said
+
+    record = json.loads((folder / "ledger.json").read_text())
+    arms = {arm["name"]: arm for arm in record["arms"]}
+    assert list(arms) == ["plain", "same", "nowhere", "half"]
+    assert arms["same"]["training"]["against_reference"]["verdict"]["finding"] == "identical"
+    assert arms["nowhere"]["status"] == "cannot run"
+    assert arms["half"]["before"] == "same"
+    assert arms["half"]["timing"]["precision"] == "amp_bf16"
+    assert arms["half"]["training"]["against_reference"]["verdict"]["finding"] in ("not enough runs", "identical")
+    assert arms["half"]["numerics"][1]["gradient_error"] > 10 * arms["plain"]["numerics"][1]["gradient_error"]
+    for name in ("index.html", "ledger.md", "charts/ladder.png"):
+        assert (folder / name).stat().st_size > 500
+
+    # Nothing is left to do, and nothing is done.
+    again = run_process(arguments, cwd=tmp_path).stdout
+    assert "training, seed" not in again
+    other = run_process([*arguments, "steps=3"], cwd=tmp_path, expect=2).stderr
+    assert other == f"error: output: {folder} holds a ledger with another steps; choose another folder, or remove it\n"
+    gate = [arguments[0], str(ROOT / "tools" / "ledger.py"), "check", *[str(folder / "ledger.json")] * 2]
+    assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
+
+
+def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true"), cwd=tmp_path).stdout
+    assert "half: speed=reference speed.input_copy=blocking precision=amp_bf16" in said
+    assert "in all about" in said
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("ladder=moderm", "did you mean modern?"),
+        ("switches=[sdpo]", "did you mean sdpa?"),
+        ("seed=3", "seed: each run of a ledger has its own"),
+        ("run_dir=x", "run_dir: each run of a ledger has its own"),
+        ("seeds=-1", "seeds: must be"),
+    ],
+)
+def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None:
+    done = run_process(command(argument, tool="ledger"), cwd=tmp_path, expect=2)
+    (said,) = done.stderr.splitlines()
+    assert line in said
+
+
+def _commands() -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+            except OSError:  # It ended in between.
+                continue
+    return found

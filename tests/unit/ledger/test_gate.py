@@ -1,0 +1,155 @@
+"""The gate lets the same through and stops what has lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycls_fast.ledger.gate import check, compare
+
+Record = dict[str, Any]
+
+
+def arm(name: str, rounds: list[float], top1: list[float], ratio: tuple[float, float, float] | None) -> Record:
+    keys = ("ratio", "low", "high")
+    return {
+        "name": name,
+        "status": "measured",
+        "reason": None,
+        "timing": {"rounds": rounds, "speedup": dict(zip(keys, ratio, strict=True)) if ratio else None},
+        "training": {"runs": [{"top1": value} for value in top1]},
+    }
+
+
+def ledger() -> Record:
+    return {
+        "kind": "ledger",
+        "config_name": "vit",
+        "reference": "base",
+        "device": "cpu",
+        "environment": {"processor": "P"},
+        "arms": [
+            arm("base", [100.0, 102.0, 98.0], [90.0, 90.4, 90.2], None),
+            arm("fast", [200.0, 204.0, 196.0], [90.1, 90.3, 90.2], (2.0, 1.9, 2.1)),
+        ],
+    }
+
+
+def slower(record: Record) -> None:
+    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.5, "low": 1.4, "high": 1.6}
+
+
+def slower_within_the_interval(record: Record) -> None:
+    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.8, "low": 1.7, "high": 1.95}
+
+
+def slower_within_the_tolerance(record: Record) -> None:
+    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.92, "low": 1.90, "high": 1.94}
+    record["arms"][0]["timing"]["rounds"] = [100.0, 102.0, 98.0]
+
+
+def all_slower(record: Record) -> None:
+    record["arms"][0]["timing"]["rounds"] = [80.0, 81.0, 79.0]
+
+
+def all_slower_elsewhere(record: Record) -> None:
+    all_slower(record)
+    record["environment"]["processor"] = "Q"
+
+
+def less_accurate(record: Record) -> None:
+    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (88.0, 88.2, 88.1)]
+
+
+def less_accurate_by_chance(record: Record) -> None:
+    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (90.0, 90.4, 90.0)]
+
+
+def more_accurate(record: Record) -> None:
+    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (93.0, 93.2, 93.1)]
+
+
+def gone(record: Record) -> None:
+    del record["arms"][1]
+
+
+def broken(record: Record) -> None:
+    record["arms"][1] |= {"status": "failed", "reason": "it burns", "timing": None, "training": None}
+
+
+def untrained(record: Record) -> None:
+    record["arms"][1]["training"] = {"runs": []}
+
+
+CASES: list[tuple[Callable[[Record], object], int]] = [
+    (lambda record: None, 0),
+    (slower, 1),
+    (slower_within_the_interval, 0),
+    (slower_within_the_tolerance, 0),
+    (all_slower, 1),
+    (all_slower_elsewhere, 0),
+    (less_accurate, 1),
+    (less_accurate_by_chance, 0),
+    (more_accurate, 0),
+    (gone, 1),
+    (broken, 1),
+    (untrained, 1),
+]
+
+
+@pytest.mark.parametrize(("change", "status"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_the_status_says_whether_something_was_lost(
+    change: Callable[[Record], object], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, now = ledger(), copy.deepcopy(ledger())
+    change(now)
+    files = [tmp_path / "before.json", tmp_path / "now.json"]
+    for file, record in zip(files, (before, now), strict=True):
+        file.write_text(json.dumps(record))
+    assert check([str(file) for file in files]) == status
+    shown = capsys.readouterr().out
+    assert ("LOST" in shown) == bool(status)
+    assert "fast" in shown
+
+
+def test_the_tolerance_is_of_the_speed() -> None:
+    now = ledger()
+    slower_within_the_tolerance(now)
+    now["arms"][1]["timing"]["speedup"]["high"] = 1.89
+    assert not any(finding.lost for finding in compare(ledger(), now, tolerance=0.05))
+    assert any(finding.lost for finding in compare(ledger(), now, tolerance=0.03))
+
+
+def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
+    before = ledger()
+    broken(before)
+    assert [finding.rung for finding in compare(before, ledger(), tolerance=0.05)] == ["base", "base"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["a.json"], "takes two files"),
+        (["a.json", "b.json", "margin=1"], "takes two files"),
+        (["a.json", "b.json"], "cannot be read"),
+        (["text", "text"], "not JSON"),
+        (["list", "list"], "not a ledger.json"),
+        (["good", "good", "tolerance=much"], "tolerance: must be a share"),
+        (["good", "other"], "cannot be compared"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("no json")
+    Path("list").write_text("[1]")
+    Path("good").write_text(json.dumps(ledger()))
+    Path("other").write_text(json.dumps({**ledger(), "config_name": "resnet"}))
+    assert check(arguments) == 2
+    assert line in capsys.readouterr().err

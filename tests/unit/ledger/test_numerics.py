@@ -1,0 +1,54 @@
+"""Rounding errors: nothing for float64's own twin, the size of the format for the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycls_fast.config import load_config
+from pycls_fast.ledger.numerics import measure_numerics, relative_error
+
+SMALL = (
+    "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",
+    "data.num_workers=0",
+)  # fmt: skip
+
+
+def measured(tmp_path: Path, digits: Path, *overrides: str, name: str = "vit_digits") -> list[dict[str, float]]:
+    size = SMALL if name == "vit_digits" else SMALL[3:]
+    config = load_config(name, [*size, f"data.root={digits}", *overrides])
+    file = tmp_path / "numerics.json"
+    assert measure_numerics(config, steps=3, output=str(file)) == 0
+    errors: list[dict[str, float]] = json.loads(file.read_text())["errors"]
+    assert [each["step"] for each in errors] == [0, 3]
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("precision", "low", "high"),
+    [("fp32", 1e-8, 1e-5), ("amp_bf16", 1e-4, 5e-2), ("bf16_params", 1e-4, 5e-2), ("bf16", 1e-3, 5e-2)],
+)
+@pytest.mark.parametrize("name", ["vit_digits", "resnet_digits"])
+def test_errors_are_of_the_formats_size(
+    name: str, precision: str, low: float, high: float, tmp_path: Path, digits: Path
+) -> None:
+    for errors in measured(tmp_path, digits, f"precision={precision}", name=name):
+        assert low < errors["gradient_error"] < high
+    # The classifier starts from zeros: without training there are no logits to be wrong.
+    assert low / 10 < errors["logit_error"] < high
+
+
+def test_loss_scaling_is_taken_out_again(tmp_path: Path, digits: Path) -> None:
+    errors = measured(tmp_path, digits, "precision=fp16_master", "precision.loss_scale=512", name="resnet_digits")
+    assert all(each["gradient_error"] < 2e-2 for each in errors)
+
+
+def test_relative_error() -> None:
+    exact = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    assert relative_error([torch.tensor([3.0, 0.3]), torch.tensor([4.4])], exact) == pytest.approx(0.1)
+    assert relative_error(exact, exact) == 0
+    assert relative_error(exact, [torch.zeros(2), torch.zeros(1)]) is None
+    assert relative_error([torch.tensor([float("nan"), 0.0]), exact[1]], exact) == float("inf")

@@ -1,0 +1,155 @@
+"""The page holds every rung and number it should, needs nothing besides itself, and is well-formed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycls_fast.ledger.charts import charts
+from pycls_fast.ledger.page import write_page
+from pycls_fast.ledger.table import duration, markdown, rows
+
+Record = dict[str, Any]
+
+
+def timing(rate: float, ratio: float) -> Record:
+    speedup = {"ratio": ratio, "low": ratio * 0.9, "high": ratio * 1.1, "rounds": 3}
+    return {
+        "images_per_second": rate, "images_per_second_per_rank": rate, "step_seconds_p50": 64 / rate,
+        "step_seconds_p90": 70 / rate, "flops_per_second": 1e9 * rate, "memory_peak_bytes": 2_000_000_000,
+        "imagenet_epoch_seconds": 1_281_167 / rate, "rounds": [rate] * 3, "speedup": speedup, "speedup_before": speedup,
+    }  # fmt: skip
+
+
+def training(top1: float, text: str | None, finding: str = "loss") -> Record:
+    curve = {"epoch": [1.0, 2.0, 3.0], "loss": [2.0, 1.0, 0.5]}
+    record: Record = {"reason": None, "runs": [{"curve": curve}], "top1": {"mean": top1, "half": 0.3, "seeds": 3}}
+    if text is not None:
+        for key in ("against_reference", "against_before"):
+            record[key] = {"verdict": {"text": text, "finding": finding}}
+    return record
+
+
+def arm(name: str, before: str | None, **values: Any) -> Record:
+    empty = {
+        "note": "",
+        "overrides": ["speed.compile=off"],
+        "ranks": 1,
+        "status": "measured",
+        "reason": None,
+        "needs": None,
+    }
+    return {"name": name, "before": before, **empty, "timing": None, "numerics": None, "training": None, **values}
+
+
+@pytest.fixture
+def record() -> Record:
+    numerics = [{"step": s, "logit_error": e, "gradient_error": 2e-6} for s, e in ((0, None), (20, 1e-6))]
+    return {
+        "config_name": "vit <digits>", "time": 1.8e9, "command": "python tools/ledger.py", "reference": "plain",
+        "ladder": {"description": "a & b", "source": "someone, 2022"}, "rule": "the rule",
+        "settings": {"seeds": 3, "rounds": 3, "mode": "one_at_a_time", "numerics_steps": 20}, "device": "cpu",
+        "environment": {"processor": "P", "cpu_count": 2}, "versions": {"torch": "2"}, "model": {"image_size": 224},
+        "gradients": {
+            "total": {"exponents": {"-30": 5, "-10": 9}, "below_subnormal": 0.3, "below_subnormal_scaled": 0.0,
+                      "updates_lost_float16": 0.2, "updates_lost_bfloat16": 0.4},
+            "loss_scale": 65536.0,
+        },
+        "arms": [
+            arm("plain", None, timing=timing(100, 1.0), numerics=numerics, training=training(90.0, None)),
+            arm("quick", "plain", timing=timing(187, 1.87), numerics=numerics, training=training(89, "loses 1 ± 0.1")),
+            arm("two", "plain", timing=timing(150, 1.5), ranks=2),
+            arm("far", "plain", status="cannot run", reason="it needs CUDA", needs="CUDA"),
+        ],
+    }  # fmt: skip
+
+
+class Tags(HTMLParser):
+    """Every opened tag is closed in its order; identifiers are there once and what refers to them finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self._attributes(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._attributes(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def _attributes(self, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(str(value))
+            elif name in ("xlink:href", "href"):
+                assert str(value).startswith("#"), f"another file is needed: {value}"
+                self.references.append(str(value)[1:])
+            self.references += re.findall(r"url\(#([^)]+)\)", str(value))
+            assert name != "src"
+
+
+def test_the_page(record: Record, tmp_path: Path) -> None:
+    write_page(record, tmp_path)
+    parser = Tags()
+    parser.feed((tmp_path / "index.html").read_text())
+    assert not parser.open
+    assert len(parser.ids) == len(set(parser.ids))
+    assert parser.references
+    assert set(parser.references) <= set(parser.ids)
+    assert parser.seen.count("svg") == 9
+    for words in ("vit <digits>", "a & b", "1.87x", "loses 1 ± 0.1", "needs CUDA", "it needs CUDA", "the rule"):
+        assert words in parser.text
+    names = ("throughput", "ladder", "epoch", "ranks", "accuracy", "loss", "memory", "errors", "gradients")
+    assert {file.stem for file in (tmp_path / "charts").glob("*.png")} == set(names)
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in (tmp_path / "charts").iterdir())
+
+
+def test_the_same_record_gives_the_same_page(record: Record, tmp_path: Path) -> None:
+    texts = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_page(copy.deepcopy(record), tmp_path / name)
+        texts.append((tmp_path / name / "index.html").read_text())
+    assert texts[0] == texts[1]
+
+
+def test_what_was_not_measured_has_no_chart(record: Record) -> None:
+    for arm in record["arms"]:
+        arm |= {"training": None, "numerics": None, "ranks": 1}
+    record["gradients"] = None
+    assert {chart.name for chart in charts(record)} == {"throughput", "ladder", "epoch", "memory"}
+
+
+def test_the_table(record: Record) -> None:
+    made = {row["rung"]: row for row in rows(record)}
+    assert list(made) == ["plain", "quick", "two (2 ranks)", "far"]
+    assert made["quick"]["speed-up (95%)"] == "1.87 (1.68 - 2.06)"
+    assert made["quick"]["top-1"] == "89.00 ± 0.30"
+    assert made["quick"]["gradient error"] == "2.0e-06 / 2.0e-06"
+    assert made["far"]["against the first"] == "needs CUDA"
+    text = markdown(record)
+    assert all(line.count("|") == text.splitlines()[9].count("|") for line in text.splitlines() if line.startswith("|"))
+    assert "- far: it needs CUDA" in text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.0, "3.0 s"), (600, "10.0 min"), (9000, "2.5 h"), (1e6, "11.6 d")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

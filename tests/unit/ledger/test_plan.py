@@ -1,0 +1,112 @@
+"""Which arms a ladder makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.config.compose import CONFIGS
+from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.plan import EVERYTHING, arms, merged, pick
+
+LADDER = Ladder(
+    description="three changes",
+    baseline=Rung(name="base", overrides=("speed=reference", "precision=fp32")),
+    rungs=(
+        Rung(name="half", overrides=("precision=amp_bf16",)),
+        Rung(name="two", overrides=("parallel=ddp",), ranks=2),
+        Rung(name="fused", overrides=("speed.optimizer=fused",)),
+    ),
+)
+
+
+def test_cumulative_rungs_stand_on_each_other() -> None:
+    made = arms(LADDER, "cumulative")
+    assert [(a.name, a.before, a.ranks) for a in made] == [
+        ("base", None, 1), ("half", "base", 1), ("two", "half", 2), ("fused", "two", 2),
+    ]  # fmt: skip
+    assert made[1].overrides == ("speed=reference", "precision=amp_bf16")
+    assert made[3].overrides == ("speed=reference", "precision=amp_bf16", "parallel=ddp", "speed.optimizer=fused")
+
+
+def test_what_cannot_run_is_an_arm_and_not_below_the_others() -> None:
+    made = arms(LADDER, "cumulative", impossible={"two"})
+    assert made[2].overrides[-1] == "parallel=ddp"
+    assert (made[3].before, made[3].ranks) == ("half", 1)
+    assert made[3].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
+
+
+def test_one_at_a_time_stands_on_the_baseline() -> None:
+    made = arms(LADDER, "one_at_a_time", ranks=3)
+    assert [(a.before, a.ranks) for a in made] == [(None, 3), ("base", 3), ("base", 2), ("base", 3)]
+    assert made[3].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
+
+
+def test_leave_one_out_stands_on_everything() -> None:
+    made = arms(LADDER, "leave_one_out", impossible={"two"})
+    assert [a.name for a in made] == [EVERYTHING, "without half", "without fused"]
+    assert made[0].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
+    assert made[1].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
+    assert {a.before for a in made[1:]} == {EVERYTHING}
+
+
+def test_the_last_of_two_overrides_stands() -> None:
+    assert merged(["model=a", "++x=1"], ["y=2"], ["model=b", "x=3"]) == ("y=2", "model=b", "x=3")
+
+
+@pytest.mark.parametrize(("names", "picked"), [((), 3), (("half",), 1), (("optimizer", "precision"), 2)])
+def test_rungs_are_picked_by_name_or_switch(names: tuple[str, ...], picked: int) -> None:
+    assert len(pick(LADDER, names).rungs) == picked
+
+
+def test_a_rung_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="did you mean fused"):
+        pick(LADDER, ["fusde"])
+
+
+def test_a_larger_image_has_whole_patches() -> None:
+    ladder = LADDER.model_copy(update={"rungs": (Rung(name="larger", image_size_ratio=256 / 224),)})
+    for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
+        config = load_config(name, overrides)
+        patch, before = config.model.patch_size, config.data.image_size  # type: ignore[union-attr]
+        (override,) = for_experiment(ladder, config).rungs[0].overrides
+        found = int(override.removeprefix("data.image_size="))
+        assert found % patch == 0
+        assert found > before
+        assert size is None or found == size
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "ladder").glob("*.yaml")), ids=lambda file: file.stem)
+def test_ladders_that_ship_compose(file: Path) -> None:
+    """Every rung alone makes a configuration of a ViT."""
+    ladder = read_ladder(file.stem, [CONFIGS])
+    for arm in arms(for_experiment(ladder, load_config("vit_digits")), "one_at_a_time"):
+        load_config("vit_digits", arm.overrides)
+    assert len({arm.slug for arm in arms(ladder, "cumulative")}) == len(ladder.rungs) + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (None, "there is no file"),
+        ("description: x\nbaseline: {name: a}\nrungs: []\n", "rungs"),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, overide: [x=1]}]\n", "rungs.0.overide"),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: a}]\n", "more than one rung is called a"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_ladder_with_a_mistake(text: str | None, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_ladder(str(file), [CONFIGS])
+    assert line in caught.value.lines[0]
+
+
+def test_a_ladder_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="did you mean modern"):
+        read_ladder("moderm", [CONFIGS])
