@@ -22,3 +22,15 @@ def counter_seed(*counters: int) -> int:
     for counter in counters:
         state = _mix((state + 0x9E3779B97F4A7C15 + (counter & _MASK)) & _MASK)
     return state >> 1
+
+
+def microbatch_seed(seed: int, *, step: int, position: int, rank: int) -> int:
+    """The seed of what is drawn for a microbatch as a whole: mixing, erasing noise, drop-path.
+
+    Args:
+        seed: of the run.
+        step: counted from the run's beginning.
+        position: of the microbatch in its step.
+        rank: data-parallel rank.
+    """
+    return counter_seed(seed, step, position, rank)

@@ -1,9 +1,12 @@
-"""Classification losses. Targets stay label pairs `(labels_a_B, labels_b_B, lam)` until a loss needs more."""
+"""Classification losses. Targets stay label pairs `(labels_a_B, labels_b_B, lam)` until a loss needs more.
+
+All losses here are affine in the target: the loss of a mixed target is the mixed loss of the two labels.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +20,12 @@ class Targets:
     Attributes:
         labels_B: int64 class indices.
         mixed_B: int64 class indices of the images mixed in, or None.
-        lam: share of `labels_B` in [0, 1]; `mixed_B` has the rest.
+        lam: share of `labels_B` in [0, 1]; `mixed_B` has the rest. A tensor of no dimension is read on its device.
     """
 
     labels_B: Tensor
     mixed_B: Tensor | None = None
-    lam: float = 1.0
+    lam: float | Tensor = 1.0
 
 
 class Loss(Protocol):
@@ -68,11 +71,42 @@ class BinaryCrossEntropy:
         """Targets as one value per class, (B, K)."""
         share = (1.0 - self.label_smoothing) * (targets.lam if targets.mixed_B is not None else 1.0)
         target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
-        target_BK.scatter_add_(1, targets.labels_B[:, None], target_BK.new_full((len(target_BK), 1), share))
+        ones_B1 = target_BK.new_ones(len(target_BK), 1)
+        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * share)
         if targets.mixed_B is not None:
             rest = (1.0 - self.label_smoothing) * (1.0 - targets.lam)
-            target_BK.scatter_add_(1, targets.mixed_B[:, None], target_BK.new_full((len(target_BK), 1), rest))
+            target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * rest)
         return target_BK
+
+
+class FusedLoss:
+    """A loss whose kernels are compiled into few, gradient included; nothing is compiled before the first call.
+
+    The shares of a mixed batch stay outside, so that a new one compiles nothing.
+
+    Args:
+        plain: any loss of this module.
+        compiler: torch.compile's arguments, for tests.
+    """
+
+    def __init__(self, plain: Loss, **compiler: Any) -> None:
+        def pair(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor) -> tuple[Tensor, Tensor]:
+            return plain(logits_BK, Targets(labels_B)), plain(logits_BK, Targets(mixed_B))
+
+        def single(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+            return plain(logits_BK, Targets(labels_B))
+
+        self.plain = plain
+        self._pair = torch.compile(pair, fullgraph=True, dynamic=False, **compiler)
+        self._single = torch.compile(single, fullgraph=True, dynamic=False, **compiler)
+
+    def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
+        if targets.mixed_B is None:
+            loss: Tensor = self._single(logits_BK, targets.labels_B)
+            return loss
+        one, other = self._pair(logits_BK, targets.labels_B, targets.mixed_B)
+        mixed: Tensor = targets.lam * one + (1.0 - targets.lam) * other
+        return mixed
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

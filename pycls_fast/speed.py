@@ -10,14 +10,18 @@
 from __future__ import annotations
 
 import enum
+import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pycls_fast.errors import UserError
 
 Numerics = Literal["identical", "rounding", "training"]
 Device = Literal["cpu", "cuda"]
+
+# Some settings of the process are those of its C library.
+HAS_GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 class SwitchName(enum.StrEnum):
@@ -27,6 +31,9 @@ class SwitchName(enum.StrEnum):
     ATTENTION = "attention"
     LAYOUT = "layout"
     QKV = "qkv"
+    LINEAR = "linear"
+    PATCHES = "patches"
+    ALLOCATOR = "allocator"
     COMPILE = "compile"
     COMPILE_MODE = "compile_mode"
     OPTIMIZER = "optimizer"
@@ -34,6 +41,13 @@ class SwitchName(enum.StrEnum):
     EMA = "ema"
     CLIP = "clip"
     INPUT_COPY = "input_copy"
+    NORMALIZE_ON = "normalize_on"
+    ERASE_ON = "erase_on"
+    MIX_ON = "mix_on"
+    METRICS = "metrics"
+    SEQUENCE_PADDING = "sequence_padding"
+    CROSS_ENTROPY = "cross_entropy"
+    CUDA_GRAPHS = "cuda_graphs"
     RECOMPUTE = "recompute"
     ACTIVATION_OFFLOAD = "activation_offload"
     ACTIVATION_COMPRESSION = "activation_compression"
@@ -49,6 +63,7 @@ class Switch:
 
     Attributes:
         name, values, fast: see above.
+        fast_16_bits: the best value where products are in 16 bits, on devices where it is another than `fast`.
         numerics: what the other values owe the reference.
         applies_to: kinds of model in which it changes anything.
         requires: device that a value cannot do without.
@@ -72,6 +87,7 @@ class Switch:
     hurts: str
     source: str
     ran: str
+    fast_16_bits: Mapping[Device, str] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
@@ -97,19 +113,24 @@ CATALOGUE: tuple[Switch, ...] = (
     ),
     Switch(
         name=SwitchName.ATTENTION,
-        values=("reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),
+        values=("reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products"),
         fast={"cpu": "sdpa", "cuda": "sdpa"},
+        fast_16_bits={"cpu": "products"},
         numerics="rounding",
         applies_to=("vit",),
         requires={"sdpa_efficient": "cuda", "sdpa_cudnn": "cuda"},
         note="torch's fused scaled_dot_product_attention: the N x N scores are never written to memory. sdpa lets "
         "torch pick the kernel; the others name it, and fail where it cannot run. sdpa_math is written out inside of "
-        "torch.",
-        mathematics="None; softmax is computed block by block with running maxima, so sums are in another order.",
-        helps="Always in memory; in time the more, the more tokens an image has.",
+        "torch. products is written out too, as six batched products with a backward pass of its own.",
+        mathematics="None; softmax is computed block by block with running maxima, so sums are in another order. With "
+        "products the scores and the attention are rounded to the format of the products, inside of autocast too.",
+        helps="sdpa: always in memory; in time the more, the more tokens an image has. products: bfloat16 on a CPU, "
+        "where torch's fused backward pass is slow: 2.4x faster than sdpa for 197 tokens and 2.1x for 577 (one core "
+        "with AMX).",
         hurts="Head widths that a kernel pads (ViT-H's 80 to 96 in FlashAttention-2) waste part of its work. On CUDA, "
         "flash and cuDNN want 16-bit inputs. Which one wins differs by GPU: published figures have cuDNN 1.7-2.3x "
-        "faster than flash on H100, and slower on A100.",
+        "faster than flash on H100, and slower on A100. products keeps N x N numbers a head, and in float32 is slower "
+        "than sdpa (0.8x, 0.6x for 577 tokens).",
         source="Dao et al., FlashAttention, 2022, arXiv 2205.14135; torch.nn.functional.scaled_dot_product_attention.",
         ran="CPU (torch 2.15 and 2.11: math and flash). CUDA: not run.",
     ),
@@ -133,18 +154,72 @@ CATALOGUE: tuple[Switch, ...] = (
         name=SwitchName.QKV,
         values=("separate", "fused"),
         fast={"cpu": "separate", "cuda": "separate"},
+        fast_16_bits={"cpu": "fused"},
         numerics="rounding",
         applies_to=("vit",),
         requires={},
         note="Queries, keys and values by three products, or by one with the three matrices joined when they are used. "
         "Parameters, their initial values, optimizer state and checkpoints are the three's in both.",
         mathematics="None; the gradient of the features is one sum over three times as many terms, not a sum of three.",
-        helps="Narrow models and small batches, whose products are too small to fill the device one by one.",
+        helps="Narrow models and small batches, whose products are too small to fill the device one by one. bfloat16 "
+        "on a CPU: attention with its four linear layers 1.1x (ViT-S/16, batch 16, one core with AMX).",
         hurts="The joined matrix is written at every use: 3 D^2 numbers, next to products of 3 D^2 for each token. Not "
         "with precision=fp8, which changes the three layers.",
         source="Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053; timm's and torch's attention have one matrix.",
         ran="CPU (torch 2.15 and 2.11). CUDA: not run. Timed once on two CPU cores under other load (ViT-S/16 with "
         "2 blocks, batch 16, float32, 6 pairs): 1.12x, 95% interval 0.83-1.45; nothing can be told.",
+    ),
+    Switch(
+        name=SwitchName.LINEAR,
+        values=("torch", "products"),
+        fast={"cpu": "torch", "cuda": "torch"},
+        fast_16_bits={"cpu": "products"},
+        numerics="rounding",
+        applies_to=("vit",),
+        requires={},
+        note="The blocks' linear layers by torch, or by products that suit a CPU: the bias is added within the "
+        "product, the gradient of the weights gets a transposed copy of its narrower factor, and the gradient of the "
+        "bias is a product with ones.",
+        mathematics="None; a bias is added before the result is rounded, and sums over tokens run in another order.",
+        helps="bfloat16 on a CPU: forward and backward pass of a ViT-S's linear layers 1.14x, the MLP's 1.2x (batch "
+        "16, one core with AMX).",
+        hurts="float32: nothing gained. Not with precision=fp8, which changes the same layers.",
+        source="oneDNN, matmul primitive: which layouts need no reordering; measured here (LOG.md).",
+        ran="CPU (torch 2.15 and 2.11). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.PATCHES,
+        values=("convolution", "product"),
+        fast={"cpu": "product", "cuda": "convolution"},
+        numerics="rounding",
+        applies_to=("vit",),
+        requires={},
+        note="Patches are projected by a convolution whose stride is its size, or cut out and projected by one "
+        "product. The weights are the convolution's.",
+        mathematics="None; the sum over a patch runs in another order.",
+        helps="On a CPU: the stem of ViT-S/16, forward and backward pass, 2.8x in bfloat16 and 1.2x in float32 (batch "
+        "16, one core with AMX); 2% of a step.",
+        hurts="The cut images are one more copy of the batch, kept for the backward pass.",
+        source="Dosovitskiy et al. 2021, equation 1, to the letter.",
+        ran="CPU (torch 2.15 and 2.11). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.ALLOCATOR,
+        values=("default", "keep"),
+        fast={"cpu": "keep", "cuda": "default"},
+        numerics="identical",
+        applies_to=("vit", "resnet"),
+        requires={"keep": "cpu"},
+        note="Tells glibc's malloc to keep freed memory for the process instead of giving it back (mallopt): "
+        "activations of a step lie in pages that the one before it had.",
+        mathematics="None.",
+        helps="On a CPU, where each step gets and gives back its activations page by page. ViT-S/16, batch "
+        "16, bfloat16: 113,000 to 122,000 page faults a step become none, 15% of its CPU time (one core, under other "
+        "load); float32 64,000 and 4%, ResNet-50 in bfloat16 42,000 and 4%.",
+        hurts="The process stays as large as it once was. Needs glibc (Linux); where there is another C library the "
+        "fast preset leaves it at default. An allocator put in its place with LD_PRELOAD decides for itself.",
+        source="mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX; PyTorch performance tuning guide, CPU, on allocators.",
+        ran="CPU (torch 2.15 and 2.11).",
     ),
     Switch(
         name=SwitchName.COMPILE,
@@ -252,6 +327,126 @@ CATALOGUE: tuple[Switch, ...] = (
         hurts="One more batch lies in device memory.",
         source="torch CUDA semantics: use pinned memory buffers; the prefetcher of NVIDIA's ImageNet examples.",
         ran="CUDA only: not run.",
+    ),
+    Switch(
+        name=SwitchName.NORMALIZE_ON,
+        values=("cpu", "device"),
+        fast={"cpu": "device", "cuda": "device"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="Where uint8 images become normalised floating-point ones: in the loader's workers, as plain loops do "
+        "(torchvision's ToTensor and Normalize), or behind the copy.",
+        mathematics="None, and the same bits on a CPU; CUDA may multiply by 1 / 255 where the CPU divides.",
+        helps="The copy to the device, the pinned memory and the queue of the workers hold a quarter of the bytes.",
+        hurts="Nothing known. On cpu the workers, which are short on big machines, do the arithmetic.",
+        source="NVIDIA's ImageNet example and timm (their prefetchers normalise on the device).",
+        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.ERASE_ON,
+        values=("cpu", "device"),
+        fast={"cpu": "device", "cuda": "device"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="Where the boxes of random erasing are filled; cpu is in the loader's workers, with "
+        "speed.normalize_on=cpu alone, for what fills a box is no uint8. The boxes are drawn by the workers in any "
+        "case.",
+        mathematics="None, and the same bits on a CPU. On CUDA augment.erase_value=noise draws other numbers of the "
+        "same distribution from the same seed, since CPU and CUDA have different generators.",
+        helps="Noise costs a worker about as much as decoding a small image; a GPU draws it in passing.",
+        hurts="Nothing known.",
+        source="Zhong et al., Random Erasing Data Augmentation, 2017, arXiv 1708.04896; timm erases on the device.",
+        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.MIX_ON,
+        values=("cpu", "device"),
+        fast={"cpu": "device", "cuda": "device"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="Where mixup and CutMix mix a microbatch; cpu is in the loader's workers, on images that were "
+        "normalised and erased there. What is mixed with what is drawn from the same seed.",
+        mathematics="None, and the same bits on a CPU with float32 weights; with 16-bit weights the CPU mixes before "
+        "rounding and the device after it.",
+        helps="One pass over the batch is nothing to a GPU, and a worker's time is decoding time.",
+        hurts="Nothing known.",
+        source="Zhang et al., mixup, 2017, arXiv 1710.09412; Yun et al., CutMix, 2019, arXiv 1905.04899; torchvision's "
+        "references mix in the loader's collate function.",
+        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.METRICS,
+        values=("step", "interval"),
+        fast={"cpu": "interval", "cuda": "interval"},
+        numerics="identical",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="When the host reads loss and gradient norm: in every step, as plain loops do with loss.item(), or once "
+        "per runtime.log_every_steps, from sums that are kept on the device.",
+        mathematics="None; both sum in float64, and the same numbers are logged.",
+        helps="On accelerators: the host queues steps ahead instead of waiting for each. The smaller the step, the "
+        "more.",
+        hurts="A loss that is no longer finite is seen at the end of the interval.",
+        source="PyTorch performance tuning guide, Avoid unnecessary CPU-GPU synchronization.",
+        ran="CPU (torch 2.11 and 2.15), where there is nothing to wait for. CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.SEQUENCE_PADDING,
+        values=("none", "8", "64"),
+        fast={"cpu": "none", "cuda": "none"},
+        numerics="rounding",
+        applies_to=("vit",),
+        requires={},
+        note="Tokens are padded to a multiple of 8 or 64 (197 to 200 or 256) in front of the blocks and cut off behind "
+        "them. No token attends to the padding: attention=reference masks its scores, the fused kernels are given the "
+        "keys and values of the real tokens alone.",
+        mathematics="None; sums over tokens have zeros in them and run in another order.",
+        helps="Written-out attention in 16 bits, whose products have 197 columns otherwise: tensor cores want "
+        "multiples of 8. Kernels that tile by 64 or 128 have no ragged last tile.",
+        hurts="The padding is computed: 1.5% (8) or 30% (64) more of everything but attention's keys, for 197 tokens. "
+        "Reported operations do not count it.",
+        source="NVIDIA, Matrix Multiplication Background User's Guide, on alignment and tile quantization.",
+        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.CROSS_ENTROPY,
+        values=("plain", "fused"),
+        fast={"cpu": "plain", "cuda": "plain"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="The loss and its gradient (cross-entropy or binary cross-entropy, smoothing, two labels) compiled into "
+        "few kernels that read the logits once, instead of a dozen.",
+        mathematics="None; the loss of a mixed batch is summed as lam loss(a) + (1 - lam) loss(b), in both.",
+        helps="Many classes and small steps: launches and passes over (B, K) numbers.",
+        hurts="Compiling takes seconds and needs a compiler. With 1,000 classes the loss is well below 1% of a step. "
+        "torch's linear_cross_entropy, which never writes the logits, is for vocabularies, and is not in torch 2.11.",
+        source="Ansel et al., PyTorch 2, 2024 (torch.compile).",
+        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.CUDA_GRAPHS,
+        values=("off", "on"),
+        fast={"cpu": "off", "cuda": "off"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={"on": "cuda"},
+        note="After three steps the whole step (forward, loss, backward, clipping, optimizer, average, metrics) is "
+        "recorded as one CUDA graph and replayed. Images, labels, the mix and the learning rate are copied into "
+        "tensors that the graph reads.",
+        mathematics="None. Drop-path draws from the device's generator, so other samples are dropped than without; "
+        "the loss of a mixed batch always has both terms.",
+        helps="Steps that are shorter than the launching of their kernels: small models, small batches, optimizers and "
+        "averages of many tensors.",
+        hurts="The graph keeps its own memory, beside what evaluation takes. With optim.name adamw or sgd, fused "
+        "(float16 levels as well), one rank and one microbatch; not with what asks the host in between, which is "
+        "refused.",
+        source="NVIDIA and PyTorch, Accelerating PyTorch with CUDA Graphs, 2021; torch.cuda.CUDAGraph.",
+        ran="CPU (torch 2.11 and 2.15): all but the recording, with a stand-in that calls the step again. CUDA: not "
+        "run.",
     ),
     Switch(
         name=SwitchName.RECOMPUTE,
@@ -366,16 +561,41 @@ COMPILABLE: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What differs from the reference in the recipe of Meta's post of 2022 and its code (pycls): images are mixed on the
+# device, everything else of their preparation is the loader's; the host reads the loss in every step. Precision, the
+# classifier and FairScale's sharding are other groups (`configs/speed/meta2022.yaml`).
+META2022: Mapping[SwitchName, str] = {
+    SwitchName.LAYOUT: "batch_second",
+    SwitchName.OPTIMIZER: "foreach",
+    SwitchName.MIX_ON: "device",
+}
+
+
+def preset_value(preset: str, switch: Switch, device: Device, *, in_16_bits: bool = False) -> str:
+    """What a preset ("reference", "fast" or "meta2022") says of a switch, with products in 16 bits or not."""
+    if preset == "fast":
+        if switch.name == SwitchName.ALLOCATOR and not HAS_GLIBC:
+            return switch.reference
+        return switch.fast_16_bits.get(device, switch.fast[device]) if in_16_bits else switch.fast[device]
+    return META2022.get(switch.name, switch.reference) if preset == "meta2022" else switch.reference
+
+
 def resolve(
-    preset: str, chosen: Mapping[SwitchName, str], device: Device, optimizer: str | None = None
+    preset: str,
+    chosen: Mapping[SwitchName, str],
+    device: Device,
+    optimizer: str | None = None,
+    *,
+    in_16_bits: bool = False,
 ) -> dict[SwitchName, str]:
     """The value of every switch on this device: the one chosen by hand, else the preset's.
 
     Args:
-        preset: "reference" or "fast".
+        preset: "reference", "fast" or "meta2022".
         chosen: the switches set by hand.
         device: where the run is.
         optimizer: `optim.name`. The preset takes the fastest implementation that there is of it on this device.
+        in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
 
     Raises:
         UserError: a value was chosen that this device cannot run, or an implementation that the optimizer has not.
@@ -385,7 +605,7 @@ def resolve(
     for switch in CATALOGUE:
         value = chosen.get(switch.name)
         if value is None:
-            value = switch.reference if preset == "reference" else switch.fast[device]
+            value = preset_value(preset, switch, device, in_16_bits=in_16_bits)
         needed = switch.requires.get(value)
         if needed is not None and needed != device:
             usable = " or ".join(v for v in switch.values if switch.requires.get(v, device) == device)
@@ -394,6 +614,8 @@ def resolve(
                 f"use speed.{switch.name}={usable}"
             )
         resolved[switch.name] = value
+    if resolved.get(SwitchName.ALLOCATOR) == "keep" and not HAS_GLIBC:
+        problems.append("speed.allocator: keep needs glibc, which this system has not; use speed.allocator=default")
     if optimizer is not None:
         problems += _fit_optimizer(resolved, chosen, device, optimizer)
     if problems:

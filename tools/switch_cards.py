@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pycls_fast.speed import CATALOGUE, Switch
+from pycls_fast.speed import CATALOGUE, Device, Switch
 
 PAGE = Path(__file__).parents[1] / "docs" / "switches.md"
 
@@ -16,7 +16,7 @@ _HEAD = """\
 Made by `python tools/switch_cards.py` from `pycls_fast/speed.py`; change it there.
 
 `speed=reference` sets every switch to its first value, the plain twin; `speed=fast` to the best one known for the
-device; `speed.NAME=VALUE` sets one by hand. A value that the device cannot run is an error that names another.
+device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device cannot run is an error that names another.
 What a value owes its reference: `identical`, the same bits; `rounding`, the same mathematics in another order;
 `training`, it changes what is learned, and its accuracy has to be measured.
 """
@@ -33,9 +33,14 @@ def _table(switches: Sequence[Switch]) -> Iterator[str]:
     for switch in switches:
         values, models = ", ".join(switch.values), ", ".join(switch.applies_to)
         yield (
-            f"| [{switch.name}](#{switch.name}) | {values} | {switch.fast['cpu']} | {switch.fast['cuda']} | "
+            f"| [{switch.name}](#{switch.name}) | {values} | {_fast(switch, 'cpu')} | {_fast(switch, 'cuda')} | "
             f"{switch.numerics} | {models} |"
         )
+
+
+def _fast(switch: Switch, device: Device) -> str:
+    other = switch.fast_16_bits.get(device)
+    return switch.fast[device] + (f" (16 bits: {other})" if other is not None else "")
 
 
 def _card(switch: Switch) -> Iterator[str]:

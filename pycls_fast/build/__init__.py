@@ -1,14 +1,25 @@
 """The edge: configuration values become plain keyword arguments, names become functions. Configuration stops here."""
 
-from pycls_fast.build.data import eval_loader, microbatch_size, mixer, num_workers, prepare, sources, train_loader
+from pycls_fast.build.data import (
+    eval_loader,
+    microbatch_size,
+    mixer,
+    num_workers,
+    prepare,
+    prepare_on_host,
+    sources,
+    train_loader,
+)
 from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, switches, world
-from pycls_fast.build.network import lower, model, num_classes, save_activation_memory
+from pycls_fast.build.network import counted_model, draw_on_device, lower, model, num_classes, save_activation_memory
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, peak_lr, schedule
 
 __all__ = [
     "Switches",
     "autocast",
     "compute_dtype",
+    "counted_model",
+    "draw_on_device",
     "ema",
     "eval_loader",
     "level",
@@ -23,6 +34,7 @@ __all__ = [
     "optimizer",
     "peak_lr",
     "prepare",
+    "prepare_on_host",
     "save_activation_memory",
     "schedule",
     "set_backend",

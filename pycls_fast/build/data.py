@@ -17,6 +17,7 @@ from pycls_fast.data import (
     ImageLoader,
     Mixer,
     Prepare,
+    PrepareOnHost,
     Source,
     SyntheticSource,
     TrainSampler,
@@ -60,7 +61,9 @@ def sources(config: RunConfig, world: World) -> dict[str, Source]:
         raise UserError(*(f"data.root: {line}" for line in error.lines)) from error
 
 
-def train_loader(config: RunConfig, source: Source, world: World, *, start_step: int, steps: int) -> ImageLoader:
+def train_loader(
+    config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
+) -> ImageLoader:
     """Microbatches of this rank from `start_step` up to `steps`."""
     augment = config.augment
     transform = TrainTransform(
@@ -84,11 +87,12 @@ def train_loader(config: RunConfig, source: Source, world: World, *, start_step:
         total_steps=steps,
         accumulation_steps=config.optim.accumulation_steps,
     )
-    dataset = ImageDataset(source, transform, seed=config.seed, training=True)
+    host = prepare_on_host(config, chosen)
+    dataset = ImageDataset(source, transform, seed=config.seed, training=True, host=host)
     return _loader(config, dataset, sampler, world)
 
 
-def eval_loader(config: RunConfig, source: Source, world: World) -> ImageLoader:
+def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
     """This rank's share of a split, every image once over all ranks."""
     augment = config.augment
     transform = EvalTransform(
@@ -98,7 +102,9 @@ def eval_loader(config: RunConfig, source: Source, world: World) -> ImageLoader:
     )
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
     sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.rank, world_size=world.size)
-    return _loader(config, ImageDataset(source, transform, seed=config.seed, training=False), sampler, world)
+    host = prepare_on_host(config, chosen)
+    dataset = ImageDataset(source, transform, seed=config.seed, training=False, host=host)
+    return _loader(config, dataset, sampler, world)
 
 
 def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
@@ -136,7 +142,7 @@ def microbatch_size(config: RunConfig, world: World) -> int:
 
 
 def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:
-    """uint8 images on the device to the model's input."""
+    """Batches on the device, prepared or not, to the model's input."""
     return Prepare(
         config.data.mean,
         config.data.std,
@@ -147,8 +153,20 @@ def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepar
     )
 
 
+def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None:
+    """What the loader's workers do to whole batches, or None where the device does it all."""
+    if chosen[SwitchName.NORMALIZE_ON] == "device":
+        return None
+    prepare = Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value)
+    return PrepareOnHost(
+        prepare,
+        erase=chosen[SwitchName.ERASE_ON] == "cpu",
+        mixer=mixer(config) if chosen[SwitchName.MIX_ON] == "cpu" else None,
+    )
+
+
 def mixer(config: RunConfig) -> Mixer | None:
-    """Mixup and CutMix, or None when both are off."""
+    """Mixup and CutMix, or None when both are off. Batches that come mixed from the host are left alone."""
     augment = config.augment
     made = Mixer(
         mixup_alpha=augment.mixup_alpha,

@@ -11,12 +11,14 @@ from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.parallel import use_float8
 from pycls_fast.speed import SwitchName
 
 # The stream of randomness of the initial weights; those of synthetic images are in `data.py`.
 _INITIALISATION = 1
+
+_PADDING = {"none": 1, "8": 8, "64": 64}
 
 
 def num_classes(config: RunConfig, source: Source) -> int:
@@ -53,6 +55,9 @@ def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
             attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema
             layout=chosen[SwitchName.LAYOUT],  # type: ignore[arg-type]
             qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
+            sequence_padding=_PADDING[chosen[SwitchName.SEQUENCE_PADDING]],
+            linear=chosen[SwitchName.LINEAR],  # type: ignore[arg-type]
+            patches=chosen[SwitchName.PATCHES],  # type: ignore[arg-type]
             drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )
     assert isinstance(settings, ResNetModel)
@@ -63,6 +68,18 @@ def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
         zero_init_last_gamma=settings.zero_init_last_gamma,
         drop_path=settings.drop_path,
     )
+
+
+def counted_model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
+    """The network whose operations and activations are reported: padding is no work of the model's."""
+    return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"})
+
+
+def draw_on_device(network: nn.Module) -> None:
+    """Let drop-path draw its samples from the device's generator, in place: a replayed step has no host."""
+    for module in network.modules():
+        if isinstance(module, DropPath):
+            module.draws_on_device = True
 
 
 def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.MasterWeights | None:

@@ -14,16 +14,24 @@ from pycls_fast.build.device import Switches, level
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
 from pycls_fast.models import ClassToken, LearnedPositions
 from pycls_fast.speed import SwitchName
 
 
-def loss(config: RunConfig) -> Loss:
-    """The training loss."""
+def loss(config: RunConfig, chosen: Switches, device: torch.device) -> Loss:
+    """The training loss.
+
+    Raises:
+        UserError: it cannot be compiled on this machine.
+    """
+    plain: Loss = CrossEntropy(config.loss.label_smoothing)
     if config.loss.name == "bce":
-        return BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction)
-    return CrossEntropy(config.loss.label_smoothing)
+        plain = BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction)
+    if chosen[SwitchName.CROSS_ENTROPY] == "plain":
+        return plain
+    _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
+    return FusedLoss(plain)
 
 
 def peak_lr(config: RunConfig) -> float:
@@ -68,8 +76,10 @@ def optimizer(
     def make(groups: list[optim.Group]) -> Optimizer:
         made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
-            _need_compiler(groups, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            _need_compiler(_device(groups), "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             optim.compile_step(made)
+        if chosen[SwitchName.CUDA_GRAPHS] == "on":
+            optim.make_capturable(made, _device(groups))
         return made
 
     if chosen[SwitchName.PARAM_OFFLOAD] == "none":
@@ -114,14 +124,18 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
             betas=settings.betas,
             eps=settings.eps,
         )
-    _need_compiler(groups, "optim.name: adamw8bit", "optim=adamw")
+    _need_compiler(_device(groups), "optim.name: adamw8bit", "optim=adamw")
     return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
 
 
-def _need_compiler(groups: list[optim.Group], what: str, instead: str) -> None:
+def _device(groups: list[optim.Group]) -> torch.device:
+    device: torch.device = groups[0]["params"][0].device
+    return device
+
+
+def _need_compiler(device: torch.device, what: str, instead: str) -> None:
     # On CUDA torch brings its own (Triton).
-    on_cpu = groups[0]["params"][0].device.type == "cpu"
-    if on_cpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
 
 

@@ -106,6 +106,9 @@ class Composed:
             return str(self.saved)
         names = [] if self.saved is not None else [(name, key) for name in self._experiments(self.config_name)]
         if chosen is not None:
+            names += [
+                (f"{name}/{choice}", key) for name, choice in self.choices.items() if self._is_global(name, choice)
+            ]
             names.append((chosen, rest))
         for name, key_there in names:
             file = self._file(name)
@@ -117,6 +120,10 @@ class Composed:
     def _file(self, name: str) -> Path | None:
         files = (folder / f"{name}.yaml" for folder in self.folders)
         return next((file for file in files if file.is_file()), None)
+
+    def _is_global(self, group: str, choice: str) -> bool:
+        file = self._file(f"{group}/{choice}")
+        return file is not None and is_global(file)
 
     def _experiments(self, name: str) -> Iterator[str]:
         """The experiment, and those that its defaults list is based on, later ones first."""
@@ -229,14 +236,45 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
         group_file = CONFIGS / name / f"{value}.yaml"
         if not group_file.is_file():
             raise no_such_file(name, value, [CONFIGS])
-        values[name] = OmegaConf.to_container(OmegaConf.load(group_file), resolve=False)
         choices[name] = value
     try:
-        merged = OmegaConf.merge(OmegaConf.create(values), OmegaConf.from_dotlist(dotted))
+        merged = OmegaConf.merge(_with_groups(values, choices), OmegaConf.from_dotlist(dotted))
     except COMPOSE_ERRORS as error:
         raise explain(error, [CONFIGS]) from error
     composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=file)
     return dataclasses.replace(composed, values=composed.resolve(merged))
+
+
+def _with_groups(values: Mapping[str, Any], choices: dict[str, str]) -> DictConfig:
+    """Saved values with groups replaced by the chosen files; one of the whole configuration may choose others."""
+    files = {name: CONFIGS / name / f"{choice}.yaml" for name, choice in choices.items()}
+    contents = {name: _plain(name, file) for name, file in files.items()}
+    whole = [contents.pop(name) for name, file in files.items() if is_global(file)]
+    for content in whole:
+        for entry in content.pop("defaults", []):
+            for override, choice in entry.items():
+                name = str(override).removeprefix("override ").lstrip("/")
+                if name not in choices:
+                    choices[name] = str(choice)
+                    contents[name] = _plain(name, CONFIGS / name / f"{choice}.yaml")
+    kept = {name: value for name, value in values.items() if name not in choices}
+    merged = OmegaConf.merge(OmegaConf.create({**kept, **contents}), *whole)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _plain(group: str, file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise no_such_file(group, file.stem, [CONFIGS])
+    content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    assert isinstance(content, dict)
+    return content
+
+
+def is_global(file: Path) -> bool:
+    """Whether a group's file sets keys of the whole configuration (Hydra's `@package _global_`)."""
+    with file.open(encoding="utf-8") as lines:
+        return next(lines, "").replace(" ", "").startswith("#@package_global_")
 
 
 def groups(folders: Sequence[Path]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from pycls_fast.speed import SwitchName
@@ -261,11 +261,16 @@ class Parallel(Section):
 class Speed(Section):
     """Performance switches; one that is not set takes the preset's value for the device (`pycls_fast/speed.py`)."""
 
-    preset: Literal["reference", "fast"] = "reference"
+    preset: Literal["reference", "fast", "meta2022"] = "reference"
     memory_format: Literal["contiguous", "channels_last"] | None = None
-    attention: Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"] | None = None
+    attention: (
+        Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products"] | None
+    ) = None
     layout: Literal["batch_first", "batch_second"] | None = None
     qkv: Literal["separate", "fused"] | None = None
+    linear: Literal["torch", "products"] | None = None
+    patches: Literal["convolution", "product"] | None = None
+    allocator: Literal["default", "keep"] | None = None
     compile: Literal["off", "blocks", "model"] | None = None
     compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
     optimizer: Literal["loop", "foreach", "fused"] | None = None
@@ -273,11 +278,24 @@ class Speed(Section):
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
     input_copy: Literal["blocking", "prefetch"] | None = None
+    normalize_on: Literal["cpu", "device"] | None = None
+    erase_on: Literal["cpu", "device"] | None = None
+    mix_on: Literal["cpu", "device"] | None = None
+    metrics: Literal["step", "interval"] | None = None
+    sequence_padding: Literal["none", "8", "64"] | None = None
+    cross_entropy: Literal["plain", "fused"] | None = None
+    cuda_graphs: Literal["off", "on"] | None = None
     recompute: Literal["off", "full", "selective"] | None = None
     activation_offload: Literal["none", "cpu"] | None = None
     activation_compression: Literal["none", "8bit"] | None = None
     param_offload: Literal["none", "cpu"] | None = None
     drop_path_compute: Literal["multiply", "skip"] | None = None
+
+    @field_validator("sequence_padding", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        # 8 on the command line and in YAML is a number, and a switch's values are names.
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     def chosen(self) -> dict[SwitchName, str]:
         """The switches set by hand."""

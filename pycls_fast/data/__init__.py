@@ -4,10 +4,10 @@ from pycls_fast.data.augment import Augmented, EvalTransform, TrainTransform, Tr
 from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, decode
 from pycls_fast.data.digits import write_digits
 from pycls_fast.data.folders import FolderSource, open_folder
-from pycls_fast.data.loading import Batch, ImageDataset, ImageLoader, Sample, collate, make_loader
+from pycls_fast.data.loading import Batch, HostStage, ImageDataset, ImageLoader, Sample, collate, make_loader
 from pycls_fast.data.mix import Mixed, Mixer
-from pycls_fast.data.prepare import IMAGENET_MEAN, IMAGENET_STD, Prepare
-from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler, epoch_order
+from pycls_fast.data.prepare import IMAGENET_MEAN, IMAGENET_STD, Prepare, PrepareOnHost
+from pycls_fast.data.sampling import EvalSampler, Key, Keys, TrainSampler, epoch_order
 from pycls_fast.data.sources import Source, SyntheticSource
 from pycls_fast.data.transfer import to_device
 
@@ -21,12 +21,15 @@ __all__ = [
     "EvalSampler",
     "EvalTransform",
     "FolderSource",
+    "HostStage",
     "ImageDataset",
     "ImageLoader",
     "Key",
+    "Keys",
     "Mixed",
     "Mixer",
     "Prepare",
+    "PrepareOnHost",
     "Sample",
     "Source",
     "SyntheticSource",

@@ -20,7 +20,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.augment import NO_BOX, Box, Transform
 from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, decode
-from pycls_fast.data.sampling import Key
+from pycls_fast.data.mix import Mixed
+from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources import Source
 from pycls_fast.errors import UserError
 
@@ -46,18 +47,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images as they travel from the workers to the device: a quarter of float32's bytes."""
+    """Images as they travel from the workers to the device, prepared as far as the workers do it."""
 
     images_BHWC: torch.Tensor
-    """uint8."""
+    """uint8, a quarter of float32's bytes; float32 where the workers have normalised."""
     labels_B: torch.Tensor
     """int64."""
     indices_B: torch.Tensor
     """int64, positions in the source."""
     erase_B4: torch.Tensor | None
-    """int64 boxes (top, left, height, width), all zeros for none; None when the transform never erases."""
+    """int64 boxes (top, left, height, width) that are still to be erased, all zeros for none; None where there is
+    nothing to erase."""
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
+    mixed: Mixed | None = None
+    """How the workers have mixed the images; None where they have not."""
 
     def __len__(self) -> int:
         return len(self.labels_B)
@@ -91,6 +95,12 @@ class Batch:
                 tensor.record_stream(stream)
 
 
+class HostStage(Protocol):
+    """What is done to a whole batch in the worker, from the seed of its microbatch (None in evaluation)."""
+
+    def __call__(self, batch: Batch, seed: int | None) -> Batch: ...
+
+
 class BatchSampler(Protocol):
     """Batches of (epoch, index), as `TrainSampler` and `EvalSampler` make them."""
 
@@ -117,12 +127,14 @@ class ImageDataset(Dataset[Sample]):
         *,
         seed: int = 0,
         training: bool,
+        host: HostStage | None = None,
         max_pixels: int = DEFAULT_MAX_PIXELS,
         max_replacements: int = 16,
     ) -> None:
         """
         Args:
             seed: of the augmentation.
+            host: what is done to a whole batch before it leaves the worker.
             training: replace damaged images instead of leaving them out.
             max_pixels: larger images count as damaged.
             max_replacements: damaged images in a row after which training gives up with a `UserError`.
@@ -131,6 +143,7 @@ class ImageDataset(Dataset[Sample]):
         self.transform = transform
         self.seed = seed
         self.training = training
+        self.host = host
         self._max_pixels = max_pixels
         self._max_replacements = max_replacements
 
@@ -170,7 +183,10 @@ class ImageDataset(Dataset[Sample]):
             samples = [self[key] for key in keys]
         except UserError as error:
             return error
-        return collate(samples, image_size=self.transform.image_size, erases=self.transform.erases)
+        batch = collate(samples, image_size=self.transform.image_size, erases=self.transform.erases)
+        if self.host is None:
+            return batch
+        return self.host(batch, keys.seed if isinstance(keys, Keys) else None)
 
     def _load(self, index: int, seed: int, damaged: tuple[Damage, ...]) -> Sample:
         try:

@@ -1,14 +1,20 @@
-"""The last preparation of a batch, on the device."""
+"""The last preparation of a batch: normalising, erasing and mixing, by the loader's workers or on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
+from pycls_fast.counter import counter_seed
 from pycls_fast.data.loading import Batch
+from pycls_fast.data.mix import Mixed, Mixer
+
+# The stream of the noise among those that start from a microbatch's seed.
+_NOISE = 1
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -19,8 +25,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class Prepare(nn.Module):
     """uint8 BHWC -> normalised floating-point BCHW, (x / 255 - mean) / std, with random erasing.
 
-    By default the result is a permuted view of channels-last memory, so it is `channels_last` without a copy; a network
-    follows the layout of its input. Nothing here waits for the device.
+    Images that are floating-point have been normalised already, and boxes that the batch no longer has were erased
+    (`PrepareOnHost`): what is left to do is a property of the batch. By default the result is a permuted view of
+    channels-last memory, so it is `channels_last` without a copy; a network follows the layout of its input. Nothing
+    here waits for the device.
     """
 
     mean_C11: torch.Tensor
@@ -41,7 +49,7 @@ class Prepare(nn.Module):
             mean, std: per channel, on the scale 0..1.
             dtype: of the result. Computed in at least float32 and rounded once.
             erase_value: what fills erased boxes: the mean colour (0 after normalising) or noise from N(0, 1)
-                per value, drawn from the device's default generator.
+                per value, drawn on the batch's device.
             memory_format: of the result; "contiguous" transposes while converting.
             device: of the batches to come.
         """
@@ -57,21 +65,76 @@ class Prepare(nn.Module):
             tensor = torch.tensor(values, dtype=self._compute_dtype, device=device)
             self.register_buffer(name, tensor.reshape(-1, 1, 1), persistent=False)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """`images_BCHW` of a batch on this module's device."""
+    def forward(self, batch: Batch, seed: int | None = None) -> torch.Tensor:
+        """`images_BCHW` of a batch on this module's device.
+
+        Args:
+            batch: in any state of preparation but mixed with boxes to erase.
+            seed: of the microbatch; the noise is then the same on every device of one kind. None draws it from the
+                device's default generator.
+        """
+        is_raw = not batch.images_BHWC.is_floating_point()
         # (B, H, W, C) -> (B, C, H, W): a view
         images_BCHW = batch.images_BHWC.permute(0, 3, 1, 2)
         images_BCHW = images_BCHW.to(self._compute_dtype, memory_format=self._memory_format)
-        images_BCHW = images_BCHW.div_(255).sub_(self.mean_C11).div_(self.std_C11).to(self._dtype)
+        if is_raw:
+            images_BCHW = images_BCHW.div_(255).sub_(self.mean_C11).div_(self.std_C11)
+        images_BCHW = images_BCHW.to(self._dtype)
         if batch.erase_B4 is None:
             return images_BCHW
         mask_B1HW = box_mask(batch.erase_B4, *images_BCHW.shape[2:]).unsqueeze(1)
         if self._erase_value == "mean":
-            return images_BCHW.masked_fill_(mask_B1HW, 0)
-        # Drawn in one order whatever the memory format, which must not change the noise.
-        noise_BHWC = torch.randn_like(images_BCHW.permute(0, 2, 3, 1), memory_format=torch.contiguous_format)
-        noisy_BCHW = torch.where(mask_B1HW, noise_BHWC.permute(0, 3, 1, 2), images_BCHW)
+            # The memory may still be the batch's own where nothing had to be converted.
+            return (images_BCHW if is_raw else images_BCHW.clone()).masked_fill_(mask_B1HW, 0)
+        noise_BCHW = self._noise(images_BCHW, seed)
+        noisy_BCHW = torch.where(mask_B1HW, noise_BCHW, images_BCHW)
         return noisy_BCHW.contiguous(memory_format=self._memory_format)
+
+    def _noise(self, images_BCHW: torch.Tensor, seed: int | None) -> torch.Tensor:
+        batch, channels, height, width = images_BCHW.shape
+        generator = None
+        if seed is not None:
+            # One of its own: drop-path's draws do not depend on where the noise was drawn.
+            generator = torch.Generator(images_BCHW.device).manual_seed(counter_seed(seed, _NOISE))
+        # Drawn in one order whatever the memory format, and in one format whatever the result's.
+        noise_BHWC = torch.randn(
+            (batch, height, width, channels),
+            dtype=self._compute_dtype,
+            device=images_BCHW.device,
+            generator=generator,
+        )
+        return noise_BHWC.permute(0, 3, 1, 2).to(images_BCHW.dtype)
+
+
+@dataclass(frozen=True)
+class PrepareOnHost:
+    """The stages that are done before a batch goes to the device, in the loader's workers, in float32.
+
+    Normalising comes first, then erasing, then mixing: what is done here is a beginning of that list, the device does
+    the rest. Draws are those of the device's stages, from the same seeds.
+
+    Attributes:
+        prepare: for the CPU, of float32, channels-last.
+        erase: erase here.
+        mixer: mix here; None for not. Asks for `erase` where there is something to erase.
+    """
+
+    prepare: Prepare
+    erase: bool = False
+    mixer: Mixer | None = None
+
+    def __call__(self, batch: Batch, seed: int | None) -> Batch:
+        """The batch with float32 images; evaluation, which has no seed, is never mixed."""
+        images_BCHW = self.prepare(batch if self.erase else replace(batch, erase_B4=None), seed)
+        mixed: Mixed | None = None
+        if self.mixer is not None and seed is not None:
+            images_BCHW, mixed = self.mixer(images_BCHW, seed)
+        return replace(
+            batch,
+            images_BHWC=images_BCHW.permute(0, 2, 3, 1).contiguous(),
+            erase_B4=None if self.erase else batch.erase_B4,
+            mixed=mixed,
+        )
 
 
 def box_mask(box_B4: torch.Tensor, height: int, width: int) -> torch.Tensor:

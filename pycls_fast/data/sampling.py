@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from pycls_fast.counter import counter_seed
+from pycls_fast.counter import counter_seed, microbatch_seed
 from pycls_fast.data.draws import frozen_generator
 from pycls_fast.errors import UserError
 
 Key = tuple[int, int]
 """(epoch, index): all that a worker needs to know to make a sample."""
+
+
+class Keys(list[Key]):
+    """The samples of one microbatch, and the seed of what is drawn for it as a whole (None where nothing is)."""
+
+    def __init__(self, keys: Iterable[Key] = (), seed: int | None = None) -> None:
+        super().__init__(keys)
+        self.seed = seed
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -85,7 +93,7 @@ class TrainSampler:
         """Batches that are left: microbatches, `accumulation_steps` per step."""
         return (self._total_steps - self._start_step) * self._accumulation_steps
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Keys]:
         per_rank = self._global_batch_size // self._world_size
         per_batch = per_rank // self._accumulation_steps
         epoch, order = -1, np.empty(0, dtype=np.int64)
@@ -94,8 +102,10 @@ class TrainSampler:
             if step_epoch != epoch:
                 epoch, order = step_epoch, epoch_order(self._seed, step_epoch, self._count)
             first = step_in_epoch * self._global_batch_size + self._rank * per_rank
-            for start in range(first, first + per_rank, per_batch):
-                yield [(epoch, index) for index in order[start : start + per_batch].tolist()]
+            for position in range(self._accumulation_steps):
+                start = first + position * per_batch
+                seed = microbatch_seed(self._seed, step=step, position=position, rank=self._rank)
+                yield Keys(((epoch, index) for index in order[start : start + per_batch].tolist()), seed)
 
 
 class EvalSampler:

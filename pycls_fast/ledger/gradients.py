@@ -207,13 +207,14 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
                 f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
                 f"{len(train)} images; use a smaller one"
             )
-        network = build.model(config, build.num_classes(config, train), switches)
-        counted = complexity(network, image_size=config.data.image_size)
+        classes = build.num_classes(config, train)
+        network = build.model(config, classes, switches)
+        counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         step = make_step(config, network, world, switches, steps_per_epoch)
         metrics, watch = TrainMetrics(world.device), Watch(network, loss_scale)
         whole = warmup_steps + steps
-        loader = build.train_loader(config, train, world, start_step=0, steps=whole)
+        loader = build.train_loader(config, train, world, switches, start_step=0, steps=whole)
         batches = to_device(loader, world.device, mode="blocking")
         with closing(batches):  # type: ignore[type-var]  # a generator
             for number in range(whole):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data import Batch, Source, to_device
+from pycls_fast.data import Batch, HostStage, Source, to_device
 from pycls_fast.ledger.clocks import Marks, synchronize, timed
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import SwitchName
@@ -73,9 +73,9 @@ def slowest(turn: Turn, world: World) -> Turn:
 class Trainer:
     """The training step of `train_net.py` with a count of its steps, shared by the parts that train."""
 
-    def __init__(self, step: Step, world: World) -> None:
+    def __init__(self, step: Step, world: World, switches: build.Switches) -> None:
         self.step = step
-        self.metrics = TrainMetrics(world.device)
+        self.metrics = TrainMetrics(world.device, read=switches[SwitchName.METRICS])
         self._done = 0
 
     def __call__(self, microbatches: Sequence[Batch]) -> None:
@@ -167,7 +167,7 @@ class LoaderPart:
         self.images_per_step = config.data.global_batch_size
         self._config = config
         self._source = source
-        self._mode = switches[SwitchName.INPUT_COPY]
+        self._switches = switches
         self._world = world
         self._order = order
         self._trainer: Trainer | None = None
@@ -214,8 +214,11 @@ class LoaderPart:
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
         start = self._order.take(steps)
-        loader = build.train_loader(self._config, self._source, self._world, start_step=start, steps=start + steps)
-        yield from to_device(loader, self._world.device, mode=self._mode)  # type: ignore[arg-type]  # a Literal
+        loader = build.train_loader(
+            self._config, self._source, self._world, self._switches, start_step=start, steps=start + steps
+        )
+        mode = self._switches[SwitchName.INPUT_COPY]
+        yield from to_device(loader, self._world.device, mode=mode)  # type: ignore[arg-type]  # a Literal
 
     def _next(self, microbatches: Iterator[Batch]) -> list[Batch]:
         return list(islice(microbatches, self._config.optim.accumulation_steps))
@@ -226,7 +229,14 @@ class LoaderPart:
 
 
 def synthetic_batch(
-    count: int, image_size: int, classes: int, *, erase_probability: float, seed: int, device: torch.device
+    count: int,
+    image_size: int,
+    classes: int,
+    *,
+    erase_probability: float,
+    seed: int,
+    device: torch.device,
+    host: HostStage | None = None,
 ) -> Batch:
     """Random images and labels on the device, with boxes to erase where training has them.
 
@@ -237,6 +247,7 @@ def synthetic_batch(
         erase_probability: of a box of a quarter of the image; 0 for a batch without boxes at all.
         seed: of everything.
         device: where the batch is put.
+        host: what the loader's workers would do to it (`build.prepare_on_host`), done once here.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (count, image_size, image_size, 3)
@@ -246,9 +257,10 @@ def synthetic_batch(
         erase_B4 = torch.randint(0, image_size - side + 1, (count, 4), generator=generator)
         erase_B4[:, 2:] = side
         erase_B4 *= (torch.rand(count, 1, generator=generator) < erase_probability).long()
-    return Batch(
+    batch = Batch(
         images_BHWC=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
         labels_B=torch.randint(0, classes, (count,), generator=generator),
         indices_B=torch.arange(count),
         erase_B4=erase_B4,
-    ).to(device)
+    )
+    return (batch if host is None else host(batch, seed)).to(device)

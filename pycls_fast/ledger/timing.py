@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,7 +193,9 @@ def _build(
         config=config,
         switches=switches,
         sources=sources,
-        complexity=complexity(lambda: build.model(config, classes, switches), image_size=config.data.image_size),
+        complexity=complexity(
+            lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size
+        ),
         classes=classes,
         memory=DeviceMemory(world.device),
     )
@@ -219,7 +221,8 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
     step = make_step(config, network, world, switches, steps_per_epoch)
-    variant.trainer = Trainer(step, world)
+    variant.trainer = Trainer(step, world, switches)
+    host = build.prepare_on_host(config, switches)
     size = config.data.image_size
     if "train" in parts:
         batches = [
@@ -230,6 +233,7 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
                 erase_probability=config.augment.erase_probability,
                 seed=counter_seed(config.seed, _TRAINING_BATCH, position, world.rank),
                 device=world.device,
+                host=host,
             )
             for position in range(config.optim.accumulation_steps)
         ]
@@ -242,6 +246,7 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
             erase_probability=0.0,
             seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
             device=world.device,
+            host=host and replace(host, mixer=None),
         )
         variant.parts["inference"] = InferencePart(network, step, batch, world)
 

@@ -1,7 +1,8 @@
 """The attention kernels: pure functions of queries, keys and values, one per value of the `attention` switch.
 
 Shape letters: B batch, H heads, N tokens, E width of one head. Each kernel computes
-softmax(q k^T / sqrt(E)) v (Vaswani et al., Attention Is All You Need, 2017, equation 1); how the heads are
+softmax(q k^T / sqrt(E)) v (Vaswani et al., Attention Is All You Need, 2017, equation 1), over the first `keys` tokens
+where the others are padding; how the heads are
 cut out of the token features, and in which memory layout, is the business of `layers.Attention`.
 """
 
@@ -12,28 +13,43 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-AttentionName = Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"]
+from pycls_fast.models.products import products_attention
+
+AttentionKernel = Callable[..., Tensor]
+"""`(queries_BHNE, keys_BHNE, values_BHNE, *, keys=None) -> features_BHNE`."""
+AttentionName = Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products"]
 
 
-def reference_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
+def reference_attention(
+    queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None
+) -> Tensor:
     """The formula written out; keeps the (B, H, N, N) scores in memory. Returns (B, H, N, E)."""
     # The queries carry the scale: N x E numbers to scale instead of N x N, and float16 stays in range.
     scaled_BHNE = queries_BHNE / math.sqrt(queries_BHNE.shape[-1])
     scores_BHNN = scaled_BHNE @ keys_BHNE.transpose(-2, -1)
+    if keys is not None:
+        # Masked and not cut off: products keep the padded sizes, which is what padding is for.
+        padding_N = torch.arange(scores_BHNN.shape[-1], device=scores_BHNN.device) >= keys
+        scores_BHNN = scores_BHNN.masked_fill(padding_N, -math.inf)
     return scores_BHNN.softmax(dim=-1) @ values_BHNE
 
 
-def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
+def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
     """torch's fused attention, with whichever of its backends torch picks. Returns (B, H, N, E)."""
+    if keys is not None:
+        # Views: a mask would rule out FlashAttention, which has tiles of its own inside.
+        keys_BHNE, values_BHNE = keys_BHNE[:, :, :keys], values_BHNE[:, :, :keys]
     return F.scaled_dot_product_attention(queries_BHNE, keys_BHNE, values_BHNE)
 
 
-def chosen_sdpa(backend: SDPBackend, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
+def chosen_sdpa(
+    backend: SDPBackend, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None
+) -> Tensor:
     """torch's fused attention with one backend and no other. Returns (B, H, N, E).
 
     Raises:
@@ -41,9 +57,9 @@ def chosen_sdpa(backend: SDPBackend, queries_BHNE: Tensor, keys_BHNE: Tensor, va
     """
     if queries_BHNE.is_meta:
         # Nothing is computed there, and whoever counts operations has chosen a backend that shows them.
-        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE)
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
     with sdpa_kernel(backend):
-        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE)
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
 
 
 ATTENTION: dict[AttentionName, AttentionKernel] = {
@@ -53,5 +69,6 @@ ATTENTION: dict[AttentionName, AttentionKernel] = {
     "sdpa_flash": partial(chosen_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_efficient": partial(chosen_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa_cudnn": partial(chosen_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "products": products_attention,
 }
 assert set(ATTENTION) == set(get_args(AttentionName))

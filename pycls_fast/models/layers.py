@@ -13,6 +13,7 @@ model built on the meta device can be made real with `to_empty` and initialised 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.init import lecun_normal_
+from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 
 Layout = Literal["batch_first", "batch_second"]
 Qkv = Literal["separate", "fused"]
+Patches = Literal["convolution", "product"]
 DropPathCompute = Literal["multiply", "skip"]
 
 
@@ -48,7 +51,7 @@ class DropPath(nn.Module):
 
     Each sample is drawn on its own from the default generator of the CPU, whatever the input's device: the
     host then knows which samples are kept, and how many, without asking the device. A compiled `multiply`
-    draws from the device's generator instead.
+    draws from the device's generator instead, and so does one with `draws_on_device` set.
 
     Args:
         rate: probability that a sample's branch is dropped, in [0, 1).
@@ -72,12 +75,14 @@ class DropPath(nn.Module):
         self.rate = rate
         self.batch_dim = batch_dim
         self.compute = compute
+        # For steps that are replayed without the host.
+        self.draws_on_device = False
 
     def forward(self, branch: Tensor) -> Tensor:
         """Any shape with the samples in `batch_dim`; the same shape and dtype come back."""
         if self.rate == 0.0 or not self.training:
             return branch
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.draws_on_device:
             return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
         return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
 
@@ -135,11 +140,28 @@ class PatchStem(nn.Module):
         patch_size: side of a square in pixels.
         width: D.
         layout: of the features that come out.
+        patches: how they are projected, by a "convolution" whose stride is its size, or cut out and by one
+            "product"; the weights are the convolution's.
+
+    Raises:
+        UserError: an unknown name.
     """
 
-    def __init__(self, in_channels: int, patch_size: int, width: int, *, layout: Layout = "batch_first") -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        patch_size: int,
+        width: int,
+        *,
+        layout: Layout = "batch_first",
+        patches: Patches = "convolution",
+    ) -> None:
         super().__init__()
+        if patches not in get_args(Patches):
+            raise UserError(f"patches: must be one of {', '.join(get_args(Patches))}; got {patches}")
         self.batch_dim = batch_dimension(layout)
+        self.patch_size = patch_size
+        self.cut = patches == "product"
         self.projection = nn.Conv2d(in_channels, width, kernel_size=patch_size, stride=patch_size)
 
     def reset_parameters(self) -> None:
@@ -149,9 +171,23 @@ class PatchStem(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Returns features_BND, tokens in row-major order of their squares; a view, contiguous or not."""
+        if self.cut:
+            features_BND = self._product(images_BCHW)
+            return features_BND.transpose(0, 1) if self.batch_dim == 1 else features_BND
         # (B, D, rows, columns) -> (B, D, N) -> (B, N, D) or (N, B, D)
         features_BDN = self.projection(images_BCHW).flatten(2)
         return features_BDN.permute(2, 0, 1) if self.batch_dim == 1 else features_BDN.transpose(1, 2)
+
+    def _product(self, images_BCHW: Tensor) -> Tensor:
+        size = self.patch_size
+        # (B, H, W, C), a copy unless channels_last -> (B, rows, size, columns, size * C): runs of memory stay whole
+        images_BHWC = images_BCHW.permute(0, 2, 3, 1)
+        runs = images_BHWC.flatten(2).unflatten(1, (-1, size)).unflatten(3, (-1, size * images_BHWC.shape[3]))
+        # -> (B, rows, columns, size, size * C) -> (B, N, size * size * C)
+        patches = runs.transpose(2, 3).flatten(3).flatten(1, 2)
+        # (D, C, size, size) -> (D, size * size * C)
+        weight = self.projection.weight.permute(0, 2, 3, 1).flatten(1)
+        return F.linear(patches, weight, self.projection.bias)
 
 
 class ClassToken(nn.Module):
@@ -264,6 +300,8 @@ class Attention(nn.Module):
         qkv: "separate", or "fused": the three matrices are joined when they are used, one product reads the
             features once, and the backward pass adds no three gradients of the features. Joining them costs
             3 D^2 numbers read and written, 1 / (B N) of the product's operations.
+        keys: only the first so many tokens are attended to, those behind them are padding. None for all.
+        linear: kernel of the four linear layers, a key of `products.LINEAR`.
 
     Raises:
         UserError: width is not a multiple of heads, or an unknown name.
@@ -277,6 +315,8 @@ class Attention(nn.Module):
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
         qkv: Qkv = "separate",
+        keys: int | None = None,
+        linear: LinearName = "torch",
     ) -> None:
         super().__init__()
         if width % heads:
@@ -288,11 +328,12 @@ class Attention(nn.Module):
         self.heads = heads
         self.fused = qkv == "fused"
         self.batch_dim = batch_dimension(layout)
-        self.kernel = ATTENTION[attention]
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.projection = nn.Linear(width, width)
+        self.kernel = ATTENTION[attention] if keys is None else partial(ATTENTION[attention], keys=keys)
+        self.linear = LINEAR[linear]
+        self.query = linear_layer(width, width, linear)
+        self.key = linear_layer(width, width, linear)
+        self.value = linear_layer(width, width, linear)
+        self.projection = linear_layer(width, width, linear)
 
     def reset_parameters(self) -> None:
         # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as
@@ -318,7 +359,7 @@ class Attention(nn.Module):
         weight = torch.cat([linear.weight for linear in linears])
         bias = torch.cat([linear.bias for linear in linears])
         # (B, N, 3 * H * E) -> (B, N, 3, H, E) -> three of (B, N, H, E) -> (B, H, N, E)
-        joined = F.linear(features_BND, weight, bias).unflatten(-1, (3, self.heads, -1))
+        joined = self.linear(features_BND, weight, bias).unflatten(-1, (3, self.heads, -1))
         return [self._heads_second(part) for part in joined.unbind(-3)]
 
     def _split(self, features_BND: Tensor) -> Tensor:
@@ -341,12 +382,13 @@ class Mlp(nn.Module):
     Args:
         width: D.
         hidden_width: width between the two.
+        linear: kernel of both, a key of `products.LINEAR`.
     """
 
-    def __init__(self, width: int, hidden_width: int) -> None:
+    def __init__(self, width: int, hidden_width: int, *, linear: LinearName = "torch") -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden_width)
-        self.fc2 = nn.Linear(hidden_width, width)
+        self.fc1 = linear_layer(width, hidden_width, linear)
+        self.fc2 = linear_layer(hidden_width, width, linear)
 
     def reset_parameters(self) -> None:
         for linear in (self.fc1, self.fc2):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
@@ -20,12 +21,14 @@ from pycls_fast.models.layers import (
     Layout,
     LearnedPositions,
     Mlp,
+    Patches,
     PatchStem,
     Qkv,
     SinCos2dPositions,
     batch_dimension,
     drop_path_rates,
 )
+from pycls_fast.models.products import LinearName
 
 Classifier = Literal["token", "pooled"]
 Positions = Literal["learned", "sincos2d"]
@@ -45,13 +48,15 @@ class Block(nn.Module):
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
         qkv: Qkv = "separate",
+        keys: int | None = None,
+        linear: LinearName = "torch",
         drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = Attention(width, heads, attention=attention, layout=layout, qkv=qkv)
+        self.attention = Attention(width, heads, attention=attention, layout=layout, qkv=qkv, keys=keys, linear=linear)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = Mlp(width, mlp_width)
+        self.mlp = Mlp(width, mlp_width, linear=linear)
         self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
 
     def reset_parameters(self) -> None:
@@ -90,6 +95,10 @@ class VisionTransformer(nn.Module):
             and parameters are the same.
         qkv: queries, keys and values by three products ("separate") or one ("fused"); the parameters are the
             same.
+        sequence_padding: the blocks see a number of tokens that is a multiple of it; what was added is cut off
+            behind them and attended to by no token. 1 for none.
+        linear: kernel of the blocks' linear layers, a key of `products.LINEAR`; the parameters are the same.
+        patches: "convolution" or "product"; see `PatchStem`.
         drop_path_compute: "multiply" computes branches for all samples and zeroes some, "skip" leaves them out;
             see `DropPath`.
 
@@ -117,6 +126,9 @@ class VisionTransformer(nn.Module):
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
         qkv: Qkv = "separate",
+        sequence_padding: int = 1,
+        linear: LinearName = "torch",
+        patches: Patches = "convolution",
         drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
@@ -130,17 +142,19 @@ class VisionTransformer(nn.Module):
         self.batch_dim = batch_dimension(layout)
         has_token = classifier == "token"
         side = image_size // patch_size
+        self.tokens = side * side + has_token
+        self.padding = -self.tokens % sequence_padding
 
         # Built without memory and filled once, by `initialise`: torch's own layers would draw values first
         # that are thrown away, and a model built on the meta device would then not get the values of a direct
         # build.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.stem = PatchStem(in_channels, patch_size, width, layout=layout)
+            self.stem = PatchStem(in_channels, patch_size, width, layout=layout, patches=patches)
             self.class_token = ClassToken(width, layout=layout) if has_token else None
             self.positions: LearnedPositions | SinCos2dPositions
             if positions == "learned":
-                self.positions = LearnedPositions(side * side + has_token, width, layout=layout)
+                self.positions = LearnedPositions(self.tokens, width, layout=layout)
             else:
                 self.positions = SinCos2dPositions(side, side, width, class_token=has_token, layout=layout)
             self.blocks = nn.ModuleList(
@@ -153,6 +167,8 @@ class VisionTransformer(nn.Module):
                     attention=attention,
                     layout=layout,
                     qkv=qkv,
+                    keys=self.tokens if self.padding else None,
+                    linear=linear,
                     drop_path_compute=drop_path_compute,
                 )
                 for rate in drop_path_rates(drop_path, depth)
@@ -202,13 +218,21 @@ class VisionTransformer(nn.Module):
         token = self.class_token
         features_BND = token(features_BND) if token is not None else features_BND.contiguous()
         features_BND = self.positions(features_BND)
+        if self.padding:
+            features_BND = self._pad(features_BND)
         for block in self.blocks:
             features_BND = block(features_BND)
         return self.head(self._pool(features_BND))
+
+    def _pad(self, features_BND: Tensor) -> Tensor:
+        # (B, N, D) -> (B, N + padding, D), or (N, B, D) -> (N + padding, B, D)
+        last = (0, 0, 0, self.padding) if self.batch_dim == 0 else (0, 0, 0, 0, 0, self.padding)
+        return F.pad(features_BND, last)
 
     def _pool(self, features_BND: Tensor) -> Tensor:
         # The norm acts on each token alone: norming only the class token is norming all and taking it.
         token_dim = 1 - self.batch_dim
         if self.class_token is not None:
             return self.norm(features_BND.select(token_dim, 0))
+        features_BND = features_BND.narrow(token_dim, 0, self.tokens)
         return self.norm(features_BND.mean(dim=token_dim))

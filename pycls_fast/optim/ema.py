@@ -55,20 +55,35 @@ class Ema:
         self._weights = [self._live[name] for name in floating]
         self._copied = [name for name in self._live if name not in set(floating)]
 
-    @torch.no_grad()
+    def share(self, step: int) -> float:
+        """Of the weights in the average after optimizer step `step`, counted from 0; 0 where they are not taken in."""
+        if (step + 1) % self.every:
+            return 0.0
+        return 1.0 - (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every
+
     def update(self, step: int) -> None:
         """Take in the weights after optimizer step `step`, counted from 0."""
-        if (step + 1) % self.every:
-            return
-        decay = (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every
+        share = self.share(step)
+        if share:
+            self._update(share)
+            for name in self._copied:
+                self.values[name].copy_(self._live[name])
+
+    def update_by(self, share: Tensor) -> None:
+        """`update` with the share in a tensor of no dimension: the same operations in every step, 0 changes nothing."""
+        self._update(share)
+        for name in self._copied:
+            self.values[name].copy_(torch.where(share > 0, self._live[name], self.values[name]))
+
+    @torch.no_grad()
+    def _update(self, share: float | Tensor) -> None:
         weights = self._weights if self._masters is None else [_wide(weight) for weight in self._weights]
         if self.implementation == "foreach":
-            torch._foreach_lerp_(self._averages, weights, 1.0 - decay)
+            shares = [share.to(a.dtype) for a in self._averages] if isinstance(share, Tensor) else share
+            torch._foreach_lerp_(self._averages, weights, shares)
         else:
             for average, weight in zip(self._averages, weights, strict=True):
-                average.lerp_(weight, 1.0 - decay)
-        for name in self._copied:
-            self.values[name].copy_(self._live[name])
+                average.lerp_(weight, share.to(average.dtype) if isinstance(share, Tensor) else share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -153,6 +153,15 @@ def compile_step(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def make_capturable(optimizer: Optimizer, device: torch.device) -> Optimizer:
+    """Let the step be recorded in a CUDA graph: each group's lr becomes a tensor that the recorded step reads."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+        if "capturable" in group:
+            group["capturable"] = True
+    return optimizer
+
+
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of every group, times the group's own `lr_scale` where it has one.
 

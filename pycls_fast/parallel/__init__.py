@@ -1,5 +1,6 @@
 """Ranks, and the one function that wraps a model for them."""
 
+from pycls_fast.parallel.allocator import keep_freed_memory
 from pycls_fast.parallel.autocast import keep_in_float32
 from pycls_fast.parallel.compiled import compile_model, uncompiled
 from pycls_fast.parallel.float8 import use_float8
@@ -12,6 +13,7 @@ __all__ = [
     "World",
     "compile_model",
     "floating_buffers",
+    "keep_freed_memory",
     "keep_in_float32",
     "prepare_model",
     "save_activation_memory",

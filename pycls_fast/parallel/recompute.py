@@ -22,6 +22,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default}
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+if torch.backends.mkldnn.is_available():
+    # What speed.linear=products runs on a CPU.
+    _PRODUCTS.add(torch.ops.mkldnn._linear_pointwise.default)
 _BATCHED_PRODUCTS = {_aten.bmm.default, _aten.baddbmm.default}
 
 

@@ -67,7 +67,7 @@ class Loop:
         self.stop = stop
         self.board = board
         self.agreement = Agreement(run.world)
-        self.metrics = TrainMetrics(run.world.device)
+        self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
         self.reported: dict[str, str] = {}
         self.skipped_in_a_row = 0
@@ -94,7 +94,7 @@ class Loop:
     def _microbatches(self) -> Generator[Batch, None, None]:
         run = self.run
         loader = build.train_loader(
-            run.config, run.sources["train"], run.world, start_step=run.start_step, steps=run.total_steps
+            run.config, run.sources["train"], run.world, run.switches, start_step=run.start_step, steps=run.total_steps
         )
         mode = run.switches[SwitchName.INPUT_COPY]
         yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
@@ -233,7 +233,7 @@ class Loop:
     def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
         source = run.sources["val"]
-        loader = build.eval_loader(run.config, source, run.world)
+        loader = build.eval_loader(run.config, source, run.world, run.switches)
         run.display.begin_evaluation("val", len(source))
 
         def on_batch(images: int) -> None:

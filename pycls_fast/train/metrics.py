@@ -15,26 +15,37 @@ from pycls_fast.parallel import World
 
 
 class TrainMetrics:
-    """Sums over the steps of an interval, in one device vector: `[loss, finite grad norms, finite steps, steps]`."""
+    """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps]`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self._one = torch.ones((), dtype=torch.float64, device=device)
+    Args:
+        device: where the steps run.
+        read: "interval" keeps the sums on the device, and the host reads them once an interval; "step" has the host
+            read loss and gradient norm in every step and sum there, as a plain loop does. The numbers are the same.
+    """
+
+    def __init__(self, device: torch.device, *, read: str = "interval") -> None:
+        self._reads = read == "step"
+        self._device = device
+        place = torch.device("cpu") if self._reads else device
+        self._sums = torch.zeros(4, dtype=torch.float64, device=place)
+        self._one = torch.ones((), dtype=torch.float64, device=place)
 
     def add_loss(self, loss: Tensor) -> None:
         """A microbatch's share of the step's mean loss."""
-        self._sums[0] += loss.detach()
+        self._sums[0] += loss.item() if self._reads else loss.detach()
 
     def add_step(self, grad_norm: Tensor) -> None:
         """The end of a step. A norm that is not finite marks a step that loss scaling skips."""
+        if self._reads:
+            grad_norm = torch.tensor(grad_norm.item(), dtype=torch.float64)
         finite = torch.isfinite(grad_norm)
         self._sums[1] += torch.where(finite, grad_norm, 0.0)
         self._sums[2] += finite
         self._sums[3] += self._one
 
     def read(self, world: World) -> dict[str, float]:
-        """Means over the interval and the ranks; starts a new interval. The only wait for the device."""
-        sums = self._sums.clone()
+        """Means over the interval and the ranks; starts a new one. With "interval" the only wait for the device."""
+        sums = self._sums.to(self._device, copy=True)
         # The norm is the same on every rank; the loss is not.
         loss, norms, finite, steps = (world.sum(sums) / world.size).tolist()
         self._sums.zero_()

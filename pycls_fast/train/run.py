@@ -20,6 +20,7 @@ from pycls_fast.parallel import World, floating_buffers, prepare_model, wrap_mod
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, human
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
@@ -204,10 +205,11 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
             f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
             f"{len(sources['train'])} images; use a smaller one"
         )
-    network = build.model(config, build.num_classes(config, sources["train"]), switches)
+    classes = build.num_classes(config, sources["train"])
+    network = build.model(config, classes, switches)
     if config.weights is not None:
         load_weights(network, Path(config.weights), classes=sources["train"].classes)
-    counted = complexity(network, image_size=config.data.image_size)
+    counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, world, switches, steps_per_epoch)
     whole = config.schedule.epochs * steps_per_epoch
@@ -236,13 +238,33 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
 
 
 def make_step(
-    config: RunConfig, network: nn.Module, world: World, switches: build.Switches, steps_per_epoch: int
+    config: RunConfig,
+    network: nn.Module,
+    world: World,
+    switches: build.Switches,
+    steps_per_epoch: int,
+    *,
+    recorder: Recorder | None = None,
 ) -> Step:
-    """The training step around a network that is on its device, which gets the precision's format."""
+    """The training step around a network that is on its device, which gets the precision's format.
+
+    `recorder` stands in for CUDA graphs where there are none.
+
+    Raises:
+        UserError: what the machine, or this number of ranks, cannot run.
+    """
+    graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
+    if graphed and world.size > 1:
+        raise UserError(
+            f"speed.cuda_graphs: on records the step of one rank and this run has {world.size}; use "
+            f"speed.cuda_graphs=off"
+        )
+    if graphed:
+        build.draw_on_device(network)
     masters = build.lower(config, network, world.device)
     build.save_activation_memory(config, network, switches)
     scaler = build.loss_scaler(config, world.device)
-    return Step(
+    step = Step(
         forward=wrap_model(
             network,
             world,
@@ -252,7 +274,7 @@ def make_step(
         parameters=masters.parameters if masters else [p for p in network.parameters() if p.requires_grad],
         prepare=build.prepare(config, world.device, switches),
         mixer=build.mixer(config),
-        loss=build.loss(config),
+        loss=build.loss(config, switches, world.device),
         autocast=build.autocast(config, world.device),
         scaler=scaler,
         optimizer=build.optimizer(config, network, switches, masters),
@@ -265,6 +287,7 @@ def make_step(
         masters=masters,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
+    return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
 
 
 def _run_dir(config: RunConfig, world: World) -> Path:

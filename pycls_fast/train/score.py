@@ -49,7 +49,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
             display.begin_evaluation(split, len(source))
             result = evaluate(
                 network,
-                to_device(build.eval_loader(config, source, world), world.device, mode="blocking"),
+                to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"),
                 build.prepare(config, world.device, switches),
                 build.autocast(config, world.device),
                 world,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast.counter import counter_seed
+from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
@@ -43,21 +43,33 @@ class Step:
         """Train on the microbatches of one step, counted from 0."""
         set_lr(self.optimizer, self.schedule(step))
         for position, batch in enumerate(microbatches):
+            images_BCHW, targets = self._inputs(step, position, batch)
             is_last = position == len(microbatches) - 1
-            # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
-            seed = counter_seed(self.seed, step, position, self.rank)
-            torch.manual_seed(seed)
-            images_BCHW, targets = self._inputs(batch, seed)
-            with self._reduce_gradients(is_last):
-                with self.autocast():
-                    logits_BK = self.forward(images_BCHW)
-                loss = self.loss(logits_BK, targets) / len(microbatches)
-                self.scaler.scale(loss).backward()
+            loss = self._add_gradients(images_BCHW, targets, parts=len(microbatches), is_last=is_last)
             if self.watchdog is not None:
                 self.watchdog.check(step, loss)
-            if self.masters is not None and self._is_reduced(is_last):
-                self.masters.take_gradients()
+            self._take_gradients(is_last)
             metrics.add_loss(loss)
+        grad_norm = self._update()
+        if self.ema is not None:
+            self.ema.update(step)
+        metrics.add_step(grad_norm)
+
+    def _add_gradients(self, images_BCHW: Tensor, targets: Targets, *, parts: int = 1, is_last: bool = True) -> Tensor:
+        """Forward and backward pass of one of `parts` microbatches; returns its share of the loss."""
+        with self._reduce_gradients(is_last):
+            with self.autocast():
+                logits_BK = self.forward(images_BCHW)
+            loss = self.loss(logits_BK, targets) / parts
+            self.scaler.scale(loss).backward()
+        return loss
+
+    def _take_gradients(self, is_last: bool = True) -> None:
+        if self.masters is not None and self._is_reduced(is_last):
+            self.masters.take_gradients()
+
+    def _update(self) -> Tensor:
+        """Change the weights by the gradients and let go of these; returns their norm."""
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         self.scaler.step(self.optimizer)
@@ -65,15 +77,18 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if self.masters is not None:
             self.masters.copy_to_model()
-        if self.ema is not None:
-            self.ema.update(step)
-        metrics.add_step(grad_norm)
+        return grad_norm
 
-    def _inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Targets]:
-        images_BCHW = self.prepare(batch)
-        if self.mixer is None:
+    def _inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
+        # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
+        seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
+        torch.manual_seed(seed)
+        images_BCHW = self.prepare(batch, seed)
+        mixed = batch.mixed
+        if mixed is None and self.mixer is not None:
+            images_BCHW, mixed = self.mixer(images_BCHW, seed)
+        if mixed is None:
             return images_BCHW, Targets(batch.labels_B)
-        images_BCHW, mixed = self.mixer(images_BCHW, seed)
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
         return images_BCHW, Targets(labels_B, mixed_B if lam < 1.0 else None, lam)
 

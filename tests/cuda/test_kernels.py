@@ -71,11 +71,15 @@ def vit(**kwargs: Any) -> VisionTransformer:
         {"layout": "batch_second"},
         {"qkv": "fused"},
         {"layout": "batch_second", "qkv": "fused"},
+        {"sequence_padding": 8},
+        {"sequence_padding": 64, "layout": "batch_second"},
+        {"sequence_padding": 8, "attention": "reference"},
+        {"sequence_padding": 8, "attention": "sdpa_cudnn"},
         *({"compile": mode} for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")),
     ],
     ids=str,
 )
-def test_the_model_in_bfloat16(change: dict[str, str]) -> None:
+def test_the_model_in_bfloat16(change: dict[str, Any]) -> None:
     exact = gradients(vit(attention="reference").double(), dtype=None)
     plain = gradients(vit(), dtype=torch.bfloat16)
     mode: Any = change.get("compile")

@@ -11,13 +11,15 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import to_device
-from pycls_fast.parallel import start_world
+from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.parallel import World, prepare_model, start_world
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import train
 from pycls_fast.train.display import Display
+from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import start_run
+from pycls_fast.train.run import make_step, start_run
 from tests.integration.runs import TINY, records
 
 pytestmark = [
@@ -26,20 +28,54 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", list(LEVELS))
-@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
-def test_step_never_waits_for_the_device(tmp_path: Path, digits: Path, config_name: str, precision: str) -> None:
+# Without what is there to ask the host: speed.metrics=step, speed.param_offload=cpu and recorded steps' first three.
+SWITCHES = (
+    "",
+    "speed=reference speed.metrics=interval",
+    "speed=meta2022 parallel=single precision=amp_fp16 speed.optimizer=fused speed.metrics=interval",
+    "speed.normalize_on=cpu speed.input_copy=blocking",
+    "speed.normalize_on=cpu speed.erase_on=cpu speed.mix_on=cpu",
+    "speed.layout=batch_second speed.qkv=fused",
+    "speed.attention=reference speed.sequence_padding=8",
+    "speed.sequence_padding=64",
+    "speed.drop_path_compute=skip",
+    "speed.recompute=full",
+    "speed.recompute=selective",
+    "speed.activation_offload=cpu",
+    "speed.activation_compression=8bit",
+    "speed.compile=blocks speed.cross_entropy=fused",
+    "speed.optimizer=foreach speed.ema=loop speed.clip=loop",
+    "speed.cuda_graphs=on",
+    "speed.cuda_graphs=on speed.compile=blocks",
+)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("config_name", "precision", "chosen"),
+    [
+        *((name, precision, "") for name in ("vit_digits", "resnet_digits") for precision in LEVELS),
+        *(("vit_digits", "amp_bf16", chosen) for chosen in SWITCHES[1:]),
+        ("resnet_digits", "amp_bf16", "speed.cuda_graphs=on"),
+        ("vit_digits", "fp16_master", "speed.cuda_graphs=on"),
+    ],
+)
+def test_step_never_waits_for_the_device(
+    tmp_path: Path, digits: Path, config_name: str, precision: str, chosen: str
+) -> None:
     """torch raises at every synchronising call between the first copy and the end of the step."""
     if precision == "fp8" and (config_name == "resnet_digits" or torch.cuda.get_device_capability() < (8, 9)):
         pytest.skip("no float8 here")
+    parts = 1 if "cuda_graphs" in chosen else 2
     overrides = [
+        *([] if "precision=" in chosen else [f"precision={precision}"]),
+        *chosen.split(),
         f"data.root={digits}",
         f"run_dir={tmp_path}",
-        f"precision={precision}",
         "runtime.device=cuda",
         "optim.ema_decay=0.9",
         "optim.clip_norm=1.0",
-        "optim.accumulation_steps=2",
+        f"optim.accumulation_steps={parts}",
         "augment.mixup_alpha=0.4",
         "augment.cutmix_alpha=1.0",
         "augment.erase_probability=0.5",
@@ -49,14 +85,16 @@ def test_step_never_waits_for_the_device(tmp_path: Path, digits: Path, config_na
     config = load_config(config_name, overrides)
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="single") as world:
         run = start_run(config, world, Display(speaks=False, mode="plain"))
-        loader = build.train_loader(config, run.sources["train"], world, start_step=0, steps=6)
+        loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=8)
         batches = to_device(loader, world.device, mode=run.switches[SwitchName.INPUT_COPY])  # type: ignore[arg-type]
         metrics = TrainMetrics(world.device)
-        for step in range(6):
-            # The first steps create optimizer state and choose kernels.
-            torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        # The first steps create optimizer state, choose kernels and compile; the fourth may be recorded.
+        free = WARM_UP + 1 if "cuda_graphs" in chosen else 2
+        for step in range(8):
+            microbatches = list(islice(batches, parts))
+            torch.cuda.set_sync_debug_mode("error" if step >= free else "default")
             try:
-                run.step(step, list(islice(batches, 2)), metrics)
+                run.step(step, microbatches, metrics)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert metrics.read(world)["loss"] > 0
@@ -82,3 +120,57 @@ def test_prefetch_changes_no_bit(tmp_path: Path, digits: Path) -> None:
         assert train(load_config("vit_digits", [*overrides, "runtime.device=cuda", "schedule.max_steps=20"])) == 0
         losses.append([record["loss"] for record in records(run_dir, "train")])
     assert losses[0] == losses[1]
+
+
+def losses_of(tmp_path: Path, digits: Path, name: str, *overrides: str) -> list[float]:
+    run_dir = tmp_path / name
+    common = [*TINY, f"data.root={digits}", f"run_dir={run_dir}", "runtime.device=cuda", "schedule.max_steps=20"]
+    assert train(load_config("vit_digits", [*common, *overrides])) == 0
+    return [record["loss"] for record in records(run_dir, "train")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params"])
+def test_a_recorded_run_is_the_run(tmp_path: Path, digits: Path, precision: str) -> None:
+    """Evaluation and checkpoints come between replays; without drop-path, whose samples differ."""
+    recipe = (f"precision={precision}", "model.drop_path=0", "optim.ema_decay=0.9", "augment.mixup_alpha=0.2")
+    plain = losses_of(tmp_path, digits, "plain", *recipe)
+    graphed = losses_of(tmp_path, digits, "graphed", *recipe, "speed.cuda_graphs=on")
+    assert graphed == pytest.approx(plain, abs=1e-4 if precision == "fp32" else 0.02)
+
+
+def test_replays_drop_other_samples_each_time_and_the_same_in_the_next_run() -> None:
+    """One batch again and again, with weights that stay: only drop-path tells the steps apart."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    world = World(rank=0, size=1, local_rank=0, device=device)
+    config = load_config("vit_digits", [*TINY, "model.drop_path=0.5", "optim.lr=1e-12", "speed.cuda_graphs=on"])
+    runs = []
+    for _ in range(2):
+        switches = build.switches(config, device)
+        network = build.model(config, 10, switches)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+        step = make_step(config, network, world, switches, steps_per_epoch=10)
+        batch = synthetic_batch(16, 8, 10, erase_probability=0.0, seed=1, device=device)
+        metrics, losses = TrainMetrics(device), []
+        for number in range(WARM_UP + 8):
+            step(number, [batch], metrics)
+            losses.append(metrics.read(world)["loss"])
+        runs.append(losses)
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    assert len({round(loss, 6) for loss in runs[0][WARM_UP:]}) == 8
+
+
+@pytest.mark.parametrize("first", ["normalize_on", "erase_on", "mix_on"])
+def test_what_the_workers_prepare_trains_alike(tmp_path: Path, digits: Path, first: str) -> None:
+    stages = ["normalize_on", "erase_on", "mix_on"]
+    recipe = ("augment.erase_probability=0.3", "augment.mixup_alpha=0.2")
+    on_host = [f"speed.{name}=cpu" for name in stages[: stages.index(first) + 1]]
+    plain = losses_of(tmp_path, digits, "device", *recipe)
+    assert losses_of(tmp_path, digits, "host", *recipe, *on_host) == pytest.approx(plain, abs=1e-4)
+
+
+def test_the_loss_read_in_every_step_is_the_same(tmp_path: Path, digits: Path) -> None:
+    plain = losses_of(tmp_path, digits, "interval", "speed.metrics=interval")
+    assert losses_of(tmp_path, digits, "step", "speed.metrics=step") == plain

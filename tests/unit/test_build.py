@@ -16,13 +16,14 @@ from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import SyntheticSource
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 REFERENCE = speed.resolve("reference", {}, "cpu")
+FAST = speed.resolve("fast", {}, "cpu")
 SYNTHETIC = (
     "data=synthetic",
     "data.image_size=16",
@@ -88,7 +89,8 @@ class TestModel:
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
         assert set(calls[0]) == {
             "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "classifier",
-            "positions", "drop_path", "attention", "layout", "qkv", "drop_path_compute",
+            "positions", "drop_path", "attention", "layout", "qkv", "sequence_padding", "linear", "patches",
+            "drop_path_compute",
         }  # fmt: skip
 
     def test_a_resnet(self) -> None:
@@ -133,7 +135,7 @@ class TestData:
             "augment.rand_augment={num_ops: 3, magnitude: 7}", "optim.accumulation_steps=2", "data.num_workers=3",
             "data.prefetch_factor=5",
         )  # fmt: skip
-        build.train_loader(config, SyntheticSource(24, 16, 3, 0), world(1, 2), start_step=4, steps=9)
+        build.train_loader(config, SyntheticSource(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
         assert transforms == [
             {
                 "image_size": 16, "crop": "pad", "scale": (0.2, 0.9), "ratio": (0.5, 2.0), "pad": 3,
@@ -150,7 +152,7 @@ class TestData:
         assert {k: loaders[0][k] for k in ("num_workers", "pin_memory", "prefetch_factor")} == {
             "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
         }  # fmt: skip
-        build.train_loader(vit(*SYNTHETIC), SyntheticSource(24, 16, 3, 0), world(), start_step=0, steps=1)
+        build.train_loader(vit(*SYNTHETIC), SyntheticSource(24, 16, 3, 0), world(), FAST, start_step=0, steps=1)
         assert transforms[1]["rand_augment"] is None
 
     def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +163,13 @@ class TestData:
         config = vit(
             *SYNTHETIC, "augment.eval_crop_ratio=0.6", "augment.interpolation=bicubic", "data.eval_batch_size=6"
         )
-        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 4))
+        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 4), FAST)
         assert transforms == [{"image_size": 16, "crop_ratio": 0.6, "interpolation": "bicubic"}]
         assert samplers == [{"0": 10, "batch_size": 6, "rank": 1, "world_size": 4}]
         assert datasets[0]["training"] is False
         # Without one of its own: as many as in a microbatch of training.
         config = vit(*SYNTHETIC, "data.eval_batch_size=null", "optim.accumulation_steps=2")
-        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 2))
+        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 2), FAST)
         assert samplers[1]["batch_size"] == 2
 
     def test_the_loaders_give_batches(self) -> None:
@@ -177,9 +179,9 @@ class TestData:
             ("train", 24, 3),
             ("val", 10, 3),
         ]
-        train = list(build.train_loader(config, sources["train"], world(), start_step=0, steps=3))
+        train = list(build.train_loader(config, sources["train"], world(), FAST, start_step=0, steps=3))
         assert [tuple(batch.images_BHWC.shape) for batch in train] == [(4, 16, 16, 3)] * 6
-        val = list(build.eval_loader(config, sources["val"], world()))
+        val = list(build.eval_loader(config, sources["val"], world(), FAST))
         assert sum(len(batch.labels_B) for batch in val) == 10
 
     def test_training_and_validation_images_of_synthetic_data_differ(self) -> None:
@@ -246,7 +248,17 @@ class TestOptimizing:
         ],
     )
     def test_the_loss(self, overrides: list[str], loss: Loss) -> None:
-        assert build.loss(vit(*overrides)) == loss
+        assert build.loss(vit(*overrides), REFERENCE, CPU) == loss
+        fused = build.loss(vit(*overrides), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU)
+        assert isinstance(fused, FusedLoss)
+        assert fused.plain == loss
+
+    def test_a_loss_that_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        with pytest.raises(
+            UserError, match=r"^speed\.cross_entropy: fused needs a C\+\+ compiler .* use speed\.cross_"
+        ):
+            build.loss(vit(), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU)
 
     @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor
 
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Loss, Targets
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 
 BATCH, CLASSES = 9, 6
 MIXES = [None, 0.0, 0.3, 1.0]
@@ -128,3 +129,59 @@ def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.
 def test_the_share_counts_only_where_there_is_a_mix(loss: Loss) -> None:
     labels_B = targets(None).labels_B
     assert torch.equal(loss(logits(), Targets(labels_B, None, 0.2)), loss(logits(), Targets(labels_B)))
+
+
+class TestFused:
+    """The compiled loss; with a backend that runs the captured operators as they are, and with the compiler."""
+
+    PLAIN = (CrossEntropy(), CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.0, "sum"))
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> Iterator[None]:
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("plain", PLAIN, ids=str)
+    def test_the_same_values_and_gradients_in_float64(self, plain: Loss) -> None:
+        fused = FusedLoss(plain, backend="aot_eager")
+        for lam in MIXES:
+            assert_same(fused, targets(lam), lambda x, lam=lam: plain(x, targets(lam)))  # type: ignore[misc]
+
+    def test_a_new_share_compiles_nothing(self) -> None:
+        calls = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            calls.append(graph)
+            return graph.forward
+
+        fused = FusedLoss(CrossEntropy(0.1), backend=backend)
+        for lam in (None, 0.2, 0.7, torch.tensor(0.4), None, 0.9):
+            fused(logits(), targets(lam))  # type: ignore[arg-type]
+        assert len(calls) == 2
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("plain", PLAIN, ids=str)
+    def test_compiled_it_errs_as_rounding_does(self, plain: Loss, dtype: torch.dtype) -> None:
+        fused = FusedLoss(plain)
+        given = targets(0.3)
+        rounded_BK = logits().to(dtype)
+        exact = value_and_gradient(lambda x: plain(x, given), rounded_BK.double())
+        reference = value_and_gradient(lambda x: plain(x, given), rounded_BK)
+        found = value_and_gradient(lambda x: fused(x, given), rounded_BK)
+        assert found[0].dtype == torch.float32
+        assert found[1].dtype == dtype
+        for right, own, new in zip(exact, reference, found, strict=True):
+            allowed = 4 * float((own.double() - right).norm()) + 4 * torch.finfo(torch.float32).eps * float(
+                right.norm()
+            )
+            assert float((new.double() - right).norm()) <= allowed
+
+
+def test_a_share_on_the_device_is_the_share() -> None:
+    for loss in (CrossEntropy(0.1), BinaryCrossEntropy(0.1)):
+        for lam in (0.0, 0.25, 1.0):
+            given = targets(lam)
+            assert given.mixed_B is not None
+            on_device = Targets(given.labels_B, given.mixed_B, torch.tensor(lam, dtype=torch.float64))
+            torch.testing.assert_close(loss(logits(), on_device), loss(logits(), given), rtol=1e-14, atol=0)

@@ -37,7 +37,7 @@ def test_a_field_has_the_values_of_its_switch_and_the_reference_first(switch: Sw
 def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Switch) -> None:
     assert len(switch.values) == len(set(switch.values)) >= 2
     assert set(switch.fast) == set(DEVICES)
-    for device, value in switch.fast.items():
+    for device, value in (*switch.fast.items(), *switch.fast_16_bits.items()):
         assert value in switch.values
         assert switch.requires.get(value, device) == device
     assert set(switch.requires) <= set(switch.values) - {switch.reference}
@@ -52,10 +52,44 @@ def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Sw
 def test_presets(device: speed.Device) -> None:
     assert speed.resolve("reference", {}, device) == {switch.name: switch.values[0] for switch in CATALOGUE}
     assert speed.resolve("fast", {}, device) == {switch.name: switch.fast[device] for switch in CATALOGUE}
+    recipe = speed.resolve("meta2022", {}, device)
+    changed = {name for name, value in recipe.items() if value != speed.resolve("reference", {}, device)[name]}
+    assert changed == {"layout", "optimizer", "mix_on"} == set(speed.META2022)
+    assert (recipe[SwitchName.LAYOUT], recipe[SwitchName.OPTIMIZER]) == ("batch_second", "foreach")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
+    """A CPU has other best kernels for them; the other presets are what they are in any format."""
+    wide, narrow = (speed.resolve("fast", {}, device, in_16_bits=half) for half in (False, True))
+    changed = {name: value for name, value in narrow.items() if value != wide[name]}
+    expected = {"attention": "products", "qkv": "fused", "linear": "products"}
+    assert changed == (expected if device == "cpu" else {})
+    for preset in ("reference", "meta2022"):
+        assert speed.resolve(preset, {}, device, in_16_bits=True) == speed.resolve(preset, {}, device)
+    by_hand = {SwitchName.ATTENTION: "sdpa"}
+    assert speed.resolve("fast", by_hand, device, in_16_bits=True)[SwitchName.ATTENTION] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("precision", "linear"),
+    [("fp32", "torch"), ("amp_bf16", "products"), ("bf16_params", "products"), ("bf16", "products"), ("fp8", "torch")],
+)
+def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str) -> None:
+    config = load_config("vit_digits", ["speed=fast", f"precision={precision}"])
+    assert build.switches(config, torch.device("cpu"))[SwitchName.LINEAR] == linear
+
+
+def test_malloc_is_told_nothing_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert speed.resolve("fast", {}, "cpu")[SwitchName.ALLOCATOR] == ("keep" if speed.HAS_GLIBC else "default")
+    monkeypatch.setattr(speed, "HAS_GLIBC", False)
+    assert speed.resolve("fast", {}, "cpu")[SwitchName.ALLOCATOR] == "default"
+    with pytest.raises(UserError, match=r"speed\.allocator: keep needs glibc.*use speed\.allocator=default"):
+        speed.resolve("fast", {SwitchName.ALLOCATOR: "keep"}, "cpu")
 
 
 @by_switch
-@pytest.mark.parametrize("preset", ["reference", "fast"])
+@pytest.mark.parametrize("preset", ["reference", "fast", "meta2022"])
 def test_one_choice_by_hand_changes_one_switch(switch: Switch, preset: str) -> None:
     plain = speed.resolve(preset, {}, "cuda")
     for value in switch.values:
@@ -63,7 +97,7 @@ def test_one_choice_by_hand_changes_one_switch(switch: Switch, preset: str) -> N
             assert speed.resolve(preset, {switch.name: value}, "cuda") == {**plain, switch.name: value}
 
 
-@pytest.mark.parametrize("preset", ["reference", "fast"])
+@pytest.mark.parametrize("preset", ["reference", "fast", "meta2022"])
 def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out(preset: str) -> None:
     refused = 0
     for switch in CATALOGUE:

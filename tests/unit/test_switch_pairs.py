@@ -43,7 +43,7 @@ COMMON = [
     "schedule.warmup_epochs=0",
 ]
 # A compiler works for minutes on these.
-SLOW = {SwitchName.COMPILE, SwitchName.COMPILE_MODE, SwitchName.OPTIMIZER_COMPILE}
+SLOW = {SwitchName.COMPILE, SwitchName.COMPILE_MODE, SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY}
 
 Pair = tuple[str, tuple[SwitchName, str], tuple[SwitchName, str]]
 
@@ -87,10 +87,11 @@ def train(kind: str, switches: dict[SwitchName, str], *, steps: int = 2) -> tupl
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     network = prepare_model(network, ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU)
+    metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
+    host = build.prepare_on_host(config, chosen)
     losses = []
     for position in range(steps):
-        batch = synthetic_batch(8, 16, 10, erase_probability=0.0, seed=position, device=CPU)
+        batch = synthetic_batch(8, 16, 10, erase_probability=0.0, seed=position, device=CPU, host=host)
         step(position, [batch], metrics)
         losses.append(metrics.read(ALONE)["loss"])
     return losses, {key: value.detach().clone() for key, value in network.state_dict().items()}

@@ -16,7 +16,7 @@ from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.layers import Attention
 
 # What runs on the CPU; the others are in tests/cuda.
-ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash")
+ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
 
 
 def draw(*shape: int, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import World, prepare_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import make_step
 
@@ -81,7 +81,7 @@ def reads(name: str, *overrides: str) -> list[str]:
         build.model(config, 10, chosen), ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]
     ).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU)
+    metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
     parts = config.optim.accumulation_steps
     batches = [synthetic_batch(8 // parts, 16, 10, erase_probability=0.5, seed=n, device=CPU) for n in range(parts)]
     step(0, batches, metrics)
@@ -102,7 +102,33 @@ RESNET = ("resnet_digits", "model.depth=18")
 )
 def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
     name, *overrides = arguments
-    assert reads(name, *overrides, f"speed.preset={preset}") == []
+    assert reads(name, *overrides, f"speed.preset={preset}", "speed.metrics=interval") == []
+
+
+# In their order: a later one on the CPU asks for those before it.
+HOST_STAGES = [SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON]
+
+
+def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
+    """Each value that a CPU runs without a compiler, alone."""
+    name, *overrides = VIT
+    counted = {}
+    for switch in CATALOGUE:
+        for value in switch.values:
+            if switch.requires.get(value) or switch.name in (SwitchName.COMPILE, SwitchName.COMPILE_MODE):
+                continue
+            if switch.name in (SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY):
+                continue
+            chosen = [f"speed.{switch.name}={value}"]
+            if value == "cpu" and switch.name in HOST_STAGES:
+                chosen = [f"speed.{name}=cpu" for name in HOST_STAGES[: HOST_STAGES.index(switch.name) + 1]]
+            # What drops samples on the host knows there which ones; it reads them from nowhere.
+            if value != "skip":
+                counted[f"{switch.name}={value}"] = reads(name, *overrides, "speed.preset=fast", *chosen)
+    # The loss and the norm of the gradients, once each.
+    assert counted.pop("metrics=step") == ["aten._local_scalar_dense.default"] * 2
+    assert counted == {key: [] for key in counted}
+    assert len(counted) > 25
 
 
 def test_a_log_interval_reads_once_and_is_seen() -> None:

@@ -1,0 +1,360 @@
+"""The whole training step on a CPU: this package against timm's model in a plain PyTorch loop, in turns in one process.
+
+    python benchmarks/cpu_step.py
+    python benchmarks/cpu_step.py --models vit_s16 --rounds 3
+
+First every setting of the plain loop gets a few turns, and the fastest go on: the fastest with float32 weights, which
+is what this package's levels `amp_bf16` and `bf16_params` keep too, and the fastest of all, which may have bfloat16
+weights without masters. Then these, `speed=reference` and `speed=fast` take turns. Writes docs/results/cpu_step.md and
+cpu_step.json. The plain loop is given float images; this package's steps start from uint8 images, and also have the
+schedule, the gradient's norm and the metrics in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.ledger.parts import Trainer, synthetic_batch
+from pycls_fast.ledger.statistics import Ratio, paired_ratio, spread
+from pycls_fast.parallel import World, prepare_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.run import make_step
+from pycls_fast.train.run_folder import environment, versions
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+CLASSES = 1000
+LR = 1e-4
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One setting of the plain loop.
+
+    Attributes:
+        precision: "float32", "autocast" (bfloat16, weights float32) or "bfloat16" (the model cast, AdamW on bfloat16).
+        attention: timm's `F.scaled_dot_product_attention` ("fused") or its own products ("plain"); ViT alone.
+        memory_format: of model and images.
+        compiled: torch.compile of the model, its default mode.
+    """
+
+    precision: str
+    attention: str = "fused"
+    memory_format: str = "contiguous"
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """All of it in words."""
+        words = [self.precision, f"{self.attention} attention", self.memory_format, "compiled" * self.compiled]
+        return "timm, " + ", ".join(word for word in words if word)
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether the optimizer changes float32 weights."""
+        return self.precision != "bfloat16"
+
+
+def vit_peers(*, compiled: bool) -> list[Peer]:
+    """What is tried for a ViT: float32, and every pair of 16-bit format and attention, compiled as well."""
+    peers = [Peer("float32"), Peer("autocast", memory_format="channels_last")]
+    peers += [
+        Peer(precision, attention, compiled=which)
+        for precision in ("autocast", "bfloat16")
+        for attention in ("fused", "plain")
+        for which in ((False, True) if compiled else (False,))
+    ]
+    return peers
+
+
+def resnet_peers(*, compiled: bool) -> list[Peer]:
+    """What is tried for a ResNet."""
+    peers = [Peer("float32", "no", "channels_last"), Peer("autocast", "no")]
+    peers += [
+        Peer(precision, "no", "channels_last", which)
+        for precision in ("autocast", "bfloat16")
+        for which in ((False, True) if compiled else (False,))
+    ]
+    return peers
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model: the experiment it is in, its name in timm, what is tried of it, and the bars it should reach."""
+
+    config: str
+    timm: str
+    peers: Callable[..., list[Peer]]
+    over_peer: float
+    over_reference: float
+
+
+SUBJECTS: Mapping[str, Subject] = {
+    "vit_s16": Subject("vit_s16", "vit_small_patch16_224", vit_peers, 1.15, 2.5),
+    "vit_ti16": Subject("vit_ti16", "vit_tiny_patch16_224", vit_peers, 1.15, 2.5),
+    "resnet50": Subject("resnet50", "resnet50", resnet_peers, 1.0, 1.8),
+    "resnet18": Subject("resnet18", "resnet18", resnet_peers, 1.0, 1.8),
+}
+
+# speed=reference in float32 is what everything is compared with; the others have the best switches.
+OURS: Mapping[str, tuple[str, ...]] = {
+    "speed=reference precision=fp32": ("speed=reference", "precision=fp32"),
+    "speed=fast precision=fp32": ("speed=fast", "precision=fp32"),
+    "speed=fast precision=amp_bf16": ("speed=fast", "precision=amp_bf16"),
+    "speed=fast precision=bf16_params": ("speed=fast", "precision=bf16_params"),
+}
+# Nothing but the network: no erasing, mixing, drop-path or smoothing, which the plain loop does not have.
+PLAIN = (
+    "data=synthetic", "augment=none", "model.drop_path=0", "loss.label_smoothing=0", "optim=adamw", f"optim.lr={LR}",
+    "optim.lr_batch_size=null", "schedule=constant", "schedule.warmup_epochs=0", "runtime.device=cpu",
+)  # fmt: skip
+
+
+def our_step(
+    subject: Subject, overrides: Sequence[str], batch: int, image_size: int = 224
+) -> tuple[Step, RunConfig]:
+    """The step of `tools/train_net.py` on one batch of uint8 images."""
+    config = load_config(
+        subject.config,
+        [*PLAIN, *overrides, f"data.global_batch_size={batch}", f"data.image_size={image_size}",
+         f"model.num_classes={CLASSES}"],
+    )
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    build.set_backend(config, world.device)
+    switches = build.switches(config, world.device)
+    network = build.model(config, CLASSES, switches)
+    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    trainer = Trainer(make_step(config, network, world, switches, steps_per_epoch=1000), world, switches)
+    images = synthetic_batch(
+        batch, config.data.image_size, CLASSES, erase_probability=0.0, seed=1, device=world.device,
+        host=build.prepare_on_host(config, switches),
+    )  # fmt: skip
+    return lambda: trainer([images]), config
+
+
+def peer_step(name: str, peer: Peer, batch: int, image_size: int = 224) -> Step:
+    """timm's model in a plain loop: forward, cross-entropy, backward, fused AdamW."""
+    import timm
+    from timm.layers import set_fused_attn
+
+    set_fused_attn(peer.attention == "fused")
+    torch.manual_seed(0)
+    sized = {"img_size": image_size} if name.startswith("vit") else {}
+    model = timm.create_model(name, num_classes=CLASSES, **sized).train()
+    images_BCHW = torch.randn(batch, 3, image_size, image_size)
+    labels_B = torch.randint(0, CLASSES, (batch,))
+    if peer.memory_format == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+        images_BCHW = images_BCHW.to(memory_format=torch.channels_last)
+    if peer.precision == "bfloat16":
+        model, images_BCHW = model.bfloat16(), images_BCHW.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05, fused=True)
+    forward = torch.compile(model) if peer.compiled else model
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=peer.precision == "autocast"):
+            logits_BK = forward(images_BCHW)
+        F.cross_entropy(logits_BK.float(), labels_B).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@dataclass
+class Contender:
+    """A step, and the seconds of each of its turns."""
+
+    name: str
+    step: Step
+    about: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+
+def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[], float], warmup: int = 2) -> None:
+    """Each steps once a round; every other round backwards, so that a drift is in all of them alike."""
+    for contender in contenders:
+        for _ in range(warmup):
+            contender.step()
+    for done in range(rounds):
+        for contender in contenders if done % 2 == 0 else contenders[::-1]:
+            begin = clock()
+            contender.step()
+            contender.seconds.append(clock() - begin)
+
+
+def best_peers(subject: Subject, options: argparse.Namespace, clock: Callable[[], float]) -> list[Contender]:
+    """Every setting of the plain loop, the fastest first; they keep the times of their choosing."""
+    peers = [
+        Contender(peer.name, peer_step(subject.timm, peer, options.batch, options.image_size), asdict(peer))
+        for peer in subject.peers(compiled=not options.no_compile)
+    ]
+    take_turns(peers, options.choosing_rounds, clock)
+    return sorted(peers, key=lambda peer: peer.median)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Choose the peers, let them and ours take turns; a record of it."""
+    subject = SUBJECTS[name]
+    clock = time.process_time if options.clock == "process" else time.perf_counter
+    peers = best_peers(subject, options, clock)
+    tried = [{"name": peer.name, "seconds": list(peer.seconds), **peer.about} for peer in peers]
+    of_all = peers[0]
+    with_float32 = next(peer for peer in peers if peer.about["precision"] != "bfloat16")
+    chosen = [with_float32] if of_all is with_float32 else [with_float32, of_all]
+    # The others' weights and optimizer state go.
+    del peers
+    gc.collect()
+    for peer in chosen:
+        peer.seconds.clear()
+    ours = [Contender(label, *_step_and_about(subject, overrides, options)) for label, overrides in OURS.items()]
+    everyone = [*ours, *chosen]
+    take_turns(everyone, options.rounds, clock)
+    return {
+        "model": name,
+        "timm": subject.timm,
+        "bars": {"over_peer": subject.over_peer, "over_reference": subject.over_reference},
+        "tried": tried,
+        "peers": [peer.name for peer in chosen],
+        "results": [
+            {"name": one.name, **one.about, "seconds": one.seconds, "seconds_p50": one.median} for one in everyone
+        ],
+    }
+
+
+def _step_and_about(
+    subject: Subject, overrides: Sequence[str], options: argparse.Namespace
+) -> tuple[Step, dict[str, Any]]:
+    step, config = our_step(subject, overrides, options.batch, options.image_size)
+    return step, {"precision": config.precision.name, "speed": config.speed.preset}
+
+
+def ratio(record: Mapping[str, Any], faster: str, than: str) -> Ratio:
+    """How many times faster one contender is than another, from the pairs of each round."""
+    seconds = {result["name"]: result["seconds"] for result in record["results"]}
+    return paired_ratio([1 / s for s in seconds[than]], [1 / s for s in seconds[faster]])
+
+
+def tables(record: Mapping[str, Any], batch: int) -> list[str]:
+    """The record of one model as Markdown."""
+    reference, *_ = OURS
+    peers = record["peers"]
+    heads = [f"over {name}" for name in (reference, *peers)]
+    lines = [
+        f"## {record['model']}, batch {batch}",
+        "",
+        f"| step | ms, median (p10 to p90) | images/s | {' | '.join(heads)} |",
+        f"|---|---|---|{'---|' * len(heads)}",
+    ]
+    for result in record["results"]:
+        times = spread([1e3 * s for s in result["seconds"]])
+        cells = [_cell(ratio(record, result["name"], than)) for than in (reference, *peers)]
+        lines.append(
+            f"| {result['name']} | {times.p50:.0f} ({times.p10:.0f} to {times.p90:.0f}) | "
+            f"{batch / result['seconds_p50']:.1f} | {' | '.join(cells)} |"
+        )
+    lines += ["", "Settings of the plain loop that were tried, and their medians in the turns of the choosing:", ""]
+    lines += ["| setting | ms |", "|---|---|"]
+    lines += [f"| {peer['name']} | {1e3 * statistics.median(peer['seconds']):.0f} |" for peer in record["tried"]]
+    return [*lines, ""]
+
+
+def _cell(found: Ratio) -> str:
+    interval = "" if found.interval is None else f", 95% {found.interval[0]:.2f} to {found.interval[1]:.2f}"
+    return f"{found.spread.p50:.2f} ({found.spread.p10:.2f} to {found.spread.p90:.2f}{interval})"
+
+
+def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, machine: Mapping[str, Any]) -> str:
+    """The whole page."""
+    found = versions()
+    threads = torch.get_num_threads()
+    clock = "wall time" if options.clock == "wall" else "CPU time of the process"
+    lines = [
+        "# The training step on a CPU, beside timm's model in a plain loop",
+        "",
+        f"Made by `python {' '.join(['benchmarks/cpu_step.py', *sys.argv[1:]])}` on "
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}.",
+        f"Hardware: {machine['processor']}, {threads} thread{'s' if threads > 1 else ''}. "
+        f"Versions: {', '.join(f'{key} {value}' for key, value in found.items())}.",
+        f"{clock[0].upper()}{clock[1:]} of a step, {options.rounds} rounds in turns in one process. A cell is the "
+        "median of the ratios within a round (p10 to p90, and the 95% interval of the median); above 1 is faster.",
+        "",
+        "- A step is the forward pass, the loss, the backward pass and AdamW, fused. This package's also turns uint8 "
+        "into normalised images, follows a schedule and takes the norm of the gradient.",
+        "- `speed=reference` is measured in float32, the plain twin of everything. Precision is a choice of its own: "
+        "`amp_bf16` is what the plain loop's autocast is; `bf16_params` has float32 master weights and everything "
+        "between them in bfloat16. The plain loop's `bfloat16` has neither float32 weights nor float32 optimizer "
+        "state.",
+        "- Settings of the process (`speed.allocator`) help all that run in it, the plain loop as well.",
+        "",
+    ]
+    for record in records:
+        lines += tables(record, options.batch)
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="vit_s16,resnet50", help=f"of {','.join(SUBJECTS)}")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--image-size", type=int, default=224, help="smaller for trying this file out")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--choosing-rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0, help="of torch (default: one for each core)")
+    clocks = "process: CPU time, for one thread on a machine that others use too"
+    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled settings of the plain loop out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu_step.md and cpu_step.json")
+    options = parser.parse_args(arguments)
+    unknown = set(options.models.split(",")) - set(SUBJECTS)
+    if unknown:
+        parser.error(f"--models: {', '.join(sorted(unknown))}: none of {', '.join(SUBJECTS)}")
+    if options.clock == "process" and options.threads != 1:
+        parser.error("--clock process: counts all threads together; use it with --threads 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    machine = environment(torch.device("cpu"), 1)
+    records = []
+    for name in options.models.split(","):
+        records.append(measure(name, options))
+        print("\n".join(tables(records[-1], options.batch)), flush=True)
+        gc.collect()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "cpu_step.md").write_text(page(records, options, machine), encoding="utf-8")
+    shown = {key: value if isinstance(value, (int, str)) else str(value) for key, value in vars(options).items()}
+    whole = {"settings": shown, "environment": machine, "models": records}
+    (options.out / "cpu_step.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Settings that cannot be together, of which one is a switch's value in force; the others are in `config/checks.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.precision import LEVELS
+from pycls_fast.speed import Device, SwitchName
+
+Switches = Mapping[SwitchName, str]
+"""The value in force of every performance switch."""
+
+
+def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
+    """A line for each pair of settings that cannot be together, of which one is a switch's value in force."""
+    mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
+    if mode != "default" and chosen[SwitchName.COMPILE] == "off":
+        yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
+    if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
+        yield (
+            f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
+            "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
+        )
+    yield from _compiled(chosen)
+    yield from _order(config, chosen)
+    if chosen[SwitchName.CUDA_GRAPHS] == "on":
+        yield from _recorded(config, chosen)
+    if not isinstance(config.model, ViTModel):
+        return
+    if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
+        yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
+    if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
+        yield "speed.linear: products goes around the float8 layers of precision=fp8; use speed.linear=torch"
+    if (
+        attention in ("sdpa_flash", "sdpa_cudnn")
+        and device == "cuda"
+        and LEVELS[config.precision.name].compute == "float32"
+    ):
+        yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
+
+
+def _compiled(chosen: Switches) -> Iterator[str]:
+    """A line for each memory switch that compiled code does not go with."""
+    what = chosen[SwitchName.COMPILE]
+    if what == "off":
+        return
+    if chosen[SwitchName.ACTIVATION_COMPRESSION] == "8bit":
+        yield f"speed.activation_compression: 8bit does not see into speed.compile={what}; use speed.compile=off"
+    if chosen[SwitchName.ACTIVATION_OFFLOAD] == "cpu" and what == "model":
+        yield "speed.activation_offload: cpu does not see into speed.compile=model; use speed.compile=blocks"
+    if chosen[SwitchName.DROP_PATH_COMPUTE] == "skip":
+        yield (
+            f"speed.drop_path_compute: skip has other shapes in every step and speed.compile={what} constant ones; use "
+            "speed.compile=off or speed.drop_path_compute=multiply"
+        )
+
+
+def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
+    """Images are normalised, erased and mixed in this order: the host cannot do a stage after one of the device's."""
+    augment = config.augment
+    stages = [(SwitchName.NORMALIZE_ON, "normalised")]
+    if augment.erase_probability > 0:
+        stages.append((SwitchName.ERASE_ON, "erased"))
+    if augment.mixup_alpha > 0 or augment.cutmix_alpha > 0:
+        stages.append((SwitchName.MIX_ON, "mixed"))
+    for (before, done), (after, doing) in itertools.pairwise(stages):
+        if (chosen[before], chosen[after]) == ("device", "cpu"):
+            yield (
+                f"speed.{after}: images are {done} before they are {doing}, and speed.{before}=device comes after what "
+                f"the CPU does; use speed.{after}=device or speed.{before}=cpu"
+            )
+
+
+def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
+    """A line for each setting that a step recorded as a CUDA graph does not go with."""
+    if config.optim.name not in ("adamw", "sgd") or chosen[SwitchName.OPTIMIZER] != "fused":
+        yield (
+            "speed.cuda_graphs: on needs an optimizer that reads its lr on the device, adamw or sgd with "
+            f"speed.optimizer=fused; got optim.name={config.optim.name} with {chosen[SwitchName.OPTIMIZER]}; use "
+            "speed.cuda_graphs=off"
+        )
+    if config.optim.accumulation_steps > 1:
+        yield (
+            "speed.cuda_graphs: on records one microbatch a step, and the host draws for each; use "
+            "optim.accumulation_steps=1 or speed.cuda_graphs=off"
+        )
+    if config.runtime.watchdog:
+        yield "speed.cuda_graphs: runtime.watchdog asks the host in every step; use runtime.watchdog=false"
+    if chosen[SwitchName.COMPILE_MODE] in ("reduce-overhead", "max-autotune"):
+        yield (
+            f"speed.cuda_graphs: speed.compile_mode={chosen[SwitchName.COMPILE_MODE]} records graphs of its own; use "
+            "speed.compile_mode=default or max-autotune-no-cudagraphs"
+        )
+    level = LEVELS[config.precision.name]
+    if level.weights != "float32" and level.masters != "kept":
+        yield (
+            f"speed.cuda_graphs: precision={config.precision.name} gives the optimizer's weights new memory in every "
+            "step; use precision=amp_bf16, bf16_params or fp16_master, or speed.cuda_graphs=off"
+        )
+    for switch, value, why, way_out in _ASKS_THE_HOST:
+        if chosen[switch] == value:
+            yield f"speed.cuda_graphs: speed.{switch}={value} {why}; use speed.{switch}={way_out}"
+
+
+# Switch, value, what it does that cannot be recorded, the value to use.
+_ASKS_THE_HOST = (
+    (SwitchName.METRICS, "step", "has the host read every loss", "interval"),
+    (SwitchName.OPTIMIZER_COMPILE, "on", "keeps its lr on the host", "off"),
+    (SwitchName.DROP_PATH_COMPUTE, "skip", "has other shapes in every step", "multiply"),
+    (SwitchName.RECOMPUTE, "full", "reads the state of random generators", "off"),
+    (SwitchName.RECOMPUTE, "selective", "reads the state of random generators", "off"),
+    (SwitchName.ACTIVATION_OFFLOAD, "cpu", "keeps activations on the host", "none"),
+    (SwitchName.PARAM_OFFLOAD, "cpu", "updates the weights on the host", "none"),
+)

@@ -1,0 +1,175 @@
+"""The whole training step as one CUDA graph: recorded once, replayed without the host.
+
+After NVIDIA and PyTorch, Accelerating PyTorch with CUDA Graphs (2021): what the graph reads stays where it is, and each
+step's images, labels, share of the mix, learning rate and share of the average are written there before it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pycls_fast.data import Batch
+from pycls_fast.errors import UserError
+from pycls_fast.losses import Targets
+from pycls_fast.optim import set_lr
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+
+WARM_UP = 3
+"""Steps that run as they are, where libraries choose kernels, code is compiled and the optimizer makes its state."""
+
+Action = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Keeps what a function does on the device, to do it again."""
+
+    def warm_up(self, action: Action) -> None:
+        """Run the function where it will be recorded."""
+
+    def record(self, action: Action) -> None:
+        """Run the function for its kernels alone: nothing is computed."""
+
+    def replay(self) -> None:
+        """Do what was recorded."""
+
+
+class CudaRecorder:
+    """A CUDA graph, recorded on a stream of its own.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, action: Action) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            action()
+        current.wait_stream(self._stream)
+
+    def record(self, action: Action) -> None:
+        """
+        Raises:
+            UserError: something in the step cannot be recorded.
+        """
+        try:
+            # Of this thread alone: the loader's pinning thread goes on allocating meanwhile.
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                action()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"speed.cuda_graphs: this step cannot be recorded ({reason}); use speed.cuda_graphs=off"
+            ) from error
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass
+class Tape:
+    """What a recorded step reads, in memory that stays, and how far the recording is."""
+
+    images_BCHW: Tensor
+    labels_B: Tensor
+    mixed_B: Tensor | None
+    lam: Tensor
+    ema_share: Tensor
+    metrics: TrainMetrics
+    steps: int = 0
+
+    @classmethod
+    def like(cls, images_BCHW: Tensor, targets: Targets, metrics: TrainMetrics, *, mixes: bool) -> Tape:
+        """Memory for inputs of these shapes; `mixes` says whether a later batch may be mixed."""
+        device = images_BCHW.device
+        return cls(
+            images_BCHW=torch.empty_like(images_BCHW),
+            labels_B=torch.empty_like(targets.labels_B),
+            mixed_B=torch.empty_like(targets.labels_B) if mixes else None,
+            lam=torch.ones((), device=device),
+            ema_share=torch.zeros((), device=device),
+            metrics=metrics,
+        )
+
+    def take(self, images_BCHW: Tensor, targets: Targets) -> None:
+        """Write a step's inputs where the graph reads them.
+
+        Raises:
+            ValueError: inputs of another shape, or mixed ones that were not announced.
+        """
+        if images_BCHW.shape != self.images_BCHW.shape:
+            raise ValueError(f"recorded with images {tuple(self.images_BCHW.shape)}; got {tuple(images_BCHW.shape)}")
+        self.images_BCHW.copy_(images_BCHW)
+        self.labels_B.copy_(targets.labels_B)
+        if self.mixed_B is not None:
+            # An unmixed batch has its own labels twice, with the whole share on the first.
+            self.mixed_B.copy_(targets.labels_B if targets.mixed_B is None else targets.mixed_B)
+            self.lam.fill_(targets.lam)
+        elif targets.mixed_B is not None:
+            raise ValueError("a mixed batch for a step that was recorded without mixing")
+
+    def targets(self) -> Targets:
+        """In the memory that stays."""
+        return Targets(self.labels_B, self.mixed_B, self.lam if self.mixed_B is not None else 1.0)
+
+
+@dataclass(frozen=True)
+class GraphedStep(Step):
+    """`Step`, replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
+
+    Preparing and mixing a batch, with draws that change from step to step, are done before, as in `Step`.
+
+    Attributes:
+        recorder: of this device.
+    """
+
+    recorder: Recorder = field(kw_only=True)
+    tapes: list[Tape] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, step: Step, recorder: Recorder) -> GraphedStep:
+        """The same step, recorded."""
+        return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
+
+    def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
+        """Train on the one microbatch of a step, counted from 0."""
+        (batch,) = microbatches
+        set_lr(self.optimizer, self.schedule(step))
+        images_BCHW, targets = self._inputs(step, 0, batch)
+        if not self.tapes:
+            self.tapes.append(Tape.like(images_BCHW, targets, metrics, mixes=self.mixer is not None))
+        (tape,) = self.tapes
+        if metrics is not tape.metrics:
+            raise ValueError("the recorded step adds to the metrics that it was recorded with")
+        tape.take(images_BCHW, targets)
+        if self.ema is not None:
+            tape.ema_share.fill_(self.ema.share(step))
+        if tape.steps < WARM_UP:
+            self.recorder.warm_up(lambda: self._recorded(tape))
+        else:
+            if tape.steps == WARM_UP:
+                self.recorder.record(lambda: self._recorded(tape))
+            self.recorder.replay()
+        tape.steps += 1
+
+    def _recorded(self, tape: Tape) -> None:
+        loss = self._add_gradients(tape.images_BCHW, tape.targets())
+        self._take_gradients()
+        tape.metrics.add_loss(loss)
+        grad_norm = self._update()
+        if self.ema is not None:
+            self.ema.update_by(tape.ema_share)
+        tape.metrics.add_step(grad_norm)

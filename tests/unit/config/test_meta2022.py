@@ -1,0 +1,66 @@
+"""`speed=meta2022`: a recipe over several groups, of which anything can be set otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.compose import CONFIGS, load_run_config
+from pycls_fast.errors import UserError
+from pycls_fast.speed import SwitchName
+
+HERE = ("data=synthetic", "speed=meta2022", "parallel=single")
+
+
+def test_what_it_sets() -> None:
+    config = load_config("vit_b16", HERE)
+    assert (config.speed.preset, config.precision.name, config.parallel.name) == ("meta2022", "amp_fp16", "single")
+    assert config.model.classifier == "pooled"  # type: ignore[union-attr]
+    switches = build.switches(config, torch.device("cpu"))
+    chosen = [switches[name] for name in (SwitchName.LAYOUT, SwitchName.OPTIMIZER, SwitchName.ATTENTION)]
+    assert chosen == ["batch_second", "foreach", "reference"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_line_wins_over_it(order: int) -> None:
+    overrides = ["precision=amp_bf16", "model.classifier=token", "speed.layout=batch_first", "optim.lr=0.1"]
+    config = load_config("vit_h16", [*HERE, *overrides][::order])
+    assert (config.precision.name, config.model.classifier, config.speed.layout) == ("amp_bf16", "token", "batch_first")  # type: ignore[union-attr]
+    assert build.switches(config, torch.device("cpu"))[SwitchName.OPTIMIZER] == "foreach"
+    assert load_config("vit_h16", [*HERE, "precision.name=fp32"]).precision.name == "fp32"
+
+
+def test_without_a_choice_of_ranks_it_asks_for_fairscale_in_one_line() -> None:
+    overrides = ["data=synthetic", "speed=meta2022"]
+    if (CONFIGS / "parallel" / "fairscale_fsdp.yaml").is_file():
+        assert load_config("vit_b16", overrides).parallel.name == "fairscale_fsdp"
+        return
+    with pytest.raises(UserError) as caught:
+        load_config("vit_b16", overrides)
+    (line,) = caught.value.lines
+    assert line.startswith("parallel=fairscale_fsdp: no such file in configs/parallel")
+
+
+def test_a_resnet_is_told_where_the_classifier_was_set() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("resnet50", HERE)
+    (line,) = caught.value.lines
+    assert line.startswith(
+        "model.classifier: unknown key for model.kind=resnet; it belongs to model.kind=vit; leave it"
+    )
+    assert line.endswith("(configs/speed/meta2022.yaml)")
+    assert load_config("resnet50", [*HERE, "~model.classifier"]).precision.name == "amp_fp16"
+
+
+def test_a_saved_run_can_take_it(tmp_path: Path) -> None:
+    saved = load_config("vit_b16", ["data=synthetic"]).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    config = load_run_config(tmp_path, ["speed=meta2022", "parallel=single"])
+    assert (config.speed.preset, config.precision.name, config.parallel.name) == ("meta2022", "amp_fp16", "single")
+    assert config.model.classifier == "pooled"  # type: ignore[union-attr]
+    assert load_run_config(tmp_path, ["speed=meta2022", "parallel=single", "precision=fp32"]).precision.name == "fp32"

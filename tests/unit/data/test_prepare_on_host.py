@@ -1,0 +1,171 @@
+"""Normalising, erasing and mixing in the workers: the very images and labels that the device would have made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.counter import microbatch_seed
+from pycls_fast.data import Batch, Keys, Mixer, Prepare, PrepareOnHost, SyntheticSource, TrainSampler
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.losses import Targets
+from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.step import Step
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
+# What is left of the order normalise, erase, mix when its beginning is done by the workers.
+PLACES = [("cpu", "device", "device"), ("cpu", "cpu", "device"), ("cpu", "cpu", "cpu")]
+AUGMENT = (
+    "augment.erase_probability=0.5", "augment.erase_value=noise", "augment.mixup_alpha=0.5", "augment.cutmix_alpha=1.0",
+)  # fmt: skip
+
+
+def inputs(
+    places: tuple[str, str, str], batch: Batch, seed: int, *, erase_value: Any, dtype: torch.dtype = torch.float32,
+    memory_format: Any = "channels_last",
+) -> tuple[Tensor, tuple[Tensor, Tensor, float]]:  # fmt: skip
+    """Images and labels as the step has them."""
+    normalize_on, erase_on, mix_on = places
+    mixer = Mixer(mixup_alpha=0.5, cutmix_alpha=1.0)
+    if normalize_on == "cpu":
+        host = PrepareOnHost(
+            Prepare(MEAN, STD, erase_value=erase_value),
+            erase=erase_on == "cpu",
+            mixer=mixer if mix_on == "cpu" else None,
+        )
+        batch = host(batch, seed)
+        assert batch.images_BHWC.dtype == torch.float32
+        assert batch.images_BHWC.is_contiguous()
+    prepare = Prepare(MEAN, STD, erase_value=erase_value, dtype=dtype, memory_format=memory_format)
+    images_BCHW, mixed = prepare(batch, seed), batch.mixed
+    if mixed is None:
+        images_BCHW, mixed = mixer(images_BCHW, seed)
+    return images_BCHW, mixed.labels(batch.labels_B)
+
+
+def raw(seed: int = 3) -> Batch:
+    return synthetic_batch(8, 12, 10, erase_probability=0.7, seed=seed, device=CPU)
+
+
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+@pytest.mark.parametrize("erase_value", ["mean", "noise"])
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+def test_the_same_bits_over_many_batches(places: tuple[str, str, str], erase_value: str, memory_format: str) -> None:
+    lams = set()
+    for number in range(20):
+        batch, seed = raw(number), microbatch_seed(7, step=number, position=0, rank=0)
+        expected, labels = inputs(("device",) * 3, batch, seed, erase_value=erase_value, memory_format=memory_format)
+        found, others = inputs(places, batch, seed, erase_value=erase_value, memory_format=memory_format)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+        assert all(torch.equal(a, b) for a, b in zip(labels[:2], others[:2], strict=True))
+        assert labels[2] == others[2]
+        lams.add(labels[2])
+    assert len(lams) > 10
+
+
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_in_16_bits_the_error_is_that_of_rounding(places: tuple[str, str, str]) -> None:
+    batch, seed = raw(), 11
+    exact, _ = inputs(("device",) * 3, batch, seed, erase_value="mean", dtype=torch.float64)
+    plain, _ = inputs(PLACES[-1], batch, seed, erase_value="mean", dtype=torch.bfloat16)
+    found, _ = inputs(places, batch, seed, erase_value="mean", dtype=torch.bfloat16)
+    assert 0 < (found.double() - exact).norm() <= 4 * (plain.double() - exact).norm()
+
+
+def test_the_batch_is_left_alone() -> None:
+    host = PrepareOnHost(Prepare(MEAN, STD), erase=False)
+    batch = raw()
+    normalised = host(batch, 1)
+    before = normalised.images_BHWC.clone()
+    assert normalised.erase_B4 is not None
+    Prepare(MEAN, STD)(normalised, 1)
+    assert torch.equal(normalised.images_BHWC, before)
+
+
+def test_evaluation_is_not_mixed() -> None:
+    host = PrepareOnHost(Prepare(MEAN, STD), erase=True, mixer=Mixer(mixup_alpha=1.0))
+    assert host(raw(), None).mixed is None
+    assert host(raw(), 1).mixed is not None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int) -> None:
+    """From the configuration: the step gets the same from workers that prepare as from those that do not."""
+    found = []
+    for chosen in (("device",) * 3, places):
+        names = (SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON)
+        overrides = [f"speed.{name}={value}" for name, value in zip(names, chosen, strict=True)]
+        config = load_config(
+            "vit_digits",
+            ["data=synthetic", "data.image_size=16", "data.global_batch_size=8", "optim.accumulation_steps=2",
+             f"data.num_workers={workers}", *AUGMENT, *overrides],
+        )  # fmt: skip
+        switches = build.switches(config, CPU)
+        world = World(1, 2, 0, CPU)
+        loader = build.train_loader(config, SyntheticSource(20, 16, 3, 0), world, switches, start_step=1, steps=3)
+        prepare, mixer = build.prepare(config, CPU, switches), build.mixer(config)
+
+        class Parts:
+            seed, rank = config.seed, 1
+
+        parts: Any = Parts()
+        parts.prepare, parts.mixer = prepare, mixer
+        steps = []
+        for number, batch in enumerate(loader):
+            steps.append(Step._inputs(parts, 1 + number // 2, number % 2, batch))
+        found.append(steps)
+    assert len(found[0]) == len(found[1]) == 4
+    for (images, targets), (others, other_targets) in zip(*found, strict=True):
+        assert torch.equal(images, others)
+        assert_same(targets, other_targets)
+    assert not torch.equal(found[0][0][0], found[0][1][0])
+
+
+def assert_same(one: Targets, other: Targets) -> None:
+    assert torch.equal(one.labels_B, other.labels_B)
+    assert one.lam == other.lam
+    assert (one.mixed_B is None) == (other.mixed_B is None)
+    if one.mixed_B is not None and other.mixed_B is not None:
+        assert torch.equal(one.mixed_B, other.mixed_B)
+
+
+def test_a_microbatch_carries_its_seed() -> None:
+    sampler = TrainSampler(20, seed=5, global_batch_size=8, rank=1, world_size=2, total_steps=2, accumulation_steps=2)
+    keys = list(sampler)
+    assert all(isinstance(each, Keys) and len(each) == 2 for each in keys)
+    assert [each.seed for each in keys] == [
+        microbatch_seed(5, step=step, position=position, rank=1) for step in range(2) for position in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        (("speed.normalize_on=device", "speed.erase_on=cpu"), "speed.erase_on: images are normalised before they are"),
+        (("speed.erase_on=device", "speed.mix_on=cpu"), "speed.mix_on: images are erased before they are mixed"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused_with_a_way_out(overrides: tuple[str, ...], begins: str) -> None:
+    base = ["speed=reference", *AUGMENT, *(["speed.mix_on=device"] if "mix_on" not in begins else [])]
+    with pytest.raises(UserError) as caught:
+        build.switches(load_config("vit_digits", [*base, *overrides]), CPU)
+    (line,) = caught.value.lines
+    assert line.startswith(begins)
+    build.switches(load_config("vit_digits", [*base, *overrides, line.rpartition("use ")[2].partition(" ")[0]]), CPU)
+
+
+def test_what_is_not_done_has_no_order() -> None:
+    off = ["augment.erase_probability=0", "augment.mixup_alpha=0", "augment.cutmix_alpha=0"]
+    config = load_config("vit_digits", ["speed=reference", "speed.normalize_on=device", *off])
+    assert build.switches(config, CPU)[SwitchName.MIX_ON] == "cpu"
+    assert build.prepare_on_host(config, build.switches(config, CPU)) is None

@@ -1,0 +1,97 @@
+"""Tokens padded to a multiple: the same function of the images, whatever the kernel, layout and classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.models import VisionTransformer, complexity
+from pycls_fast.parallel import compile_model, save_activation_memory
+from tests.unit.models.test_layout import error, train_once
+
+Randomise = Callable[[nn.Module], nn.Module]
+
+
+def vit(**kwargs: Any) -> VisionTransformer:
+    """9 patches, or 10 tokens: 16 or 64 with padding."""
+    sizes = {"image_size": 12, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "mlp_width": 24}
+    return VisionTransformer(**{**sizes, "num_classes": 5, "drop_path": 0.3, **kwargs})
+
+
+def images(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 3, 12, 12, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa_math", "sdpa_flash", "products"])
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+@pytest.mark.parametrize("classifier", ["token", "pooled"])
+@pytest.mark.parametrize("padding", [8, 64])
+def test_same_function_and_gradients_in_float64(
+    attention: str, layout: str, classifier: str, padding: int, randomise: Randomise
+) -> None:
+    kind = {"classifier": classifier, "layout": layout}
+    exact = train_once(randomise(vit(**kind).double()), images(torch.float64))
+    padded = randomise(vit(**kind, attention=attention, sequence_padding=padding, qkv="fused").double())
+    seen: list[int] = []
+    padded.blocks[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(output.shape[1 - padded.batch_dim])
+    )  # type: ignore[union-attr]
+    found = train_once(padded, images(torch.float64))
+    assert seen == [{8: 16, 64: 64}[padding]]
+    assert list(found) == list(exact)
+    for name in exact:
+        torch.testing.assert_close(found[name], exact[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_errors_are_those_of_rounding(attention: str, bf16: bool, randomise: Randomise) -> None:
+    exact = train_once(randomise(vit().double()), images(torch.float64))
+    plain = error(train_once(randomise(vit(attention=attention)), images(torch.float32), bf16=bf16), exact)
+    model = randomise(vit(attention=attention, sequence_padding=8))
+    found = error(train_once(model, images(torch.float32), bf16=bf16), exact)
+    assert max(plain.values()) > 0
+    for name, size in found.items():
+        assert size <= 4 * max(plain[name], max(plain.values()) / 4), name
+
+
+def test_a_number_that_fits_is_left_alone_and_the_parameters_are_the_same() -> None:
+    assert vit(classifier="pooled", image_size=16, sequence_padding=8).padding == 0
+    assert vit(sequence_padding=8).padding == 6
+    torch.manual_seed(2)
+    plain = vit().state_dict()
+    torch.manual_seed(2)
+    padded = vit(sequence_padding=64).state_dict()
+    assert list(padded) == list(plain)
+    assert all(torch.equal(padded[name], plain[name]) for name in plain)
+    # The operations that are reported come from a model without padding; this one has more.
+    assert (
+        complexity(vit(sequence_padding=64), image_size=12).forward_flops
+        > complexity(vit(), image_size=12).forward_flops
+    )
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed(recompute: Any, randomise: Randomise) -> None:
+    plain = train_once(randomise(vit(sequence_padding=8)), images(torch.float32))
+    model: Any = randomise(vit(sequence_padding=8))
+    save_activation_memory(model, model.units(), recompute=recompute)
+    found = train_once(model, images(torch.float32))
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_compiled(what: Any, attention: str, randomise: Randomise) -> None:
+    exact = train_once(randomise(vit().double()), images(torch.float64))
+    model: Any = randomise(vit(attention=attention, sequence_padding=8))
+    compile_model(model, model.units(), what=what)
+    assert max(error(train_once(model, images(torch.float32)), exact).values()) < 1e-5
+    torch._dynamo.reset()

@@ -1,0 +1,49 @@
+"""Freed memory that the process keeps: told by page faults, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pycls_fast.speed import HAS_GLIBC
+
+pytestmark = pytest.mark.skipif(not HAS_GLIBC, reason="malloc of another C library")
+
+# Activations of a step: many at a time, then none. Prints the page faults of each way's third step.
+SCRIPT = """
+import resource, sys
+import torch
+from pycls_fast.parallel import keep_freed_memory
+
+def step():
+    kept = [torch.ones(4 << 20) for _ in range(6)]
+    return sum(float(tensor[-1]) for tensor in kept)
+
+def faults():
+    step(), step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert step() == 6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for word in sys.argv[1:]:
+    keep_freed_memory(word == "keep")
+    print(faults())
+"""
+
+
+def page_faults(*words: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True, timeout=120
+    )
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_a_step_gets_the_pages_of_the_step_before_it() -> None:
+    # 6 tensors of 16 MiB are 24,576 pages of 4 KiB.
+    default, kept, again, default_again = page_faults("default", "keep", "keep", "default")
+    assert kept < 1000
+    assert again < 1000
+    assert default > 5000
+    assert default_again > 5000

@@ -1,0 +1,101 @@
+"""A hundred steps on the digits: whatever owes its reference no more than rounding, the loss falls along one curve.
+
+The band: means over ten steps stay within 0.5% of the reference's, while the loss falls by a quarter.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycls_fast import build, speed
+from pycls_fast.config import load_config
+from pycls_fast.counter import microbatch_seed
+from pycls_fast.data import Batch
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World, prepare_model
+from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import make_step
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+BAND, STEPS, TOGETHER = 0.005, 100, 10
+SIZES = (
+    "model.classifier=token",
+    "model.width=32",
+    "model.depth=3",
+    "model.heads=2",
+    "model.mlp_width=64",
+    "data.global_batch_size=64",
+)
+# Smoothing, mixing, drop-path and erasing are on: nothing is compared with itself at zero.
+RECIPE = (
+    "speed.preset=reference", "model.drop_path=0.1", "optim.ema_decay=0.99", "optim.clip_norm=1.0", "optim.lr=4e-3",
+    "augment.mixup_alpha=0.1", "augment.mix_probability=0.5", "augment.erase_probability=0.05", "augment.crop=none",
+    "augment.erase_value=noise", "schedule.epochs=10", "schedule.warmup_epochs=1", "precision=fp32",
+)  # fmt: skip
+# These have their own tests with a compiler.
+COMPILED = {SwitchName.COMPILE, SwitchName.COMPILE_MODE, SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY}
+STAGES = (SwitchName.MIX_ON, SwitchName.ERASE_ON, SwitchName.NORMALIZE_ON)
+
+
+def arms() -> list[str]:
+    found = []
+    for switch in CATALOGUE:
+        if switch.name in COMPILED or switch.numerics == "training" or "vit" not in switch.applies_to:
+            continue
+        for value in switch.values[1:]:
+            if switch.requires.get(value) is None:
+                # The device can only take over what comes last.
+                names = STAGES[: STAGES.index(switch.name) + 1] if switch.name in STAGES else (switch.name,)
+                found.append(" ".join(f"speed.{name}={value}" for name in names))
+    return found
+
+
+@cache
+def batches(digits: Path) -> list[Batch]:
+    config = load_config("vit_digits", [f"data.root={digits}", "data.num_workers=0", *SIZES, *RECIPE])
+    source = build.sources(config, ALONE)["train"]
+    raw = speed.resolve("fast", {}, "cpu")
+    return list(build.train_loader(config, source, ALONE, raw, start_step=0, steps=20))
+
+
+@cache
+def curve(digits: Path, chosen: str = "") -> torch.Tensor:
+    config = load_config("vit_digits", [*SIZES, *RECIPE, *chosen.split()])
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    network = prepare_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=STEPS // 10)
+    metrics = TrainMetrics(CPU, read=switches[SwitchName.METRICS])
+    host = build.prepare_on_host(config, switches)
+    losses = []
+    for number in range(STEPS):
+        batch = batches(digits)[number % 20]
+        if host is not None:
+            batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
+        step(number, [batch], metrics)
+        losses.append(metrics.read(ALONE)["loss"])
+    return torch.tensor(losses).view(-1, TOGETHER).mean(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", arms())
+def test_the_loss_stays_in_the_band(chosen: str, digits: Path) -> None:
+    expected = curve(digits)
+    assert expected[-1] < 0.75 * expected[0]
+    found = curve(digits, chosen)
+    assert float(((found - expected) / expected).abs().max()) <= BAND
+    if chosen.split("=")[0] == "speed.sequence_padding":
+        assert not torch.equal(found, expected), "nothing was padded"
+
+
+def test_every_rounding_switch_of_a_cpu_is_among_them() -> None:
+    for part in arms():
+        build.switches(load_config("vit_digits", [*SIZES, *RECIPE, *part.split()]), CPU)
+    with pytest.raises(UserError):
+        build.switches(load_config("vit_digits", [*SIZES, *RECIPE, "speed.normalize_on=device"]), CPU)

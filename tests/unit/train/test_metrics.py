@@ -1,0 +1,36 @@
+"""Numbers of training: read in every step or once an interval, they are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pycls_fast.parallel import World
+from pycls_fast.train.metrics import TrainMetrics
+from tests.unit.train.test_graphs import batch, made
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "fp16_master"])
+def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> None:
+    found: list[tuple[list[dict[str, float]], dict[str, Tensor]]] = []
+    for read in ("step", "interval"):
+        # With a scale that overflows at first: skipped steps have no norm that counts.
+        step, network, _ = made("vit", f"precision={precision}", "precision.loss_scale_start=1e9", graphed=False)
+        metrics = TrainMetrics(CPU, read=read)
+        numbers = []
+        for position in range(20):
+            step(position, [batch(position)], metrics)
+            if position % 4 == 3:
+                numbers.append(metrics.read(ALONE))
+        found.append((numbers, {name: value.clone() for name, value in network.state_dict().items()}))
+    (expected, plain), (numbers, state) = found
+    assert repr(numbers) == repr(expected)
+    assert len({each["loss"] for each in numbers}) == 5
+    assert sum(each["skipped_steps"] for each in numbers) == (
+        0 if precision != "fp16_master" else pytest.approx(10, abs=9)
+    )
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
