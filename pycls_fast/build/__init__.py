@@ -1,9 +1,9 @@
 """The edge: configuration values become plain keyword arguments, names become functions. Configuration stops here."""
 
 from pycls_fast.build.data import eval_loader, microbatch_size, mixer, num_workers, prepare, sources, train_loader
-from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, switches, world
-from pycls_fast.build.network import lower, model, num_classes, save_activation_memory
-from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, peak_lr, schedule
+from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
+from pycls_fast.build.network import is_sharded, lower, model, num_classes, save_activation_memory, wrap
+from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
 
 __all__ = [
     "Switches",
@@ -11,6 +11,7 @@ __all__ = [
     "compute_dtype",
     "ema",
     "eval_loader",
+    "is_sharded",
     "level",
     "loss",
     "loss_scaler",
@@ -21,13 +22,16 @@ __all__ = [
     "num_classes",
     "num_workers",
     "optimizer",
+    "parameter_groups",
     "peak_lr",
     "prepare",
     "save_activation_memory",
     "schedule",
     "set_backend",
     "sources",
+    "strategy",
     "switches",
     "train_loader",
     "world",
+    "wrap",
 ]

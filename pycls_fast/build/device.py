@@ -12,7 +12,7 @@ import torch
 from pycls_fast import precision, speed
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World, keep_in_float32, start_world
+from pycls_fast.parallel import DTENSORS, World, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
 
 Switches = Mapping[SwitchName, str]
@@ -32,7 +32,17 @@ def world(config: RunConfig) -> AbstractContextManager[World]:
         backend=config.parallel.backend,
         timeout_seconds=config.parallel.timeout_seconds,
         strategy=config.parallel.name,
+        shard_degree=config.parallel.shard_degree,
+        replicate_degree=config.parallel.replicate_degree,
     )
+
+
+def strategy(config: RunConfig, world: World) -> str:
+    """The name of the strategy in force, a key of `parallel.STRATEGIES`."""
+    name = config.parallel.name
+    if name in ("auto", "ddp"):
+        return "ddp" if world.size > 1 else "single"
+    return name
 
 
 def switches(config: RunConfig, device: torch.device) -> Switches:
@@ -42,7 +52,9 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         UserError: a switch that this device cannot run, or that does not go together with the rest.
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
-    resolved = speed.resolve(config.speed.preset, config.speed.chosen(), kind, config.optim.name)
+    resolved = speed.resolve(
+        config.speed.preset, config.speed.chosen(), kind, config.optim.name, sharded=config.parallel.name in DTENSORS
+    )
     lines = list(_impossible(config, resolved, kind))
     if lines:
         raise UserError(*lines)
@@ -60,6 +72,12 @@ def _impossible(config: RunConfig, chosen: Switches, device: speed.Device) -> It
             "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
         )
     yield from _impossible_compiled(chosen)
+    compiled, half = chosen[SwitchName.COMPILE], level(config).weights != "float32"
+    if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":
+        yield (
+            f"speed.compile: {compiled} does not see into FairScale's wrappers around norms that stay float32 under "
+            f"precision={config.precision.name}; use speed.compile=off or parallel=fsdp"
+        )
     if not isinstance(config.model, ViTModel):
         return
     if level(config).float8 and chosen[SwitchName.QKV] == "fused":

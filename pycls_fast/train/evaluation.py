@@ -38,6 +38,9 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[None]],
     world: World,
     on_batch: Callable[[int], None] = lambda images: None,
+    *,
+    together: bool = False,
+    settle: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
@@ -48,6 +51,8 @@ def evaluate(
         autocast: the context of the forward pass.
         world: the ranks.
         on_batch: told the number of images after each batch, for a progress bar.
+        together: the model's forward pass is a matter of all ranks: a rank whose batch is empty takes part.
+        settle: called at the end (`parallel.Wrapped.settle`).
     """
     was_training = model.training
     model.eval()
@@ -72,8 +77,13 @@ def evaluate(
                 sums[1] += ((place_B < 5) & finite_B).sum()
                 sums[2] += F.cross_entropy(logits_BK, batch.labels_B, reduction="sum")
                 sums[3] += images
+            elif together:
+                empty_BCHW = prepare(batch)
+                with uncompiled(model), autocast():
+                    model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
             on_batch(images)
     finally:
+        settle()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
