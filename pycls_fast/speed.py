@@ -559,6 +559,14 @@ COMPILABLE: Mapping[str, tuple[str, ...]] = {
     # torchao compiles each update itself.
     "adamw8bit": (),
 }
+# What updates weights that are cut over ranks as torch's DTensors. Not there: Adafactor and Muon, which look at whole
+# matrices, and torchao's 8-bit state.
+SHARDABLE: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("loop", "foreach"),
+    "adamw": ("loop", "foreach", "fused"),
+    "lamb": ("loop", "foreach"),
+    "lion": ("loop", "foreach"),
+}
 
 
 # What differs from the reference in the recipe of Meta's post of 2022 and its code (pycls): images are mixed on the
@@ -587,6 +595,7 @@ def resolve(
     optimizer: str | None = None,
     *,
     in_16_bits: bool = False,
+    sharded: bool = False,
 ) -> dict[SwitchName, str]:
     """The value of every switch on this device: the one chosen by hand, else the preset's.
 
@@ -596,6 +605,7 @@ def resolve(
         device: where the run is.
         optimizer: `optim.name`. The preset takes the fastest implementation that there is of it on this device.
         in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
+        sharded: the optimizer's parameters are torch's DTensors.
 
     Raises:
         UserError: a value was chosen that this device cannot run, or an implementation that the optimizer has not.
@@ -617,14 +627,19 @@ def resolve(
     if resolved.get(SwitchName.ALLOCATOR) == "keep" and not HAS_GLIBC:
         problems.append("speed.allocator: keep needs glibc, which this system has not; use speed.allocator=default")
     if optimizer is not None:
-        problems += _fit_optimizer(resolved, chosen, device, optimizer)
+        problems += _fit_optimizer(resolved, chosen, device, optimizer, sharded=sharded)
     if problems:
         raise UserError(*problems)
     return resolved
 
 
 def _fit_optimizer(
-    resolved: dict[SwitchName, str], chosen: Mapping[SwitchName, str], device: Device, optimizer: str
+    resolved: dict[SwitchName, str],
+    chosen: Mapping[SwitchName, str],
+    device: Device,
+    optimizer: str,
+    *,
+    sharded: bool,
 ) -> list[str]:
     """Take what there is where the preset's value does not exist; what is wrong with a value chosen by hand.
 
@@ -634,12 +649,22 @@ def _fit_optimizer(
     there = OPTIMIZERS[optimizer]
     if compiled and not COMPILABLE[optimizer]:
         return [f"speed.optimizer_compile: optim.name={optimizer} compiles itself; use speed.optimizer_compile=off"]
-    usable = COMPILABLE[optimizer] if compiled else there
+    if sharded and optimizer not in SHARDABLE:
+        return [
+            f"optim.name: {optimizer} needs whole weights, and fsdp and hsdp cut them; use optim=adamw or parallel=ddp"
+        ]
+    usable = tuple(
+        name for name in (COMPILABLE[optimizer] if compiled else there) if not sharded or name in SHARDABLE[optimizer]
+    )
     value = resolved[SwitchName.OPTIMIZER]
     if value in usable:
         return []
     if SwitchName.OPTIMIZER not in chosen:
         resolved[SwitchName.OPTIMIZER] = usable[-1] if device == "cuda" else usable[0]
         return []
-    why = f"has no {value}" if value not in there else f"with {value} cannot be compiled (speed.optimizer_compile=on)"
+    if sharded and value in there and value not in SHARDABLE[optimizer]:
+        why = f"has no {value} for weights that are cut over ranks (fsdp, hsdp)"
+    else:
+        compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
+        why = f"has no {value}" if value not in there else compiles
     return [f"speed.optimizer: optim.name={optimizer} {why}; use speed.optimizer={' or '.join(usable)}"]

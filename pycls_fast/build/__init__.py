@@ -10,9 +10,18 @@ from pycls_fast.build.data import (
     sources,
     train_loader,
 )
-from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, switches, world
-from pycls_fast.build.network import counted_model, draw_on_device, lower, model, num_classes, save_activation_memory
-from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, peak_lr, schedule
+from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
+from pycls_fast.build.network import (
+    counted_model,
+    draw_on_device,
+    is_sharded,
+    lower,
+    model,
+    num_classes,
+    save_activation_memory,
+    wrap,
+)
+from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
 
 __all__ = [
     "Switches",
@@ -22,6 +31,7 @@ __all__ = [
     "draw_on_device",
     "ema",
     "eval_loader",
+    "is_sharded",
     "level",
     "loss",
     "loss_scaler",
@@ -32,6 +42,7 @@ __all__ = [
     "num_classes",
     "num_workers",
     "optimizer",
+    "parameter_groups",
     "peak_lr",
     "prepare",
     "prepare_on_host",
@@ -39,7 +50,9 @@ __all__ = [
     "schedule",
     "set_backend",
     "sources",
+    "strategy",
     "switches",
     "train_loader",
     "world",
+    "wrap",
 ]

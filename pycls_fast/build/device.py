@@ -13,7 +13,7 @@ from pycls_fast import precision, speed
 from pycls_fast.build.impossible import Switches, impossible
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
+from pycls_fast.parallel import DTENSORS, World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,7 +30,17 @@ def world(config: RunConfig) -> AbstractContextManager[World]:
         backend=config.parallel.backend,
         timeout_seconds=config.parallel.timeout_seconds,
         strategy=config.parallel.name,
+        shard_degree=config.parallel.shard_degree,
+        replicate_degree=config.parallel.replicate_degree,
     )
+
+
+def strategy(config: RunConfig, world: World) -> str:
+    """The name of the strategy in force, a key of `parallel.STRATEGIES`."""
+    name = config.parallel.name
+    if name in ("auto", "ddp"):
+        return "ddp" if world.size > 1 else "single"
+    return name
 
 
 def switches(config: RunConfig, device: torch.device) -> Switches:
@@ -47,6 +57,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         kind,
         config.optim.name,
         in_16_bits=formats.compute != "float32" and not formats.float8,
+        sharded=config.parallel.name in DTENSORS,
     )
     lines = list(impossible(config, resolved, kind))
     if lines:

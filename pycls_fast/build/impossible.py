@@ -24,6 +24,12 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
             "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
         )
     yield from _compiled(chosen)
+    compiled, half = chosen[SwitchName.COMPILE], LEVELS[config.precision.name].weights != "float32"
+    if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":
+        yield (
+            f"speed.compile: {compiled} does not see into FairScale's wrappers around norms that stay float32 under "
+            f"precision={config.precision.name}; use speed.compile=off or parallel=fsdp"
+        )
     yield from _order(config, chosen)
     if chosen[SwitchName.CUDA_GRAPHS] == "on":
         yield from _recorded(config, chosen)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from pycls_fast import optim, parallel
-from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.build.device import DTYPES, Switches, level, strategy
+from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
-from pycls_fast.parallel import use_float8
+from pycls_fast.parallel import SHARDED, FlatShards, Settings, World, Wrapped, use_float8, wrap_model
 from pycls_fast.speed import SwitchName
 
 # The stream of randomness of the initial weights; those of synthetic images are in `data.py`.
@@ -36,9 +39,18 @@ def num_classes(config: RunConfig, source: Source) -> int:
     return chosen or found
 
 
-def model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
-    """The network with its initial weights, the same on every rank, on the CPU in float32."""
-    torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
+def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> nn.Module:
+    """The network with its initial weights, the same on every rank, on the CPU in float32; or without memory."""
+    with torch.device("meta" if empty else "cpu"):
+        torch.manual_seed(_initial_seed(config))
+        return _model(config, classes, chosen)
+
+
+def _initial_seed(config: RunConfig) -> int:
+    return counter_seed(config.seed, _INITIALISATION)
+
+
+def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
     settings = config.model
     if isinstance(settings, ViTModel):
         return VisionTransformer(
@@ -82,8 +94,12 @@ def draw_on_device(network: nn.Module) -> None:
             module.draws_on_device = True
 
 
-def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.MasterWeights | None:
+def lower(
+    config: RunConfig, network: nn.Module, device: torch.device, *, sharded: bool = False
+) -> optim.MasterWeights | None:
     """Put a network that is on its device into the precision's format, in place; its masters where it has any.
+
+    Where it is `sharded` the strategy casts what it gathers, and the shards are the masters.
 
     Raises:
         UserError: a format that this device does not have.
@@ -92,7 +108,7 @@ def lower(config: RunConfig, network: nn.Module, device: torch.device) -> optim.
     if chosen.float8:
         settings = config.precision
         use_float8(network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate)
-    if chosen.weights == "float32":
+    if chosen.weights == "float32" or sharded:
         return None
     return optim.MasterWeights(
         network, dtype=DTYPES[chosen.weights], wide_norms=chosen.wide_norms, kept=chosen.masters == "kept"
@@ -109,3 +125,46 @@ def save_activation_memory(config: RunConfig, network: nn.Module, chosen: Switch
         activation_offload=chosen[SwitchName.ACTIVATION_OFFLOAD],  # type: ignore[arg-type]
         activation_compression=chosen[SwitchName.ACTIVATION_COMPRESSION],  # type: ignore[arg-type]
     )
+
+
+def wrap(
+    config: RunConfig,
+    network: nn.Module,
+    world: World,
+    chosen: Switches,
+    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+) -> Wrapped:
+    """The network under the strategy in force, compiled where asked for; a network without memory gets its values.
+
+    Args:
+        initialise: called on a network that was without memory, after its initial values, to load others.
+    """
+    settings, precision = config.parallel, level(config)
+    torch.manual_seed(_initial_seed(config))
+    return wrap_model(
+        network,
+        world,
+        strategy=strategy(config, world),
+        settings=Settings(
+            compression=settings.compression,
+            powersgd_rank=settings.powersgd_rank,
+            powersgd_start_step=settings.powersgd_start_step,
+            static_graph=settings.static_graph,
+            reshard_after_forward=settings.reshard_after_forward,
+            prefetch_units=settings.prefetch_units,
+            sync_batchnorm=settings.sync_batchnorm,
+            compute=None if precision.weights == "float32" else DTYPES[precision.weights],
+            wide_norms=precision.wide_norms,
+            param_offload=chosen[SwitchName.PARAM_OFFLOAD] == "cpu",
+            groups=optim.by_name(network, parameter_groups(config, network)),
+            make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
+        ),
+        compiled=chosen[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema
+        compile_mode=chosen[SwitchName.COMPILE_MODE],  # type: ignore[arg-type]
+        initialise=initialise,
+    )
+
+
+def is_sharded(config: RunConfig, world: World) -> bool:
+    """Whether each rank holds a part of the weights only; such a network is built without memory."""
+    return strategy(config, world) in SHARDED

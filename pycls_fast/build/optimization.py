@@ -6,6 +6,7 @@ import os
 import shutil
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
 from pycls_fast.models import ClassToken, LearnedPositions
+from pycls_fast.optim.ema import Live
 from pycls_fast.speed import SwitchName
 
 
@@ -54,22 +56,21 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
 
 
 def optimizer(
-    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
+    config: RunConfig,
+    network: nn.Module,
+    chosen: Switches,
+    masters: optim.MasterWeights | None = None,
+    *,
+    sharded: bool = False,
+    groups: list[optim.Group] | None = None,
 ) -> Optimizer:
-    """The optimizer over the network's parameter groups, or over the masters of what is in them."""
+    """The optimizer over the network's parameter groups, over the masters of what is in them, or over `groups`.
+
+    The shards of a `sharded` network are where they are updated, on the host where that was asked for.
+    """
     settings = config.optim
-    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
-    groups = optim.parameter_groups(
-        network,
-        weight_decay=settings.weight_decay,
-        decay_norms=settings.decay_norms,
-        decay_biases=settings.decay_biases,
-        decay_embeddings=settings.decay_embeddings,
-        embeddings=(ClassToken, LearnedPositions),
-        units=units,
-        layer_decay=settings.layer_decay,
-        split_hidden=isinstance(settings, schema.Muon),
-    )
+    if groups is None:
+        groups = parameter_groups(config, network)
     if masters is not None:
         groups = masters.groups(groups)
 
@@ -82,7 +83,7 @@ def optimizer(
             optim.make_capturable(made, _device(groups))
         return made
 
-    if chosen[SwitchName.PARAM_OFFLOAD] == "none":
+    if chosen[SwitchName.PARAM_OFFLOAD] == "none" or sharded:
         return make(groups)
     if masters is not None:
         raise UserError(
@@ -90,6 +91,22 @@ def optimizer(
             "use speed.param_offload=none or a precision with float32 weights, like amp_bf16"
         )
     return optim.HostOptimizer(groups, make)
+
+
+def parameter_groups(config: RunConfig, network: nn.Module) -> list[optim.Group]:
+    """The optimizer's groups of the network's parameters."""
+    settings = config.optim
+    return optim.parameter_groups(
+        network,
+        weight_decay=settings.weight_decay,
+        decay_norms=settings.decay_norms,
+        decay_biases=settings.decay_biases,
+        decay_embeddings=settings.decay_embeddings,
+        embeddings=(ClassToken, LearnedPositions),
+        units=network.units(),  # type: ignore[operator]  # every model names its units
+        layer_decay=settings.layer_decay,
+        split_hidden=isinstance(settings, schema.Muon),
+    )
 
 
 def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
@@ -139,9 +156,7 @@ def _need_compiler(device: torch.device, what: str, instead: str) -> None:
         raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
 
 
-def ema(
-    config: RunConfig, network: nn.Module, chosen: Switches, masters: optim.MasterWeights | None = None
-) -> optim.Ema | None:
+def ema(config: RunConfig, network: nn.Module, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:
     """The average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
@@ -156,8 +171,10 @@ def ema(
     )
 
 
-def loss_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Loss scaling for the float16 levels; does nothing for the others."""
+def loss_scaler(
+    config: RunConfig, device: torch.device, ranks: dist.ProcessGroup | None = None
+) -> torch.amp.GradScaler:
+    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing for the others."""
     settings = config.precision
     return optim.loss_scaler(
         device.type,
@@ -167,4 +184,5 @@ def loss_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler
         growth=settings.loss_scale_growth,
         backoff=settings.loss_scale_backoff,
         interval=settings.loss_scale_interval,
+        ranks=ranks,
     )

@@ -2,7 +2,17 @@
 
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config, load_run_config
+from pycls_fast.config.options_line import options_line
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import variant
 
-__all__ = ["NoOptions", "RunConfig", "Section", "command_line", "load_config", "load_run_config", "variant"]
+__all__ = [
+    "NoOptions",
+    "RunConfig",
+    "Section",
+    "command_line",
+    "load_config",
+    "load_run_config",
+    "options_line",
+    "variant",
+]

@@ -19,6 +19,8 @@ def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[st
     yield from _schedule(config)
     yield from _precision(config)
     yield from _memory(config)
+    yield from _parallel(config)
+    yield from _fairscale(config)
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -103,6 +105,80 @@ def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
             "speed.drop_path_compute",
             "skip would take BatchNorm's statistics from the kept samples alone; use speed.drop_path_compute=multiply",
         )
+
+
+def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+    chosen, precision = config.parallel, config.precision.name
+    name = chosen.name
+    replicates, gathers = name in ("auto", "ddp"), name in ("fsdp", "hsdp")
+    if chosen.compression != "none" and not replicates:
+        yield (
+            "parallel.compression",
+            f"{chosen.compression} is for parallel=ddp; use parallel.compression=none with parallel={name}",
+        )
+    if chosen.compression == "powersgd" and precision not in ("fp32", "tf32", "amp_bf16", "fp8"):
+        yield (
+            "parallel.compression",
+            f"powersgd carries what it left out from step to step, which a float16 overflow or a half format would "
+            f"spoil (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
+        )
+    if chosen.static_graph and not replicates:
+        yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
+    for key in ("shard_degree", "replicate_degree"):
+        if getattr(chosen, key) is not None and name != "hsdp":
+            yield f"parallel.{key}", f"is for parallel=hsdp; leave it out or use parallel=hsdp (got parallel={name})"
+    if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
+        yield (
+            "parallel.reshard_after_forward",
+            f"false is for strategies that cut weights; leave it out or use parallel=fsdp (got parallel={name})",
+        )
+    if chosen.sync_batchnorm and not isinstance(config.model, ResNetModel):
+        yield "parallel.sync_batchnorm", f"model.kind={config.model.kind} has no batch norm; leave it out"
+    if gathers and precision in ("fp16", "bf16"):
+        masters = "fp16_master" if precision == "fp16" else "bf16_params"
+        yield (
+            "precision",
+            f"{precision} keeps no float32 weights, and the shards of parallel={name} are float32; use "
+            f"precision={masters}, which computes in the same format, or parallel=ddp",
+        )
+
+
+# What FairScale's strategies can do with the weights' formats and their shapes.
+_FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
+_HALF_NETWORKS = ("fp16_master", "bf16_params", "fp16", "bf16")
+
+
+def _fairscale(config: RunConfig) -> Iterator[tuple[str, str]]:
+    strategy, precision, name = config.parallel.name, config.precision.name, config.optim.name
+    if strategy == "fairscale_fsdp":
+        if name not in _FLAT_OPTIMIZERS:
+            yield (
+                "optim.name",
+                f"{name} looks at the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
+                "or lion, or parallel=ddp",
+            )
+        if precision in ("fp16", "bf16"):
+            masters = "fp16_master" if precision == "fp16" else "bf16_params"
+            yield (
+                "precision",
+                f"{precision} keeps no float32 weights and FairScale's shards are float32; use precision={masters} or "
+                "parallel=ddp",
+            )
+        if precision == "fp8":
+            yield "precision", "fp8 does not go with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
+    if strategy == "fairscale_sharded_ddp":
+        if precision in _HALF_NETWORKS:
+            yield (
+                "precision",
+                f"{precision} keeps weights apart from the network's, and fairscale_sharded_ddp shares out the "
+                "network's own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
+            )
+        if name == "adamw8bit":
+            yield (
+                "optim.name",
+                "adamw8bit's state cannot be sent from rank to rank, which fairscale_sharded_ddp does to save it; use "
+                "optim=adamw, or parallel=ddp",
+            )
 
 
 def _not_divisible(value: int, divisor: int, of: str) -> str:

@@ -133,8 +133,8 @@ def _run_of_weights(arguments: Sequence[str]) -> Path | None:
     if any(argument.startswith("-") for argument in arguments):
         return None
     sources = [Path(a.partition("=")[2]).expanduser() for a in arguments if a.startswith("weights=")]
-    # A run folder, or a file in its checkpoints/.
-    candidates = [folder for source in sources[-1:] for folder in (source, source.parent.parent)]
+    # A run folder, something in it, or a checkpoint in its checkpoints/.
+    candidates = [folder for source in sources[-1:] for folder in (source, source.parent, source.parent.parent)]
     return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 

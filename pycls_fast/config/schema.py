@@ -247,14 +247,32 @@ class Precision(Section):
 
 
 class Parallel(Section):
-    """`auto` is `ddp` under torchrun with more than one rank, else `single`.
+    """How the ranks share the work; `auto` is `ddp` under torchrun with more than one rank, else `single`.
 
-    With `speed.recompute` on, every `recompute_every`-th block is recomputed, the first among them.
+    `ddp` alone: `compression` of the gradients that ranks exchange (`powersgd`: to matrices of `powersgd_rank`, after
+    `powersgd_start_step` steps without; Vogels et al., 2019), and `static_graph`, a promise to torch that every step
+    uses the same parameters in the same order.
+
+    The sharded ones: `reshard_after_forward` gathers weights again in the backward pass (ZeRO-3) instead of keeping
+    them (ZeRO-2); `prefetch_units` blocks are gathered ahead (0: the order is left to torch). `hsdp` alone: shards over
+    `shard_degree` ranks (left out: those of a node), which `replicate_degree` groups repeat (left out: the rest).
+
+    `sync_batchnorm` takes batch norm's statistics over all ranks. With `speed.recompute` on, every
+    `recompute_every`-th block is recomputed, the first among them.
     """
 
-    name: Literal["auto", "single", "ddp"] = "auto"
+    name: Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     timeout_seconds: PositiveInt = 600
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: PositiveInt = 1
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
+    static_graph: bool = False
+    reshard_after_forward: bool = True
+    prefetch_units: Annotated[int, Field(ge=0)] = 1
+    shard_degree: PositiveInt | None = None
+    replicate_degree: PositiveInt | None = None
+    sync_batchnorm: bool = False
     recompute_every: PositiveInt = 1
 
 
@@ -306,6 +324,8 @@ class Speed(Section):
 class Runtime(Section):
     """The machine, and how often things happen.
 
+    `keep_checkpoints` are the newest; the best is kept besides them. With `checkpoint_async` training goes on while a
+    copy of its state is written; the copy takes as much of the host's memory as a rank's share of the state.
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     """
 
@@ -315,6 +335,7 @@ class Runtime(Section):
     eval_every_epochs: PositiveInt = 1
     checkpoint_every_steps: PositiveInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    checkpoint_async: bool = True
     deterministic: bool = False
     watchdog: bool = False
     tensorboard: bool = True

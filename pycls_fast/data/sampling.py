@@ -33,8 +33,8 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 class TrainSampler:
     """Batches of keys for one rank's training run, from any step on, across epochs.
 
-    Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, whatever the
-    number of ranks; each rank takes a contiguous part of it, in `accumulation_steps` contiguous microbatches.
+    Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, in `accumulation_steps`
+    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch.
     What remains at an epoch's end (fewer images than a batch) is left out; the next epoch has another order.
 
     Iteration goes on over the epochs' borders, so that workers live as long as the run, and nothing needs
@@ -94,16 +94,15 @@ class TrainSampler:
         return (self._total_steps - self._start_step) * self._accumulation_steps
 
     def __iter__(self) -> Iterator[Keys]:
-        per_rank = self._global_batch_size // self._world_size
-        per_batch = per_rank // self._accumulation_steps
+        per_batch = self._global_batch_size // self._world_size // self._accumulation_steps
         epoch, order = -1, np.empty(0, dtype=np.int64)
         for step in range(self._start_step, self._total_steps):
             step_epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if step_epoch != epoch:
                 epoch, order = step_epoch, epoch_order(self._seed, step_epoch, self._count)
-            first = step_in_epoch * self._global_batch_size + self._rank * per_rank
+            first = step_in_epoch * self._global_batch_size + self._rank * per_batch
             for position in range(self._accumulation_steps):
-                start = first + position * per_batch
+                start = first + position * per_batch * self._world_size
                 seed = microbatch_seed(self._seed, step=step, position=position, rank=self._rank)
                 yield Keys(((epoch, index) for index in order[start : start + per_batch].tolist()), seed)
 

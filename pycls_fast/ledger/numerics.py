@@ -49,7 +49,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         )
         step = make_step(config, network, world, switches, max(1, len(train) // config.data.global_batch_size))
         metrics = TrainMetrics(world.device)
-        loader = build.train_loader(config, train, world, start_step=0, steps=steps + 1)
+        loader = build.train_loader(config, train, world, switches, start_step=0, steps=steps + 1)
         batches = to_device(loader, world.device, mode="blocking")
         with closing(batches):  # type: ignore[type-var]  # a generator
             # Seen by no step: its errors are not those of images that were learned.

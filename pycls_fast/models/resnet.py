@@ -5,7 +5,8 @@ Shape letters: B batch, C channels, H height, W width of the maps, K classes.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -215,17 +216,20 @@ class ResNet(nn.Module):
 
         Draws from the default generator of the parameters' device, as `VisionTransformer.initialise` does.
         """
+        for module, fill in self.initialisers():
+            fill(module)
+
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        """`initialise` in parts; see `vit.VisionTransformer.initialisers`."""
+        zeroed: set[nn.Module] = set()
+        if self.zero_init_last_gamma:
+            zeroed = {block.last_norm() for _, block in self.units() if isinstance(block, ResidualBlock)}
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                yield module, _he_normal
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.reset_parameters()
-        if self.zero_init_last_gamma:
-            for _, block in self.units():
-                assert isinstance(block, ResidualBlock)
-                nn.init.zeros_(block.last_norm().weight)
-        nn.init.normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
+                yield module, _zero_scale if module in zeroed else _identity
+        yield self.head, _small_normal
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The residual blocks with their qualified names, in forward order."""
@@ -242,3 +246,21 @@ class ResNet(nn.Module):
         for stage in self.stages:
             maps_BCHW = stage(maps_BCHW)
         return self.head(maps_BCHW.mean(dim=(2, 3)))
+
+
+def _he_normal(conv: nn.Conv2d) -> None:
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _identity(norm: nn.BatchNorm2d) -> None:
+    norm.reset_parameters()
+
+
+def _zero_scale(norm: nn.BatchNorm2d) -> None:
+    norm.reset_parameters()
+    nn.init.zeros_(norm.weight)
+
+
+def _small_normal(head: nn.Linear) -> None:
+    nn.init.normal_(head.weight, std=0.01)
+    nn.init.zeros_(head.bias)

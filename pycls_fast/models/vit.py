@@ -5,7 +5,8 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -188,16 +189,19 @@ class VisionTransformer(nn.Module):
         Draws from the default generator of the parameters' device: the same seed gives the same values, on a
         model just built as on one that was built on the meta device and given memory with `to_empty`.
         """
-        self.stem.reset_parameters()
-        if self.class_token is not None:
-            self.class_token.reset_parameters()
-        self.positions.reset_parameters()
-        for _, block in self.units():
-            assert isinstance(block, Block)
-            block.reset_parameters()
-        self.norm.reset_parameters()
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        for module, fill in self.initialisers():
+            fill(module)
+
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        """`initialise` in parts: every module that owns values, in the order of the draws, and what fills it.
+
+        A part reads and writes its own module alone, so that each can be filled, cut over ranks and dropped before the
+        next one takes memory.
+        """
+        for module in (self.stem, self.class_token, self.positions, *self.blocks, self.norm):
+            if module is not None:
+                yield module, _reset
+        yield self.head, _zero
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The repeated blocks with their qualified names, in forward order."""
@@ -236,3 +240,12 @@ class VisionTransformer(nn.Module):
             return self.norm(features_BND.select(token_dim, 0))
         features_BND = features_BND.narrow(token_dim, 0, self.tokens)
         return self.norm(features_BND.mean(dim=token_dim))
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def _zero(head: nn.Linear) -> None:
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)

@@ -1,7 +1,7 @@
 """Parameter groups, schedules, optimizers and the average of the weights."""
 
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.groups import Group, layers, parameter_groups
+from pycls_fast.optim.groups import NORMS, Group, by_name, layers, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
@@ -18,24 +18,31 @@ from pycls_fast.optim.optimizers import (
     set_lr,
     sgd,
 )
-from pycls_fast.optim.scaling import ConstantScaler, loss_scaler
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
 from pycls_fast.optim.schedule import Schedule
+from pycls_fast.optim.shards import assign, local, local_slices
 
 __all__ = [
+    "NORMS",
     "ConstantScaler",
     "Ema",
     "Group",
     "HostOptimizer",
     "MasterWeights",
+    "RanksScaler",
     "Schedule",
     "adafactor",
     "adamw",
     "adamw8bit",
+    "assign",
+    "by_name",
     "compile_step",
     "lamb",
     "layers",
     "lion",
     "load_named_state",
+    "local",
+    "local_slices",
     "loss_scaler",
     "make_capturable",
     "muon",

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim.masters import MasterWeights
+from pycls_fast.optim.shards import local
+
+
+class Live(Protocol):
+    """Weights that the optimizer owns in place of the model's own (`MasterWeights`, flat shards)."""
+
+    def live(self) -> dict[str, Tensor]:
+        """By name: tensors that training changes in place."""
+
+    def refresh_model(self) -> None:
+        """Called after they were changed by hand."""
 
 
 class Ema:
@@ -35,7 +46,7 @@ class Ema:
         decay: float,
         warmup: bool,
         implementation: str,
-        masters: MasterWeights | None = None,
+        masters: Live | None = None,
         every: int = 1,
     ) -> None:
         self.decay = decay
@@ -51,8 +62,9 @@ class Ema:
         averages = {name: _wide(value).clone() for name, value in self._live.items()}
         self.values: dict[str, Tensor] = {name: averages[first[id(value)]] for name, value in named.items()}
         floating = [name for name, value in self._live.items() if value.is_floating_point()]
-        self._averages = [self.values[name] for name in floating]
-        self._weights = [self._live[name] for name in floating]
+        # Of a sharded model each rank averages its own part: nothing is gathered.
+        self._averages = [local(self.values[name]) for name in floating]
+        self._weights = [local(self._live[name]) for name in floating]
         self._copied = [name for name in self._live if name not in set(floating)]
 
     def share(self, step: int) -> float:

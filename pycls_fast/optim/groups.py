@@ -67,6 +67,12 @@ def parameter_groups(
     return groups
 
 
+def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the names of their parameters in the parameters' place."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    return [{**group, "params": [name_of[parameter] for parameter in group["params"]]} for group in groups]
+
+
 def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
     """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
 

@@ -25,7 +25,8 @@ class MasterWeights:
     Args:
         model: on its device, its parameters in `wide`.
         dtype: what its parameters and floating buffers become.
-        wide_norms: leave normalisation layers in `wide`.
+        wide_norms: leave normalisation layers in `wide`. Batch norm stays there in any case where masters are kept:
+            its statistics move by small steps, which a half format would round away.
         kept: keep the masters from step to step. Otherwise each step starts from the rounded weights, and between
             steps the masters have no memory: full half-precision training with the arithmetic of the update in `wide`.
         wide: the masters' format.
@@ -43,12 +44,13 @@ class MasterWeights:
         self._model = model
         self._wide = wide
         self._kept = kept
-        self._narrow: list[Tensor] = list(_to_cast(model, wide_norms))
+        wide_modules = NORMS if wide_norms else (_BATCH_NORM,) if kept else ()
+        self._narrow: list[Tensor] = list(_to_cast(model, wide_modules))
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
         self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
         # Parameters that were not cast are their own masters.
         self.parameters = [self._master_of.get(id(p), p) for p in model.parameters() if p.requires_grad]
-        _cast(model, dtype, wide_norms)
+        _cast(model, dtype, wide_modules)
 
     def groups(self, groups: Sequence[Group]) -> list[Group]:
         """Optimizer groups of the network's parameters, with the masters in their place."""
@@ -122,35 +124,38 @@ class MasterWeights:
         torch._foreach_copy_(self.masters, self._narrow)
 
 
-def _cast_modules(model: nn.Module, wide_norms: bool) -> list[nn.Module]:
-    return [m for m in model.modules() if not (wide_norms and isinstance(m, NORMS))]
+_BATCH_NORM = nn.modules.batchnorm._NormBase
+Modules = tuple[type[nn.Module], ...]
 
 
-def _to_cast(model: nn.Module, wide_norms: bool) -> list[nn.Parameter]:
+def _cast_modules(model: nn.Module, wide: Modules) -> list[nn.Module]:
+    return [m for m in model.modules() if not isinstance(m, wide)]
+
+
+def _to_cast(model: nn.Module, wide: Modules) -> list[nn.Parameter]:
     """The parameters that are cast, each once, in the model's order."""
     found = {
         id(p): p
-        for module in _cast_modules(model, wide_norms)
+        for module in _cast_modules(model, wide)
         for p in module.parameters(recurse=False)
         if p.is_floating_point()
     }
     return [p for p in model.parameters() if id(p) in found]
 
 
-def _cast(model: nn.Module, dtype: torch.dtype, wide_norms: bool) -> None:
-    for module in _cast_modules(model, wide_norms):
+def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:
+    for module in _cast_modules(model, wide):
         for parameter in module.parameters(recurse=False):
             # The object stays the same: optimizer groups and hooks may hold it.
             parameter.data = parameter.data.to(dtype)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
-    if wide_norms:
-        for module in model.modules():
-            # Batch norm takes half-precision maps with wide statistics and weights as it is.
-            if isinstance(module, NORMS) and not isinstance(module, nn.modules.batchnorm._NormBase):
-                module.register_forward_pre_hook(_Widen())
-                module.register_forward_hook(_Narrow(dtype))
+    for module in model.modules():
+        # Batch norm takes half-precision maps with wide statistics and weights as it is.
+        if isinstance(module, wide) and not isinstance(module, _BATCH_NORM):
+            module.register_forward_pre_hook(_Widen())
+            module.register_forward_hook(_Narrow(dtype))
 
 
 class _Widen:

@@ -3,18 +3,33 @@
 from pycls_fast.parallel.allocator import keep_freed_memory
 from pycls_fast.parallel.autocast import keep_in_float32
 from pycls_fast.parallel.compiled import compile_model, uncompiled
+from pycls_fast.parallel.fairscale_fsdp import plain_name
+from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.float8 import use_float8
+from pycls_fast.parallel.footprint import footprint
+from pycls_fast.parallel.meeting import first_of_launch
 from pycls_fast.parallel.memory import save_activation_memory
-from pycls_fast.parallel.world import Agreement, World, floating_buffers, start_world
-from pycls_fast.parallel.wrap import prepare_model, wrap_model
+from pycls_fast.parallel.world import Agreement, World, floating_buffers, lost_ranks, start_world
+from pycls_fast.parallel.wrap import DTENSORS, SHARDED, STRATEGIES, prepare_model, wrap_model
+from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 __all__ = [
+    "DTENSORS",
+    "SHARDED",
+    "STRATEGIES",
     "Agreement",
+    "FlatShards",
+    "Settings",
     "World",
+    "Wrapped",
     "compile_model",
+    "first_of_launch",
     "floating_buffers",
+    "footprint",
     "keep_freed_memory",
     "keep_in_float32",
+    "lost_ranks",
+    "plain_name",
     "prepare_model",
     "save_activation_memory",
     "start_world",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import UserError
+from pycls_fast.parallel.meeting import connect, meet, met
+from pycls_fast.parallel.mesh import degrees, make_mesh
+from pycls_fast.parallel.monitor import Monitor
 
 T = TypeVar("T")
 
@@ -28,6 +33,16 @@ class World:
     device: torch.device
     # For flags and names that live on the host, so that asking never waits for the accelerator.
     host_group: dist.ProcessGroup | None = None
+    # For a thread that writes checkpoints: its messages must not mix with those of the training.
+    saving_group: dist.ProcessGroup | None = None
+    # Of strategies that cut tensors by torch's DTensor: "shard", or "replicate" and "shard".
+    mesh: DeviceMesh | None = None
+    monitor: Monitor | None = None
+
+    def at(self, doing: str) -> None:
+        """Say what this rank begins, for the message of the day that it does not get on."""
+        if self.monitor is not None:
+            self.monitor.at(doing)
 
     @property
     def is_main(self) -> bool:
@@ -96,42 +111,84 @@ class Agreement:
 
 
 @contextmanager
-def start_world(*, device: str, backend: str, timeout_seconds: int, strategy: str) -> Iterator[World]:
+def start_world(
+    *,
+    device: str,
+    backend: str,
+    timeout_seconds: int,
+    strategy: str,
+    shard_degree: int | None = None,
+    replicate_degree: int | None = None,
+) -> Iterator[World]:
     """Join the other ranks as torchrun's environment says, or be alone; leave them at the end.
 
     Args:
         device: "auto", "cpu" or "cuda".
         backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
-        timeout_seconds: a collective that waits longer ends the run.
-        strategy: "auto", "single" or "ddp"; checked against the number of ranks.
+        timeout_seconds: ranks that wait longer for one another end, and say where each of them is.
+        strategy: `parallel.name`; checked against the number of ranks.
+        shard_degree, replicate_degree: of "hsdp"; see `mesh.degrees`.
 
     Raises:
-        UserError: a device that is not there, or a strategy that does not fit the number of ranks.
+        UserError: a device that is not there, or a strategy or degrees that do not fit the number of ranks.
     """
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
+    grid: tuple[int | None, int] = (None, size)
+    if strategy == "hsdp":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
     chosen = _device(device, local_rank)
+    if strategy == "fairscale_fsdp":
+        # Before anything is built. (Imported late: it imports this module.)
+        from pycls_fast.parallel import fairscale_fsdp
+
+        fairscale_fsdp.check_device(chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     # ddp with one rank runs too: the same code path without torchrun.
-    if size == 1:
+    if size == 1 and strategy not in _MESHED:
         yield World(rank=0, size=1, local_rank=0, device=chosen)
         return
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if backend == "nccl" and chosen.type != "cuda":
         raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None)
+    # The monitor speaks first: it knows where the ranks are. The backends give up after it.
+    timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+    launch, store = meet(size, timeout)
+    device_id = chosen if chosen.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     try:
-        host_group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(host_group, dist.ProcessGroup)  # every rank is a member
-        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, host_group=host_group)
+        host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        # Every rank is a member.
+        assert isinstance(host_group, dist.ProcessGroup)
+        assert isinstance(saving_group, dist.ProcessGroup)
+        mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
+        world = World(rank, size, local_rank, chosen, host_group, saving_group, mesh)
+        if size == 1:
+            yield world
+            return
+        world.barrier()
+        if world.is_main:
+            met(launch)
+        # No other run of this launch uses the name.
+        own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
+        with Monitor(own, rank, size, timeout_seconds=timeout_seconds) as monitor:
+            yield replace(world, monitor=monitor)
     finally:
         dist.destroy_process_group()
 
 
+def lost_ranks(error: BaseException) -> str | None:
+    """What torch says when another rank is gone or does not answer; None for any other error."""
+    text = str(error)
+    is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+    return (text.splitlines() or [type(error).__name__])[0] if is_lost else None
+
+
+_MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 

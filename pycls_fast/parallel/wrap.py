@@ -2,44 +2,88 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from pycls_fast.parallel import ddp, fairscale_ddp, fairscale_fsdp, fsdp
+from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
 def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.Module:
-    """Put the model on the device in the memory format, in place. The optimizer and the average come after this."""
+    """Put the model on the device in the memory format, in place. The optimizer and the average come after this.
+
+    A model on the meta device stays there: it gets memory when it has been cut (`wrap_model`). Its shards are
+    contiguous, and convolutions follow the format of the images.
+    """
+    if is_empty(model):
+        return model
     formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
     model.to(world.device)
     return model.to(memory_format=formats[memory_format])
 
 
-# BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
-# torch 2.13 renamed the flag.
-_LOCAL_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
+def is_empty(model: nn.Module) -> bool:
+    """Whether the model was built without memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _alone(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+    return Wrapped(forward=network, evaluated=network, device=world.device)
+
+
+STRATEGIES: dict[str, Callable[[nn.Module, World, Settings], Wrapped]] = {
+    "single": _alone,
+    "ddp": ddp.replicate,
+    "fsdp": fsdp.shard,
+    "hsdp": fsdp.shard,
+    "fairscale_fsdp": fairscale_fsdp.shard,
+    "fairscale_sharded_ddp": fairscale_ddp.shard,
 }
+
+DTENSORS = ("fsdp", "hsdp")
+"""Whose weights are torch's DTensors."""
+# Whose networks are built without memory.
+SHARDED = ("fsdp", "hsdp", "fairscale_fsdp")
 
 
 def wrap_model(
-    model: nn.Module, world: World, *, compiled: CompileName = "off", compile_mode: CompileMode = "default"
-) -> nn.Module:
-    """The module whose forward pass the training step calls; its parameters are the same objects as the model's."""
+    model: nn.Module,
+    world: World,
+    *,
+    strategy: str | None = None,
+    settings: Settings | None = None,
+    compiled: CompileName = "off",
+    compile_mode: CompileMode = "default",
+    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+) -> Wrapped:
+    """Compile, shard or replicate, and fill a model that has its layout and its recomputation; in place.
+
+    Args:
+        model: on the device, or on the meta device for strategies that shard.
+        world: the ranks.
+        strategy: a name of `STRATEGIES`; None: "ddp" with several ranks, else "single".
+        settings: of the strategy.
+        compiled, compile_mode: see `compile_model`.
+        initialise: called on a model from the meta device, or on what holds its weights, once it has its values, to
+            load others.
+    """
+    settings = settings or Settings()
+    name = strategy or ("ddp" if world.size > 1 else "single")
+    if settings.sync_batchnorm and world.size > 1:
+        synchronise(model, world.device)
     if compiled != "off":
         compile_model(model, model.units(), what=compiled, mode=compile_mode)  # type: ignore[operator]  # every model has
-    if world.size == 1:
-        return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        **_LOCAL_BUFFERS,
-        gradient_as_bucket_view=True,
-    )
+    empty = is_empty(model)
+    wrapped = STRATEGIES[name](model, world, settings)
+    if is_empty(model):
+        materialise(model, world.device, param_offload=settings.param_offload)
+    if empty and initialise is not None:
+        initialise(wrapped.weights or model)
+    return wrapped

@@ -1,135 +1,260 @@
-"""Checkpoints: written whole or not at all, checked before they are believed.
+"""Checkpoints: saved by any number of ranks, loaded by any other.
 
-A file holds everything that the next step depends on. What is a pure function of the step (learning rate, sample
-order, augmentation, drop-path) is not in it: the step is.
+A checkpoint holds everything that the next step depends on. What is a pure function of the step (learning rate, sample
+order, augmentation, drop-path) is not in it: the step is. What is on the disk is described in `checkpoint_files.py`,
+how tensors get there in `checkpoint_tensors.py`, and who waits for whom in `saving.py`.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import pickle
-import re
-import zipfile
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.train import checkpoint_files as files
+from pycls_fast.train import checkpoint_tensors as tensors
+from pycls_fast.train.checkpoint_files import checkpoints, keep_as_best, retire, set_aside, step_of
+from pycls_fast.train.checkpoint_tensors import Spec, State, Tensors, split
 
-FORMAT = 1
-State = dict[str, Any]
+__all__ = [
+    "ALONE",
+    "Checkpoint",
+    "State",
+    "checkpoints",
+    "keep_as_best",
+    "load",
+    "newest",
+    "open_checkpoint",
+    "retire",
+    "save",
+    "set_aside",
+    "split",
+    "step_of",
+    "write",
+]
+
+# What a disk, a folder or another rank can do; anything else is a fault of ours.
+_EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
-def save(state: State, folder: Path, step: int, *, keep: int) -> Path:
-    """Write `step_N.pt` under a temporary name, flush it to the disk, rename it; then drop the oldest beyond `keep`.
+def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALONE) -> Path:
+    """Write `step_N`, then drop the oldest beyond `keep`; all ranks call this and wait for one another.
+
+    Args:
+        state: nested dictionaries of tensors, DTensors and plain values, the same plain values on all ranks.
+        folder: of the run's checkpoints.
+        step: steps done.
+        keep: how many to keep, besides the best.
+        world: its `host_group` carries what the ranks tell one another.
 
     Raises:
         UserError: the disk is full or the folder cannot be written to; the checkpoints before it are as they were.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:09d}.pt"
-    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
+    found, plain = tensors.split(state)
+    return write(tensors.own_share(found, world.rank, world.size), plain, folder, step, keep=keep, world=world)
+
+
+def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
+    """The second half of `save`: this rank's share of the tensors, and the plain values (rank 0's are written)."""
+    is_main = world.is_main
+    path = folder / f"step_{step:09d}"
+
+    def together(action: Callable[[], Any]) -> list[Any]:
+        """What each rank's action returned; one that fails fails on all ranks, so that none waits for ever."""
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = action()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, when the others know
+            failure = error
+        reasons = world.gather(None if failure is None else _reason(failure))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if failure is not None and not isinstance(failure, _EXPECTED):
+            raise failure
+        if reason is not None:
+            raise UserError(
+                f"{path}: the checkpoint could not be written ({reason}); those before it are kept"
+            ) from failure
+        return world.gather(result)
+
+    temporary: Path = together(lambda: files.begin(folder, step) if is_main else None)[0]
     try:
-        with temporary.open("wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _flush_folder(folder)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: the checkpoint could not be written ({error}); those before it are kept") from error
-    for old in list(checkpoints(folder))[keep:]:
-        old.unlink(missing_ok=True)
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        together(lambda: tensors.write(found, temporary, world.host_group))
+        # What torch wrote for this rank; its own flush is in there, that of the names is not.
+        own = f"__{world.rank}_*"
+        listings = together(lambda: files.list_files(temporary, temporary.glob(own)))
+
+        def finish() -> None:
+            listing = files.list_files(temporary, iter([temporary / ".metadata"]))
+            for part in listings:
+                listing |= part
+            files.publish(temporary, {"format": files.FORMAT, **plain}, listing)
+            files.retire(folder, keep)
+
+        together(lambda: finish() if is_main else None)
+    except UserError:
+        if is_main:
+            files.discard(temporary)
+        raise
     return path
 
 
-def keep_as_best(path: Path) -> None:
-    """Make `best.pt` the same file as this checkpoint, at once."""
-    best = path.with_name("best.pt")
-    temporary = path.with_name(f".best.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError:
-        # Some file systems have no hard links.
-        import shutil
+class Checkpoint:
+    """A checkpoint that was found whole, open for reading.
 
-        shutil.copyfile(path, temporary)
-    temporary.replace(best)
-    _flush_folder(path.parent)
+    `plain` is everything in it that is no tensor (`step`, `config`, `classes`, ...), `specs` the shapes and formats of
+    its tensors by path (`model/head.weight`).
+    """
+
+    def __init__(self, path: Path, plain: State, specs: dict[str, Spec]) -> None:
+        self.path = path
+        self.plain = plain
+        self.specs = specs
+
+    def part(self, name: str) -> dict[str, Spec]:
+        """The tensors under a name ("model", "ema", "optimizer"), by the rest of their paths."""
+        return {path.removeprefix(f"{name}/"): spec for path, spec in self.specs.items() if path.startswith(f"{name}/")}
+
+    def read(self, into: Tensors) -> None:
+        """Fill tensors and DTensors in place, by path; their shapes have to be those of `specs`.
+
+        Raises:
+            UserError: the files cannot be read.
+        """
+        try:
+            tensors.read(into, self.path)
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            raise UserError(f"{self.path}: the checkpoint cannot be read ({_reason(error)})") from error
+
+    def check_fits(self, into: Tensors) -> None:
+        """Whether tensors have the names and shapes of those here.
+
+        Raises:
+            UserError: names the first that differs.
+        """
+        here = {path: spec.shape for path, spec in self.specs.items()}
+        there = {path: tuple(tensor.shape) for path, tensor in into.items()}
+        wrong = sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
+        if wrong:
+            raise UserError(
+                f"{self.path}: does not fit this run: {len(wrong)} tensors differ, the first is {wrong[0]} with shape "
+                f"{here.get(wrong[0])} there and {there.get(wrong[0])} here"
+            )
+
+    def like(self, model: Tensors) -> Tensors:
+        """Empty tensors, by path, for what is saved under the parameters' names besides them (optimizer, compression).
+
+        They are placed as the parameter where they have its shape, else whole and on the CPU.
+        """
+        found: Tensors = {}
+        for path, spec in self.specs.items():
+            part, name, *_ = path.split("/")
+            if part not in ("optimizer", "compression"):
+                continue
+            parameter = model.get(name)
+            if parameter is not None and tuple(parameter.shape) == spec.shape:
+                found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
+            else:
+                found[path] = torch.empty(spec.shape, dtype=spec.dtype)
+        return found
+
+    def state(self, into: Tensors) -> State:
+        """The nested state of tensors that were read, with the plain values."""
+        return tensors.join(into, json.loads(json.dumps(self.plain)))
 
 
-def checkpoints(folder: Path) -> Iterator[Path]:
-    """`step_N.pt` files, the newest step first."""
-    found = [(int(match.group(1)), path) for path in folder.glob("step_*.pt") if (match := _NAME.match(path.name))]
-    for _, path in sorted(found, reverse=True):
-        yield path
-
-
-_NAME = re.compile(r"step_(\d+)\.pt$")
-
-
-def load(path: Path) -> State:
-    """Read a checkpoint onto the CPU, without running code from it.
+def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
+    """Check a checkpoint's files, shared out among the ranks, and read what it says of itself; all ranks call this.
 
     Raises:
-        UserError: no such file, a damaged or truncated one, or one that is not ours.
+        UserError: no such checkpoint, a damaged one, or one that is not ours; the same on all ranks.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint")
-    reason = damage(path)
-    if reason is not None:
-        raise UserError(f"{path}: the checkpoint is damaged ({reason})")
-    try:
-        state = _read(path)
-    except Exception as error:  # torch raises many kinds for a file that is not its own
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a checkpoint that can be read ({first_line})") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path}: not a checkpoint of pycls_fast")
-    return state
+    opened = _open(path.resolve(), world)
+    if isinstance(opened, str):
+        raise UserError(opened)
+    return opened
 
 
-def _read(path: Path) -> State:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "torchao" not in str(error):
-            raise
-        # Its import makes the 8-bit state of optim=adamw8bit known to torch.
-        importlib.import_module("torchao.optim")
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; `warn` is told of each one passed over."""
-    for path in checkpoints(folder):
-        reason = damage(path)
-        if reason is None:
-            return path
-        warn(f"{path}: the checkpoint is damaged ({reason}); taking the one before it")
+def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> Checkpoint | None:
+    """The newest checkpoint that is whole; `warn` is told of each one passed over. All ranks call this."""
+    for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
+        opened = _open(path, world)
+        if isinstance(opened, Checkpoint):
+            return opened
+        warn(f"{opened}; taking the one before it")
     return None
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's archive (every member's checksum is read), or None."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return str(error)
-    return None if bad is None else f"{bad} does not match its checksum"
+def _open(path: Path, world: World) -> Checkpoint | str:
+    """A checkpoint, or what is wrong with it; the same on all ranks."""
+    reason = _not_ours(path) or _damage(path, world)
+    opened = _describe(path) if reason is None else reason
+    # One rank may see a folder that another one does not.
+    mistakes = [mistake for mistake in world.gather(opened if isinstance(opened, str) else None) if mistake]
+    return mistakes[0] if mistakes else opened
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _damage(path: Path, world: World) -> str | None:
+    reason = files.damage(path, world.rank, world.size)
+    return None if reason is None else f"{path}: the checkpoint is damaged ({reason})"
+
+
+def _describe(path: Path) -> Checkpoint | str:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        plain = json.loads((path / files.STATE).read_text(encoding="utf-8"))
+        specs = tensors.specs(path)
+    except Exception as error:  # noqa: BLE001  # of many kinds, for a file that is not torch's own
+        return f"{path}: not a checkpoint that can be read ({_reason(error)})"
+    if not isinstance(plain, dict) or plain.get("format") != files.FORMAT:
+        return f"{path}: not a checkpoint of pycls_fast, or one of a later version"
+    return Checkpoint(path, plain, specs)
+
+
+def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")) -> State:
+    """The state of a checkpoint, whole, on the CPU, in one process; without running code from it.
+
+    Args:
+        path: the checkpoint's folder.
+        parts: the tensors to read.
+
+    Raises:
+        UserError: see `open_checkpoint`.
+    """
+    opened = open_checkpoint(path)
+    into = {
+        path: torch.empty(spec.shape, dtype=spec.dtype)
+        for path, spec in opened.specs.items()
+        if path.partition("/")[0] in parts
+    }
+    opened.read(into)
+    return opened.state(into)
+
+
+def _not_ours(path: Path) -> str | None:
+    if path.suffix == ".pt":
+        return f"{path}: a checkpoint of an earlier version, for weights=; training cannot go on from it"
+    if not path.exists():
+        return f"{path}: no such checkpoint"
+    if not path.is_dir() or not (path / ".metadata").is_file():
+        return f"{path}: not a checkpoint of pycls_fast; give a folder like RUN/checkpoints/step_000000100"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, the system's own words where it has some."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

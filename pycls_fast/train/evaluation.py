@@ -86,6 +86,9 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[None]],
     world: World,
     on_batch: Callable[[int], None] = lambda images: None,
+    *,
+    together: bool = False,
+    settle: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
@@ -96,6 +99,8 @@ def evaluate(
         autocast: the context of the forward pass.
         world: the ranks.
         on_batch: told the number of images after each batch, for a progress bar.
+        together: the model's forward pass is a matter of all ranks: a rank whose batch is empty takes part.
+        settle: called at the end (`parallel.Wrapped.settle`).
     """
     was_training = model.training
     model.eval()
@@ -127,8 +132,13 @@ def evaluate(
                 first_B = torch.where(best_BK, classes_K, len(classes_K)).amin(dim=1)
                 predicted_B = torch.where(finite_B, first_B, -1)
                 outcomes.append((batch.indices_B, batch.labels_B, predicted_B, losses_B.float()))
+            elif together:
+                empty_BCHW = prepare(batch)
+                with uncompiled(model), autocast():
+                    model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
             on_batch(images)
     finally:
+        settle()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycls_fast import build
-from pycls_fast.config.command_line import DONE, STOPPED
+from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import Agreement
+from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.curves import draw_curves
@@ -38,25 +40,38 @@ class Stopped(Exception):
 
 
 def train(config: RunConfig) -> int:
-    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
+    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 when other
+    ranks were lost: torchrun can start all of them again).
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is no longer a number.
     """
     with build.world(config) as world:
-        display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        with stop_requests() as stop:
-            run = start_run(config, world, display)
-            board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-            with display, board:
-                try:
-                    return Loop(run, stop, board).run_to_end()
-                except torch.OutOfMemoryError as error:
-                    raise UserError(
-                        f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
-                        f"{world.size} x {world.device}; raise optim.accumulation_steps (the same result in smaller "
-                        "parts), or lower the batch or the model; the checkpoints before it are kept"
-                    ) from error
+        try:
+            return _train(config, world)
+        except RuntimeError as error:
+            reason = lost_ranks(error) if world.size > 1 else None
+            if reason is None:
+                raise
+            doing = f" while {world.monitor.doing}" if world.monitor is not None else ""
+            print(f"error: rank {world.rank} lost other ranks{doing} ({reason})", file=sys.stderr)
+            return FAULT
+
+
+def _train(config: RunConfig, world: World) -> int:
+    display = Display(speaks=world.is_main, mode=config.runtime.progress)
+    with stop_requests() as stop:
+        run = start_run(config, world, display)
+        board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
+        with display, board, run.saver:
+            try:
+                return Loop(run, stop, board).run_to_end()
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
+                    f"{world.size} x {world.device}; raise optim.accumulation_steps (the same result in smaller "
+                    "parts), or lower the batch or the model; the checkpoints before it are kept"
+                ) from error
 
 
 class Loop:
@@ -100,27 +115,36 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
+        world = self.run.world
         asked = time.perf_counter()
+        world.at(f"waiting for the data of step {step + 1}")
         batches = list(islice(microbatches, self.run.config.optim.accumulation_steps))
         waited = time.perf_counter() - asked
+        world.at(f"computing step {step + 1}")
         self.run.step(step, batches, self.metrics)
         for batch in batches:
             self.reported.update(batch.damaged)
         self.clock.add_step(self.run.config.data.global_batch_size, waited)
         self.run.display.advance(step + 1)
+        world.at(f"after step {step + 1}: agreeing whether to stop, logging")
 
     def _after_step(self, done: int) -> None:
         run = self.run
         runtime = run.config.runtime
-        stopping = self.agreement.reached(bool(self.stop))
+        if run.saver.done and not run.saver.failed:
+            run.finish_saving()
+        # A save that failed ends the run on all ranks at the same step, as a signal does.
+        stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
         evaluating = self._evaluation_due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
         if done % runtime.log_every_steps == 0 or saving or stopping:
             self._log(done)
         if saving or stopping:
+            run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is done again after the restart.
             run.save(done)
         if stopping:
+            run.finish_saving()
             raise Stopped
         if evaluating:
             self._evaluate(done)
@@ -200,6 +224,7 @@ class Loop:
         if len(run.damaged) > limit:
             # So that the run can go on from here with a higher limit, or with the images mended.
             run.save(done)
+            run.finish_saving()
             raise UserError(
                 f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
                 *(f"{name}: {reason}" for name, reason in run.damaged.items()),
@@ -217,18 +242,29 @@ class Loop:
 
     def _evaluate(self, done: int) -> None:
         run = self.run
+        run.world.at(f"evaluating after step {done}")
         self._evaluate_weights(done, "model")
         if run.step.ema is not None:
             with run.step.ema.swapped_in():
                 self._evaluate_weights(done, "ema")
         self._report_damage(done)
+        # The checkpoint of this step, on its way since before the evaluation.
+        run.finish_saving()
         if not run.world.is_main:
             return
         scores = [record["top1"] for record in primary_records(run, self._evaluations())]
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
         if newest is not None and scores and scores[-1] == max(scores):
-            checkpoint.keep_as_best(newest)
+            self._keep_as_best(newest)
         draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+
+    def _keep_as_best(self, newest: Path) -> None:
+        try:
+            checkpoint.keep_as_best(newest)
+            # The best before it.
+            checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
+        except OSError as error:
+            self.run.display.warn(f"{newest}: the best so far, but no link to it can be made ({error.strerror})")
 
     def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
@@ -236,13 +272,28 @@ class Loop:
         loader = build.eval_loader(run.config, source, run.world, run.switches)
         run.display.begin_evaluation("val", len(source))
 
+        batches_done = 0
+
         def on_batch(images: int) -> None:
+            nonlocal batches_done
+            batches_done += 1
+            run.world.at(f"evaluating after step {done}: {batches_done} batches done")
             run.display.advance_evaluation(images * run.world.size)
             if self.agreement.reached(bool(self.stop)):
                 raise Stopped
 
         batches = to_device(loader, run.world.device, mode="blocking")
-        result = evaluate(run.network, batches, run.step.prepare, run.step.autocast, run.world, on_batch)
+        wrapped = run.step.wrapped
+        result = evaluate(
+            wrapped.evaluated,
+            batches,
+            run.step.prepare,
+            run.step.autocast,
+            run.world,
+            on_batch,
+            together=wrapped.together,
+            settle=wrapped.settle,
+        )
         self.reported.update(result.damaged)
         if run.world.is_main:
             # Those of the average where there is one: it is evaluated last.
@@ -255,9 +306,10 @@ class Loop:
 
     def _leave(self) -> int:
         run = self.run
+        run.finish_saving()
         if run.world.is_main:
-            steps = [path.stem for path in checkpoint.checkpoints(run.folder.checkpoints)]
-            step = int(steps[0].removeprefix("step_")) if steps else 0
+            newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
+            step = 0 if newest is None else checkpoint.step_of(newest)
             run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
             draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
             run.display.note(
@@ -280,6 +332,7 @@ class Loop:
 
     def _finish(self) -> None:
         run = self.run
+        run.finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
             return

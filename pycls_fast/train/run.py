@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,28 +17,17 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import World, floating_buffers, prepare_model, wrap_model
+from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint, prepare_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, human
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
+from pycls_fast.train.resume import choose_run_dir, resume
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
+from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import load_weights
-
-# What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
-_SAME_ON_RESUME = (
-    "seed",
-    "model",
-    "data.global_batch_size",
-    "data.image_size",
-    "optim.name",
-    "optim.ema_decay",
-    "optim.min_factored",
-)
-# What may differ without a word.
-_FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
 
 # What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
 _STATE_COPIES = {
@@ -58,9 +48,13 @@ class Run:
     step: Step
     switches: build.Switches
     complexity: Complexity
+    # Parameters of the largest block, which sharded strategies gather whole.
+    largest_unit: int
+    saver: Saver
     steps_per_epoch: int
     total_steps: int
     start_step: int = 0
+    saved_step: int | None = None
     damaged: dict[str, str] = field(default_factory=dict)
     # Wall time of the processes before this one.
     seconds_before: float = 0.0
@@ -72,9 +66,10 @@ class Run:
         return self.sources["train"].classes
 
     @property
-    def weights(self) -> nn.Module | MasterWeights:
-        """What checkpoints hold and the optimizer owns: the masters of a network in a half format, else the network."""
-        return self.step.masters or self.network
+    def weights(self) -> nn.Module | MasterWeights | FlatShards:
+        """What checkpoints hold and the optimizer owns: the masters of a network in a half format, the flat shards of
+        one that was flattened, else the network."""
+        return self.step.wrapped.weights or self.step.masters or self.network
 
     def epoch(self, step: int) -> float:
         """Steps as epochs."""
@@ -88,105 +83,95 @@ class Run:
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
-    def save(self, step: int) -> Path | None:
-        """Write a checkpoint (rank 0); all ranks call this."""
+    def state(self) -> checkpoint.State:
+        """Everything that the next step depends on: tensors under the network's names and in their logical shapes,
+        replicated or as DTensors, which share memory with what training changes where that is possible.
+
+        All ranks call this: what compression carries is averaged over them.
+        """
+        compression, flat, ema = self.step.wrapped.compression, self.step.wrapped.weights, self.step.ema
+        average = None if ema is None else dict(ema.values)
+        if flat is None:
+            learned = named_state(self.step.optimizer, self.weights.named_parameters())
+        else:
+            average = None if average is None else flat.split(average)
+            learned = flat.named_optimizer_state(self.step.optimizer)
+        return {
+            "model": dict(self.weights.state_dict()),
+            "ema": average,
+            "optimizer": learned,
+            "loss_scaler": self.step.scaler.state_dict(),
+            "compression": compression.carried() if compression is not None else {},
+        }
+
+    def save(self, step: int) -> None:
+        """Begin to write a checkpoint, after the one that is on its way; all ranks call this.
+
+        Raises:
+            UserError: the one before could not be written (or this one, where saving is not asynchronous).
+        """
+        self.finish_saving()
+        if step == self.saved_step:
+            return
         self.sync_buffers()
-        if not self.world.is_main:
-            return None
         state = {
             "step": step,
-            "model": self.weights.state_dict(),
-            "ema": self.step.ema.values if self.step.ema is not None else None,
-            "optimizer": named_state(self.step.optimizer, self.weights.named_parameters()),
-            "loss_scaler": self.step.scaler.state_dict(),
+            "epoch": self.epoch(step),
+            **self.state(),
             "classes": list(self.classes),
             "train_images": len(self.sources["train"]),
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
+            "world_size": self.world.size,
         }
-        path = checkpoint.save(state, self.folder.checkpoints, step, keep=self.config.runtime.keep_checkpoints)
-        self.folder.add_record("checkpoint", step, self.epoch(step), path=str(path.relative_to(self.folder.path)))
-        return path
+        self.saver.save(state, step)
+        self.saved_step = step
+        if not self.config.runtime.checkpoint_async:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is on its way, if any, and note it down; all ranks call this.
+
+        Raises:
+            UserError: it could not be written; the same on all ranks.
+        """
+        saved = self.saver.finish()
+        if saved is None or saved.path is None or not self.world.is_main:
+            return
+        self.folder.add_record(
+            "checkpoint",
+            saved.step,
+            self.epoch(saved.step),
+            path=str(saved.path.relative_to(self.folder.path)),
+            blocked_seconds=round(saved.blocked_seconds, 4),
+            seconds=round(saved.seconds, 4),
+        )
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def resume(self) -> None:
-        """Go on from where the configuration says, if anywhere.
-
-        Raises:
-            UserError: a checkpoint that is missing, damaged or of another run.
-        """
-        setting = self.config.resume
-        if setting == "never":
-            # Asked of rank 0: by the time another rank looks, this run's own files may be there.
-            if self.world.from_main(self.folder.has_run):
-                raise UserError(f"run_dir: {self.folder.path} already holds a run; choose another or use resume=auto")
-            return
-        if setting == "auto":
-            newest = checkpoint.newest(self.folder.checkpoints, self.display.warn) if self.world.is_main else None
-            path = self.world.from_main(newest)
-            if path is None:
-                return
-        else:
-            path = Path(setting).expanduser()
-        state = checkpoint.load(path)
-        self._check_resumable(path, state)
-        self.load_state(state)
-        self.start_step = state["step"]
-        self.seconds_before = state["seconds"]
-        if self.world.is_main:
-            # A checkpoint named by its path may go on in a new folder.
-            self.folder.create()
-            self.folder.forget_after(self.start_step)
-            self.folder.add_record(
-                "event", self.start_step, self.epoch(self.start_step), event="resumed", path=str(path)
-            )
-        self.display.note(f"resumed from {path} at step {self.start_step}, epoch {self.epoch(self.start_step):.2f}")
-
-    def load_state(self, state: checkpoint.State) -> None:
-        """Restore model, average, optimizer and loss scale in place."""
+    def load_state(self, opened: checkpoint.Checkpoint) -> None:
+        """Restore model, average, optimizer and loss scale in place, whatever number of ranks saved them."""
+        own = {**self.state(), "optimizer": {}, "compression": {}}
+        into, _ = checkpoint.split(own)
+        into |= opened.like(own["model"])
+        opened.check_fits(into)
+        opened.read(into)
+        state = opened.state(into)
         self.weights.load_state_dict(state["model"])
+        flat = self.step.wrapped.weights
         if self.step.ema is not None:
-            self.step.ema.load(state["ema"])
+            self.step.ema.load(state["ema"] if flat is None else flat.join(state["ema"]))
         # The groups keep this run's settings (decay, implementation); only what was learned is taken.
-        load_named_state(self.step.optimizer, self.weights.named_parameters(), state["optimizer"])
+        if flat is None:
+            load_named_state(self.step.optimizer, self.weights.named_parameters(), state["optimizer"])
+        else:
+            flat.load_optimizer_state(self.step.optimizer, state["optimizer"])
         if state["loss_scaler"] and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(state["loss_scaler"])
-
-    def _check_resumable(self, path: Path, state: checkpoint.State) -> None:
-        before, now = _flat(state["config"]), _flat(self.config.model_dump(mode="json"))
-        changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-        wrong = [
-            f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
-            for key, (old, new) in sorted(changed.items())
-            if _under(key, _SAME_ON_RESUME)
-        ]
-        if state["train_images"] != len(self.sources["train"]) or tuple(state["classes"]) != self.classes:
-            wrong.append(
-                f"data.root: {len(self.sources['train'])} training images in {len(self.classes)} classes now, but "
-                f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
-            )
-        if wrong:
-            raise UserError(*wrong)
-        for key, (old, new) in sorted(changed.items()):
-            if not _under(key, _FREE_ON_RESUME):
-                self.display.note(f"changed since the checkpoint: {key} {old} -> {new}")
-
-
-def _under(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+        if self.step.wrapped.compression is not None:
+            self.step.wrapped.compression.load(state["compression"], state["step"])
 
 
 def start_run(config: RunConfig, world: World, display: Display) -> Run:
@@ -206,27 +191,44 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
             f"{len(sources['train'])} images; use a smaller one"
         )
     classes = build.num_classes(config, sources["train"])
-    network = build.model(config, classes, switches)
-    if config.weights is not None:
-        load_weights(network, Path(config.weights), classes=sources["train"].classes)
+    sharded = build.is_sharded(config, world)
+    network = build.model(config, classes, switches, empty=sharded)
+
+    def load(network: nn.Module | FlatShards) -> None:
+        if config.weights is not None:
+            load_weights(network, Path(config.weights), classes=sources["train"].classes, world=world)
+
+    if not sharded:
+        load(network)
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
+    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
+    largest_unit = max(sum(p.numel() for p in unit.parameters()) for _, unit in units)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    step = make_step(config, network, world, switches, steps_per_epoch)
+    step = make_step(config, network, world, switches, steps_per_epoch, load)
     whole = config.schedule.epochs * steps_per_epoch
+    run_dir, restarted = choose_run_dir(config, world)
+    folder = RunFolder(run_dir)
     run = Run(
         config=config,
         world=world,
-        folder=RunFolder(_run_dir(config, world)),
+        folder=folder,
         display=display,
         sources=sources,
         network=network,
         step=step,
         switches=switches,
         complexity=counted,
+        largest_unit=largest_unit,
+        saver=Saver(
+            folder.checkpoints,
+            world,
+            keep=config.runtime.keep_checkpoints,
+            asynchronous=config.runtime.checkpoint_async,
+        ),
         steps_per_epoch=steps_per_epoch,
         total_steps=min(whole, config.schedule.max_steps or whole),
     )
-    run.resume()
+    resume(run, restarted=restarted)
     if world.is_main:
         run.folder.create()
         resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}
@@ -243,11 +245,13 @@ def make_step(
     world: World,
     switches: build.Switches,
     steps_per_epoch: int,
+    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
     *,
     recorder: Recorder | None = None,
 ) -> Step:
     """The training step around a network that is on its device, which gets the precision's format.
 
+    A network without memory gets it when it has been cut, then its initial values, then those of `initialise`.
     `recorder` stands in for CUDA graphs where there are none.
 
     Raises:
@@ -261,44 +265,40 @@ def make_step(
         )
     if graphed:
         build.draw_on_device(network)
-    masters = build.lower(config, network, world.device)
+    sharded = build.is_sharded(config, world)
+    masters = build.lower(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
-    scaler = build.loss_scaler(config, world.device)
+    wrapped = build.wrap(config, network, world, switches, initialise)
+    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
+    flat = wrapped.weights
+    owned = flat or masters
+    optimizer = wrapped.optimizer or build.optimizer(
+        config,
+        network,
+        switches,
+        masters,
+        sharded=sharded and flat is None,
+        groups=None if flat is None else flat.groups,
+    )
     step = Step(
-        forward=wrap_model(
-            network,
-            world,
-            compiled=switches[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema
-            compile_mode=switches[SwitchName.COMPILE_MODE],  # type: ignore[arg-type]
-        ),
-        parameters=masters.parameters if masters else [p for p in network.parameters() if p.requires_grad],
+        wrapped=wrapped,
+        parameters=owned.parameters if owned else [p for p in network.parameters() if p.requires_grad],
         prepare=build.prepare(config, world.device, switches),
         mixer=build.mixer(config),
         loss=build.loss(config, switches, world.device),
         autocast=build.autocast(config, world.device),
         scaler=scaler,
-        optimizer=build.optimizer(config, network, switches, masters),
+        optimizer=optimizer,
         schedule=build.schedule(config, steps_per_epoch),
         clip_norm=config.optim.clip_norm,
         clip_foreach=switches[SwitchName.CLIP] == "foreach",
-        ema=build.ema(config, network, switches, masters),
+        ema=build.ema(config, network, switches, owned),
         seed=config.seed,
         rank=world.rank,
         masters=masters,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
     return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
-
-
-def _run_dir(config: RunConfig, world: World) -> Path:
-    if config.run_dir is not None:
-        return Path(config.run_dir).expanduser()
-    path = Path("runs") / config.config_name / time.strftime("%Y-%m-%d_%H-%M-%S")
-    suffix = 1
-    while path.exists():
-        suffix += 1
-        path = path.with_name(f"{path.name.partition('~')[0]}~{suffix}")
-    return Path(world.from_main(str(path)))
 
 
 def _introduce(run: Run) -> None:
@@ -309,8 +309,16 @@ def _introduce(run: Run) -> None:
         each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
         batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
     parameters = run.complexity.parameters
-    # Weights, gradients, optimizer state and average, in float32; activations come on top.
-    copies = 2 + _STATE_COPIES[config.optim.name] + (run.step.ema is not None)
+    group = run.step.wrapped.shard_group
+    memory = footprint(
+        parameters,
+        run.largest_unit,
+        state_copies=_STATE_COPIES[config.optim.name] + (run.step.ema is not None),
+        strategy=build.strategy(config, world),
+        degree=1 if group is None else group.size(),
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        compute_bytes=build.compute_dtype(config).itemsize if build.level(config).weights != "float32" else 4,
+    )
     plain = {switch.name: switch.reference for switch in CATALOGUE}
     chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items() if value != plain[name])
     rows = [
@@ -323,7 +331,7 @@ def _introduce(run: Run) -> None:
         ("validation images", f"{len(val):,}"),
         ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
-        ("memory per rank", f"{human(4.0 * copies * parameters, 'B')} for weights, gradients and optimizer"),
+        ("memory per rank", f"{human(memory, 'B')} for weights, gradients and optimizer"),
         (
             "device",
             f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",

@@ -42,7 +42,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
             raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
         source = sources[split]
         network = build.model(config, build.num_classes(config, source), switches)
-        origin = load_weights(network, checkpoint, classes=source.classes)
+        origin = load_weights(network, checkpoint, classes=source.classes, world=world)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         build.lower(config, network, world.device)
         with display:

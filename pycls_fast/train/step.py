@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,16 @@ from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
+from pycls_fast.parallel import Wrapped
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class Step:
-    """The parts of a step. `forward` is the wrapped model, `parameters` are what the optimizer owns."""
+    """The parts of a step. `wrapped` is the model under its strategy, `parameters` are what the optimizer owns."""
 
-    forward: nn.Module
+    wrapped: Wrapped
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
     mixer: Mixer | None
@@ -57,21 +58,21 @@ class Step:
 
     def _add_gradients(self, images_BCHW: Tensor, targets: Targets, *, parts: int = 1, is_last: bool = True) -> Tensor:
         """Forward and backward pass of one of `parts` microbatches; returns its share of the loss."""
-        with self._reduce_gradients(is_last):
+        with self.wrapped.exchange(is_last):
             with self.autocast():
-                logits_BK = self.forward(images_BCHW)
+                logits_BK = self.wrapped.forward(images_BCHW)
             loss = self.loss(logits_BK, targets) / parts
             self.scaler.scale(loss).backward()
         return loss
 
     def _take_gradients(self, is_last: bool = True) -> None:
-        if self.masters is not None and self._is_reduced(is_last):
+        if self.masters is not None and (is_last or self.wrapped.adds_up):
             self.masters.take_gradients()
 
     def _update(self) -> Tensor:
         """Change the weights by the gradients and let go of these; returns their norm."""
         self.scaler.unscale_(self.optimizer)
-        grad_norm = self._clip()
+        grad_norm = self.wrapped.clip(self.parameters, self.clip_norm, foreach=self.clip_foreach)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -91,21 +92,3 @@ class Step:
             return images_BCHW, Targets(batch.labels_B)
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
         return images_BCHW, Targets(labels_B, mixed_B if lam < 1.0 else None, lam)
-
-    def _reduce_gradients(self, is_last: bool) -> AbstractContextManager[None]:
-        """Ranks exchange gradients once a step, with the last microbatch."""
-        no_sync = getattr(self.forward, "no_sync", None)
-        return nullcontext() if is_last or no_sync is None else no_sync()
-
-    def _is_reduced(self, is_last: bool) -> bool:
-        """Whether the gradients are final: one rank adds up microbatches in the masters' format, several in their own,
-        because they exchange what has been added up."""
-        return is_last or not hasattr(self.forward, "no_sync")
-
-    def _clip(self) -> Tensor:
-        """Scale the gradients to `clip_norm` at most; returns their norm before that."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=self.clip_foreach)
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm, foreach=self.clip_foreach)
-        return norm

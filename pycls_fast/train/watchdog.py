@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.errors import UserError
+from pycls_fast.optim import local
+from pycls_fast.parallel import plain_name
 
 
 class Watchdog:
@@ -29,7 +31,8 @@ class Watchdog:
         self._forward: list[tuple[str, Tensor]] = []
         self._backward: list[tuple[str, Tensor]] = []
         for name, module in network.named_modules():
-            module.register_forward_hook(self._watch(name or "the whole network", type(module).__name__))
+            place = plain_name(name) or "the whole network"
+            module.register_forward_hook(self._watch(place, type(module).__name__))
 
     def check(self, step: int, loss: Tensor) -> None:
         """After the backward pass of a microbatch of `step`, counted from 0.
@@ -39,7 +42,7 @@ class Watchdog:
         """
         forward = [*self._forward, ("the loss", _finite(loss))]
         weights = [
-            (f"the gradient of the weight {name}", _finite(p.grad))
+            (f"the gradient of the weight {plain_name(name)}", _finite(p.grad))
             for name, p in self._network.named_parameters()
             if p.grad is not None
         ]
@@ -79,8 +82,8 @@ class Watchdog:
 
 
 def _finite(value: Tensor) -> Tensor:
-    """A flag on the device."""
-    return torch.isfinite(value.detach()).all()
+    """A flag on the device; of what this rank holds."""
+    return torch.isfinite(local(value.detach())).all()
 
 
 def _first_bad(flags: list[tuple[str, Tensor]]) -> int | None:

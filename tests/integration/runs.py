@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pycls_fast.train import checkpoint
+
 ROOT = Path(__file__).parents[2]
 
 # Small enough for a step in milliseconds, with everything random switched on: what is exact here is exact at large.
@@ -75,8 +77,7 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     """The newest checkpoint of a run folder."""
-    path = max((run_dir / "checkpoints").glob("step_*.pt"))
-    return torch.load(path, weights_only=True)
+    return checkpoint.load(next(checkpoint.checkpoints(run_dir / "checkpoints")))
 
 
 def assert_same_state(one: Any, other: Any, place: str = "state") -> None:

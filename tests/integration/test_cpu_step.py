@@ -24,7 +24,18 @@ _SPEC.loader.exec_module(cpu_step)
 
 
 def test_record_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--models", "vit_ti16", "--image-size", "32", "--batch", "2", "--rounds", "3", "--choosing-rounds", "1"]
+    arguments = [
+        "--models",
+        "vit_ti16",
+        "--image-size",
+        "32",
+        "--batch",
+        "2",
+        "--rounds",
+        "3",
+        "--choosing-rounds",
+        "1",
+    ]
     assert cpu_step.main([*arguments, "--no-compile", "--out", str(tmp_path)]) == 0
     whole = json.loads((tmp_path / "cpu_step.json").read_text(encoding="utf-8"))
     assert whole["settings"]["batch"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import train
+from pycls_fast.train import checkpoint, train
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -156,8 +157,9 @@ def test_truncated_checkpoint_is_passed_over(
     run_dir = tmp_path / "run"
     config = load_config("vit_digits", arguments(run_dir, digits, "schedule.max_steps=12")[4:])
     assert train(config) == 0
-    newest, before = sorted((run_dir / "checkpoints").glob("step_*.pt"), reverse=True)
-    newest.write_bytes(newest.read_bytes()[:-1000])
+    newest, before = checkpoint.checkpoints(run_dir / "checkpoints")
+    tensors = newest / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:-1000])
     capsys.readouterr()
     assert train(load_config("vit_digits", arguments(run_dir, digits)[4:])) == 0
     printed = capsys.readouterr().out
@@ -185,8 +187,8 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
 def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}"]
     assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'old'}", "schedule.max_steps=3"])) == 0
-    checkpoint = tmp_path / "old" / "checkpoints" / "step_000000003.pt"
-    more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={checkpoint}"]
+    saved = tmp_path / "old" / "checkpoints" / "step_000000003"
+    more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={saved}"]
     assert train(load_config("vit_digits", [*overrides, *more])) == 0
     assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5]
 
@@ -203,4 +205,14 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
         train(load_config("vit_digits", [*overrides, "resume=never"]))
     with pytest.raises(UserError, match=r"no such checkpoint"):
-        train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing.pt'}"]))
+        train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
+
+
+def test_killed_before_its_first_checkpoint(tmp_path: Path, digits: Path) -> None:
+    """It begins anew, and the records do not hold its steps twice."""
+    overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
+    assert train(load_config("vit_digits", overrides)) == 0
+    before = [record["loss"] for record in records(tmp_path, "train")]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert [record["loss"] for record in records(tmp_path, "train")] == before

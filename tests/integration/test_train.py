@@ -271,7 +271,7 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
         assert scores[name] == pytest.approx(summary["best"][name], rel=1e-6)
     assert f"{scores['top1']:.2f}%" in done.stdout
     arguments = command(
-        f"weights={tmp_path / 'run' / 'checkpoints' / 'best.pt'}",
+        f"weights={tmp_path / 'run' / 'checkpoints' / 'best'}",
         "split=train",
         tool="test_net",
         config_name=None,

@@ -16,7 +16,7 @@ from pycls_fast import build, precision
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import Precision
 from pycls_fast.errors import UserError
-from pycls_fast.optim import ConstantScaler, loss_scaler
+from pycls_fast.optim import ConstantScaler, RanksScaler, loss_scaler
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ class TestLossScale:
 
     @pytest.mark.parametrize("name", list(LEVELS))
     def test_as_configured(self, name: str) -> None:
-        for value, kind in (("dynamic", torch.amp.GradScaler), ("512", ConstantScaler)):
+        for value, kind in (("dynamic", RanksScaler), ("512", ConstantScaler)):
             config = load_config(
                 "vit_digits", [f"precision={name}", f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
             )

@@ -12,7 +12,7 @@ from pycls_fast.errors import UserError
 
 
 def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -> list[list[Key]]:
-    """The keys of each step, in order: rank after rank, microbatch after microbatch."""
+    """The keys of each step, in order: microbatch after microbatch, rank after rank."""
     ranks = [
         list(TrainSampler(rank=rank, world_size=world_size, accumulation_steps=accumulation_steps, **options))
         for rank in range(world_size)
@@ -21,9 +21,9 @@ def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -
     return [
         [
             key
+            for position in range(step * accumulation_steps, (step + 1) * accumulation_steps)
             for batches in ranks
-            for batch in batches[step * accumulation_steps : (step + 1) * accumulation_steps]
-            for key in batch
+            for key in batches[position]
         ]
         for step in range(steps)
     ]
@@ -86,7 +86,7 @@ def test_ranks_together_see_exactly_the_epochs(
     assert global_steps(world_size, accumulation_steps, start_step=start, **options) == steps[start:]
 
 
-def test_microbatches_are_contiguous_parts_of_the_ranks_part() -> None:
+def test_ranks_have_contiguous_parts_of_every_microbatch() -> None:
     order = epoch_order(5, 0, 30)
     sampler = TrainSampler(
         30,
@@ -101,7 +101,7 @@ def test_microbatches_are_contiguous_parts_of_the_ranks_part() -> None:
     assert sampler.steps_per_epoch == 1
     assert len(sampler) == 3
     indices = [[index for _, index in batch] for batch in sampler]
-    assert indices == [order[12:16].tolist(), order[16:20].tolist(), order[20:24].tolist()]
+    assert indices == [order[4:8].tolist(), order[12:16].tolist(), order[20:24].tolist()]
 
 
 def test_length_counts_what_is_left() -> None:

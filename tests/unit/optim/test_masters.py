@@ -101,7 +101,8 @@ def test_what_is_cast(build: Any, dtype: torch.dtype) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         masters = masters_of(model, dtype, wide_norms=wide_norms)
         for module in model.modules():
-            wide = wide_norms and isinstance(module, NORMS)
+            # The masters are kept, so batch norm's statistics are.
+            wide = isinstance(module, NORMS if wide_norms else nn.BatchNorm2d)
             for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if value.is_floating_point():
                     assert value.dtype == (torch.float32 if wide else dtype), name

@@ -1,117 +1,263 @@
-"""Checkpoints on disk: whole or not there."""
+"""Checkpoints on disk: whole or not there, and what is wrong with them is said."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pycls_fast.errors import UserError
-from pycls_fast.train import checkpoint
+from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors
+from pycls_fast.train.saving import Saver
 
 
-def state(step: int) -> dict[str, object]:
-    return {"step": step, "model": {"weight": torch.randn(50, 50)}, "classes": ["a", "b"]}
+def state(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "model": {"blocks.0.weight": torch.randn(50, 50), "count": torch.tensor(7)},
+        "ema": None,
+        "optimizer": {
+            "blocks.0.weight": {"exp_avg": torch.randn(50, 50).bfloat16(), "step": torch.tensor(3.0), "n": 4}
+        },
+        "loss_scaler": {"scale": 2.0**-14},
+        "classes": ["a", "b"],
+    }
 
 
-def test_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (5, 10, 100, 95):
-        checkpoint.save(state(step), tmp_path, step, keep=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
-        "step_000000100.pt",
-        "step_000000095.pt",
-    ]
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
 
 
 def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     saved = state(3)
     loaded = checkpoint.load(checkpoint.save(saved, tmp_path, 3, keep=2))
-    assert torch.equal(loaded["model"]["weight"], saved["model"]["weight"])  # type: ignore[index]
-    assert loaded["step"] == 3
+    del loaded["format"]
+    assert_equal(loaded, saved)
 
 
-def test_best_outlives_its_checkpoint(tmp_path: Path) -> None:
+def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
+    moment = subclass.zeros((16, 32), signed=False)
+    moment.codes.random_(0, 255)
+    moment.scale.uniform_()
+    saved = {"optimizer": {"weight": {"exp_avg_sq": moment}}}
+    loaded = checkpoint.load(checkpoint.save(saved, tmp_path, 1, keep=2))["optimizer"]["weight"]["exp_avg_sq"]
+    assert type(loaded) is subclass
+    assert loaded.signed is False
+    assert torch.equal(loaded.codes, moment.codes)
+    assert torch.equal(loaded.dequantize(), moment.dequantize())
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (5, 10, 100, 95):
+        checkpoint.save(state(step), tmp_path, step, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_000000100", "step_000000095"]
+
+
+def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
     checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
     for step in (2, 3, 4):
         checkpoint.save(state(step), tmp_path, step, keep=2)
-    assert checkpoint.load(tmp_path / "best.pt")["step"] == 1
-    checkpoint.keep_as_best(tmp_path / "step_000000004.pt")
-    assert checkpoint.load(tmp_path / "best.pt")["step"] == 4
+    assert names(tmp_path) == ["best", "step_000000001", "step_000000003", "step_000000004"]
+    assert checkpoint.load(tmp_path / "best")["step"] == 1
+    checkpoint.keep_as_best(tmp_path / "step_000000004")
+    checkpoint.retire(tmp_path, 2)
+    assert names(tmp_path) == ["best", "step_000000003", "step_000000004"]
+    assert checkpoint.load(tmp_path / "best")["step"] == 4
+    # The run folder may be moved.
+    shutil.move(tmp_path, tmp_path.with_name("moved"))
+    assert checkpoint.load(tmp_path.with_name("moved") / "best")["step"] == 4
 
 
-def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError("this file system has no links")
-
-    monkeypatch.setattr(os, "link", refuse)
-    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
-    assert checkpoint.load(tmp_path / "best.pt")["step"] == 1
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def cut(data: bytearray) -> bytes:
-    return bytes(data[: len(data) // 2])
-
-
-def flip_one_bit(data: bytearray) -> bytes:
-    # In the middle of the tensor's bytes, where nothing but the checksum can notice it.
+def flip_one_bit(path: Path) -> None:
+    # In the middle of the bytes, where nothing but the checksum can notice it.
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    return bytes(data)
+    path.write_bytes(data)
 
 
-def nothing(data: bytearray) -> bytes:
-    return b""
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("harm", [cut, flip_one_bit, nothing])
-def test_damaged_file_is_passed_over_with_a_warning(tmp_path: Path, harm: object) -> None:
+@pytest.mark.parametrize("harm", [cut, flip_one_bit, empty, Path.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json", "files.json"])
+def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Callable[[Path], None], file: str) -> None:
     good = checkpoint.save(state(1), tmp_path, 1, keep=2)
     bad = checkpoint.save(state(2), tmp_path, 2, keep=2)
-    bad.write_bytes(harm(bytearray(bad.read_bytes())))  # type: ignore[operator]
+    harm(bad / file)
     warnings: list[str] = []
-    assert checkpoint.newest(tmp_path, warnings.append) == good
+    found = checkpoint.newest(tmp_path, warnings.append)
+    assert found is not None
+    assert found.path == good
     (warning,) = warnings
-    assert warning.startswith(f"{bad}: the checkpoint is damaged (")
-    with pytest.raises(UserError, match="the checkpoint is damaged"):
+    assert warning.startswith(f"{bad}: ")
+    assert warning.endswith("; taking the one before it")
+    with pytest.raises(UserError, match=r"damaged|not a checkpoint"):
         checkpoint.load(bad)
 
 
-def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_checking(tmp_path: Path) -> None:
+    path = checkpoint.save(state(2), tmp_path, 2, keep=2)
+    cut(path / "__0_0.distcp")
+    assert sum(checkpoint_files.damage(path, rank, 3) is not None for rank in range(3)) == 1
+
+
+def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = checkpoint.save(state(1), tmp_path, 1, keep=2)
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match=r"step_000000002.pt: the checkpoint could not be written .*No space left"):
+    for module, function in (
+        (checkpoint_files, "begin"),
+        (checkpoint_tensors, "write"),
+        (checkpoint_files, "_write_json"),
+        (checkpoint_files, "publish"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, full)
+            expected = (
+                r"step_000000002: the checkpoint could not be written \(No space left on device\); those before it"
+            )
+            with pytest.raises(UserError, match=expected):
+                checkpoint.save(state(2), tmp_path, 2, keep=2)
+        assert list(tmp_path.iterdir()) == [good]
+
+
+def test_a_fault_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "publish", None)
+    with pytest.raises(TypeError):
         checkpoint.save(state(2), tmp_path, 2, keep=2)
-    assert list(tmp_path.iterdir()) == [good]
 
 
-def test_leftovers_of_a_killed_save_are_not_taken_and_go_away(tmp_path: Path) -> None:
-    leftover = tmp_path / ".step_000000009.pt.123.tmp"
-    leftover.write_bytes(b"half a file")
+def test_leftovers_of_killed_saves_are_not_taken_and_go_away(tmp_path: Path) -> None:
+    whole = checkpoint.save(state(8), tmp_path / "other", 8, keep=2)
+    # As whole as it can be: only the name is missing.
+    leftover = tmp_path / ".step_000000009.12345678.tmp"
+    shutil.copytree(whole, leftover)
     assert checkpoint.newest(tmp_path, print) is None
     checkpoint.save(state(1), tmp_path, 1, keep=2)
-    assert not leftover.exists()
+    assert names(tmp_path) == ["other", "step_000000001"]
 
 
-def test_foreign_files_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other.pt"
-    torch.save({"weights": torch.ones(2)}, other)
+def test_never_written_over_a_checkpoint(tmp_path: Path) -> None:
+    first, second = state(3), state(3)
+    checkpoint.save(first, tmp_path, 3, keep=2)
+    checkpoint.save(second, tmp_path, 3, keep=2)
+    for path, saved in ((tmp_path / "step_000000003", second), (tmp_path / "set_aside_step_000000003", first)):
+        assert torch.equal(checkpoint.load(path)["model"]["blocks.0.weight"], saved["model"]["blocks.0.weight"])
+
+
+def test_later_ones_are_set_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(state(step), tmp_path, step, keep=5)
+    checkpoint.keep_as_best(tmp_path / "step_000000003")
+    moved = checkpoint.set_aside(tmp_path, 1)
+    assert sorted(path.name for path in moved) == ["set_aside_step_000000002", "set_aside_step_000000003"]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [1]
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="not a checkpoint of pycls_fast"):
-        checkpoint.load(other)
+        checkpoint.load(tmp_path / "other")
     with pytest.raises(UserError, match="no such checkpoint"):
-        checkpoint.load(tmp_path / "missing.pt")
+        checkpoint.load(tmp_path / "missing")
+    later = checkpoint.save(state(1), tmp_path, 1, keep=2)
+    values = json.loads((later / "state.json").read_text()) | {"format": 3}
+    (later / "state.json").write_text(json.dumps(values))
+    listing = checkpoint_files.list_files(later, (later / name for name in (".metadata", "__0_0.distcp", "state.json")))
+    (later / "files.json").write_text(json.dumps({"format": 3, "files": listing}))
+    with pytest.raises(UserError, match="or one of a later version"):
+        checkpoint.load(later)
 
 
-def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
+def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
     class Malicious:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
-    torch.save({"format": checkpoint.FORMAT, "model": Malicious()}, tmp_path / "bad.pt")
-    with pytest.raises(UserError, match="not a checkpoint that can be read"):
-        checkpoint.load(tmp_path / "bad.pt")
+    path = checkpoint.save(state(1), tmp_path, 1, keep=2)
+    (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    # Whoever makes a file that runs code can make its checksum as well.
+    listing = checkpoint_files.list_files(path, (path / name for name in (".metadata", "__0_0.distcp", "state.json")))
+    (path / "files.json").write_text(json.dumps({"format": 2, "files": listing}))
+    with pytest.raises(UserError, match=r"not a checkpoint that can be read \(posix.system has no place"):
+        checkpoint.load(path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_shapes_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    opened = checkpoint.open_checkpoint(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    into = {path: torch.empty(spec.shape, dtype=spec.dtype) for path, spec in opened.specs.items()}
+    opened.check_fits(into)
+    into["model/blocks.0.weight"] = torch.empty(3, 3)
+    with pytest.raises(UserError, match=r"the first is model/blocks.0.weight with shape \(50, 50\) there and \(3, 3\)"):
+        opened.check_fits(into)
+
+
+def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = state(5)
+    before = saved["model"]["blocks.0.weight"].clone()
+    saver = Saver(tmp_path, checkpoint.ALONE, keep=2, asynchronous=True)
+    write = checkpoint.write
+
+    def late(*arguments: Any, **settings: Any) -> Path:
+        saved["model"]["blocks.0.weight"].zero_()
+        return write(*arguments, **settings)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    with saver:
+        saver.save(saved, 5)
+        done = saver.finish()
+    assert done is not None
+    assert done.path is not None
+    assert torch.equal(checkpoint.load(done.path)["model"]["blocks.0.weight"], before)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failure_is_told_when_the_save_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_tensors, "write", full)
+    saver = Saver(tmp_path, checkpoint.ALONE, keep=2, asynchronous=asynchronous)
+    saver.save(state(5), 5)
+    with pytest.raises(UserError, match="No space left"):
+        saver.finish()
+    assert saver.finish() is None
+
+
+def test_whole_tensors_are_shared_out_among_the_ranks() -> None:
+    tensors = {f"model/{index}": torch.zeros(size) for index, size in enumerate((100, 90, 50, 45, 10))}
+    shares = [checkpoint_tensors.own_share(tensors, rank, 3) for rank in range(3)]
+    assert sorted(path for share in shares for path in share) == sorted(tensors)
+    assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 100, 95]

@@ -1,0 +1,123 @@
+"""Saving and loading a training state: how long the training waits, and how long the disk takes.
+
+Command:  python benchmarks/checkpoints.py
+Result:   docs/results/checkpoints.md holds the table of one machine; the ratios carry over, the times do not.
+
+One process, weights of a ViT and AdamW's moments. In turns: `torch.save` of one flushed file (what it is compared
+with), a checkpoint that is waited for, a checkpoint that a thread writes while the training goes on, and a load with
+all checksums. "While saving" is the time of a matrix product next to the writing thread, against one alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.train import checkpoint
+from pycls_fast.train.checkpoint import State
+from pycls_fast.train.run_folder import environment, versions
+from pycls_fast.train.saving import Saver
+
+
+def main() -> None:
+    """Measure and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="vit_b16", help="an experiment of configs/ (default: vit_b16)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the matrix product")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    state = training_state(options.model)
+    found, _ = checkpoint.split(state)
+    size = sum(tensor.nbytes for tensor in found.values())
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        times = measure(state, Path(folder), options.rounds)
+    print(f"- Command: `python benchmarks/checkpoints.py --model {options.model} --rounds {options.rounds}`")
+    print(f"- State: {options.model} and AdamW, {size / 1e9:.2f} GB in {len(found)} tensors; {options.rounds} rounds")
+    about = environment(torch.device("cpu"), 1)
+    print(f"- Hardware: {about['processor']}, {about['cpu_count']} cores, {about['platform']}")
+    print(f"- Versions: {', '.join(f'{name} {version}' for name, version in versions().items())}\n")
+    print("| what | seconds (p10 to p90) | times torch.save (p10 to p90) |")
+    print("|---|---|---|")
+    for name, seconds in times.items():
+        shown = spread(seconds)
+        # Seconds, not rates: above 1 is slower.
+        ratio = paired_ratio(times["torch.save, one file"], seconds).spread
+        print(
+            f"| {name} | {shown.p50:.3f} ({shown.p10:.3f} to {shown.p90:.3f}) | "
+            f"{ratio.p50:.2f} ({ratio.p10:.2f} to {ratio.p90:.2f}) |"
+        )
+
+
+def training_state(name: str) -> State:
+    """Weights and moments of an experiment, random."""
+    config = load_config(name, ["data.root=."])
+    network = build.model(config, 1000, build.switches(config, torch.device("cpu")))
+    model = dict(network.state_dict())
+    moments = {n: {"exp_avg": torch.randn_like(p), "exp_avg_sq": torch.rand_like(p)} for n, p in model.items()}
+    return {"step": 1, "model": model, "ema": None, "optimizer": moments, "classes": [], "config": {}}
+
+
+def measure(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds by what was timed; the first round is left out."""
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, action: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        action()
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+
+    def one_file() -> None:
+        with (folder / "one.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+
+    def product() -> float:
+        begun = time.perf_counter()
+        torch.mm(left, right)
+        return time.perf_counter() - begun
+
+    for number in range(rounds + 1):
+        timed("torch.save, one file", one_file)
+        path = folder / "waited"
+        timed("checkpoint, waited for", lambda path=path: checkpoint.save(state, path, 1, keep=2))
+        opened = checkpoint.open_checkpoint(path / "step_000000001")
+        into = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in opened.specs.items()}
+        timed("checkpoint, checked", lambda path=path: checkpoint.open_checkpoint(path / "step_000000001"))
+        timed("checkpoint, read", lambda opened=opened, into=into: opened.read(into))
+        del into
+        shutil.rmtree(path)
+        alone = sorted(product() for _ in range(20))[10]
+        saver = Saver(folder / "thread", checkpoint.ALONE, keep=2, asynchronous=True)
+        saver.save(state, 1)
+        beside = []
+        while not saver.done:
+            beside.append(product())
+        saved = saver.finish()
+        assert saved is not None
+        times.setdefault("checkpoint by a thread, training waits", []).append(saved.blocked_seconds)
+        times.setdefault("checkpoint by a thread, in all", []).append(saved.seconds)
+        times.setdefault("a product of 1024 x 1024 alone", []).append(alone)
+        times.setdefault("the same while a thread saves", []).append(sorted(beside)[len(beside) // 2])
+        shutil.rmtree(folder / "thread")
+        if number == 0:
+            times.clear()
+    return times
+
+
+if __name__ == "__main__":
+    main()

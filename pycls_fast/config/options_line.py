@@ -1,0 +1,57 @@
+"""The command line of tools that need no run configuration: `key=value` of their own, checked as strictly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import ValidationError
+
+from pycls_fast.config import messages
+from pycls_fast.config.command_line import DONE, reporting
+from pycls_fast.config.schema import Section
+from pycls_fast.errors import UserError
+
+
+def options_line(run: Callable[[Any], int], options: type[Section]) -> NoReturn:
+    """Run a tool from `sys.argv` and exit with its status.
+
+    Args:
+        run: takes the checked options; returns the exit status.
+        options: the keys that exist.
+    """
+
+    def action() -> int:
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print((sys.modules["__main__"].__doc__ or "").strip())
+            return DONE
+        return run(read_options(sys.argv[1:], options))
+
+    sys.exit(reporting(action))
+
+
+def read_options(arguments: list[str], options: type[Section]) -> Any:
+    """`key=value` arguments as a section.
+
+    Raises:
+        UserError: one line per mistake.
+    """
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, separator, text = argument.partition("=")
+        if not separator or key.startswith("-"):
+            raise UserError(f"{argument}: not a key=value; the keys are {', '.join(options.model_fields)}")
+        try:
+            values[key] = yaml.safe_load(text) if options.model_fields.get(key) is not None else text
+        except yaml.YAMLError as error:
+            raise UserError(f"{key}: cannot read '{text}'") from error
+        if options.model_fields.get(key) is not None and options.model_fields[key].annotation in (str, str | None):
+            # A path may look like a number.
+            values[key] = text
+    try:
+        return options.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise UserError(*messages.lines(error, options, lambda key: "the command line")) from error

@@ -1,0 +1,64 @@
+"""Batch norm with the statistics of all ranks' microbatches together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class HostSyncBatchNorm(nn.BatchNorm2d):
+    """The formulas of torch's SyncBatchNorm, which refuses a CPU, written out."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Maps (B, C, H, W) of any floating-point format; statistics and arithmetic are float32 or wider."""
+        if not self.training:
+            return super().forward(input)
+        maps_BCM = input.flatten(2) if input.dtype == torch.float64 else input.flatten(2).float()
+        # Every rank has a microbatch of the same size.
+        count = maps_BCM.shape[0] * maps_BCM.shape[2] * dist.get_world_size()
+        mean_C: Tensor = _Sum.apply(maps_BCM.sum(dim=(0, 2))) / count
+        centred_BCM = maps_BCM - mean_C[:, None]
+        variance_C: Tensor = _Sum.apply(centred_BCM.square().sum(dim=(0, 2))) / count
+        self._follow(mean_C.detach(), variance_C.detach() * (count / (count - 1)))
+        scale_C = self.weight * torch.rsqrt(variance_C + self.eps)
+        # A half format is a copy made last: the ReLU that follows in place must not do so on a view.
+        return (centred_BCM * scale_C[:, None] + self.bias[:, None]).view_as(input).to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean_C: Tensor, variance_C: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(variance_C.to(self.running_var.dtype), self.momentum)
+        self.num_batches_tracked += 1
+
+
+def synchronise(network: nn.Module, device: torch.device) -> None:
+    """Replace every batch norm in place; parameters and buffers stay the same objects under the same names."""
+    if device.type == "cuda":
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        return
+    for module in network.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = HostSyncBatchNorm

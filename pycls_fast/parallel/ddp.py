@@ -1,0 +1,59 @@
+"""Every rank holds the whole model (torch's DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pycls_fast.parallel.powersgd import PowerSGD
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrapped import Settings, Wrapped
+
+# BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
+# torch 2.13 renamed the flag.
+_LOCAL_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+
+# Gradients are cast for the exchange; the sum over the ranks is made in that format.
+_CASTS: dict[str, Callable[..., Any]] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+
+
+def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+    """Gradients are averaged over the ranks while the backward pass goes on, in buckets that gradients are views of."""
+    model = DistributedDataParallel(
+        network,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        **_LOCAL_BUFFERS,
+        gradient_as_bucket_view=True,
+        static_graph=settings.static_graph,
+    )
+    compression = None
+    if settings.compression in _CASTS:
+        model.register_comm_hook(None, _CASTS[settings.compression])
+    elif settings.compression == "powersgd":
+        names = {id(parameter): name for name, parameter in network.named_parameters()}
+        compression = PowerSGD(model, names, rank=settings.powersgd_rank, start_step=settings.powersgd_start_step)
+
+    def exchange(is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else model.no_sync()
+
+    return Wrapped(
+        forward=model,
+        evaluated=network,
+        device=world.device,
+        exchange=exchange,
+        adds_up=False,
+        compression=compression,
+    )

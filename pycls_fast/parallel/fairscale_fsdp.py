@@ -1,0 +1,246 @@
+"""Sharding by FairScale's FullyShardedDataParallel (0.4.13), in flat parameters that keep optimizer groups apart.
+
+Parameters, gradients and optimizer state are cut over the ranks, as in ZeRO-3 (Rajbhandari et al. 2020, arXiv
+1910.02054). Each repeated unit is one wrapper, and so is the rest of the network around them. FairScale's own
+flattening makes one tensor of a whole wrapper, which can have one weight decay only; here a wrapper has one flat tensor
+for each optimizer group that it meets: FairScale's FlattenParamsWrapper inside of a wrapper that flattens nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.optim import NORMS
+from pycls_fast.parallel.flat import Flat, FlatShards
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrapped import Settings, Wrapped
+
+_BATCH_NORM = nn.modules.batchnorm._NormBase
+
+
+def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+    """Wrap the network, unit by unit; afterwards a rank holds its share of each flat parameter, in float32.
+
+    What the passes compute with is gathered in `settings.compute`; gradients are reduced in float32. Under a half
+    format batch norm, and with `settings.wide_norms` every norm, is a wrapper of its own that stays float32.
+
+    Args:
+        network: on the device, or on the meta device: then each unit gets the values of a direct build on the CPU, with
+            torch's seed as it is, before it is cut, and no rank ever holds more than one whole unit and the rest
+            around the units.
+        world: the ranks, with their mesh.
+        settings: with the optimizer's `groups`.
+
+    Raises:
+        UserError: no CUDA device, or no FairScale.
+    """
+    check_device(world.device)
+    wrap = _Wrapping(world, settings)
+    waiting = dict(network.units())  # type: ignore[operator]  # every model names its units
+    for module, fill in _empty_parts(network):
+        module.to_empty(device="cpu")
+        fill(module)
+        module.to(world.device)
+        for name in [name for name, unit in waiting.items() if not _is_empty(unit)]:
+            _replace(network, name, wrap(name, waiting.pop(name)))
+    for name, unit in waiting.items():
+        _replace(network, name, wrap(name, unit))
+    root: Any = wrap("", network)
+    # FairScale would cast float32 images to float16, whatever the format.
+    root.register_forward_pre_hook(_Cast(settings.compute or torch.float32))
+    settle = partial(_free, root)
+    assert world.mesh is not None
+    weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, settle)
+
+    def exchange(is_last: bool) -> AbstractContextManager[None]:
+        # ZeRO-3 reduces after every microbatch, so that gradients are never held whole, and adds them up in float32.
+        return nullcontext() if is_last or settings.reshard_after_forward else root.no_sync()
+
+    return Wrapped(
+        forward=root,
+        evaluated=root,
+        device=world.device,
+        exchange=exchange,
+        adds_up=settings.reshard_after_forward,
+        together=True,
+        shard_group=world.mesh.get_group(),
+        settle=settle,
+        weights=weights,
+    )
+
+
+def check_device(device: torch.device) -> None:
+    """FairScale's FSDP orders its collectives with CUDA streams.
+
+    Raises:
+        UserError: a device without them.
+    """
+    if device.type != "cuda":
+        raise UserError(
+            "parallel.name: fairscale_fsdp needs CUDA (FairScale orders its collectives with CUDA streams) and this "
+            f"run is on the {device.type.upper()}; use parallel=fsdp, which runs on both"
+        )
+
+
+class _Wrapping:
+    """Makes FairScale's wrappers, from the inside out."""
+
+    def __init__(self, world: World, settings: Settings) -> None:
+        try:
+            from fairscale.nn.data_parallel import FullyShardedDataParallel
+            from fairscale.nn.misc import FlattenParamsWrapper
+        except ImportError as error:
+            raise UserError(
+                "parallel.name: fairscale_fsdp needs FairScale, which is not installed; pip install fairscale, or use "
+                "parallel=fsdp"
+            ) from error
+        _accept_old_names()
+        self._fsdp, self._flatten = FullyShardedDataParallel, FlattenParamsWrapper
+        self._group_of = {name: index for index, group in enumerate(settings.groups) for name in group["params"]}
+        self._compute, self._wide_norms = settings.compute, settings.wide_norms
+        narrow = settings.compute is not None
+        compute = settings.compute or torch.float32
+        self._common: dict[str, Any] = {
+            "process_group": dist.group.WORLD,
+            # Of its own, so that gradients are reduced while weights are gathered.
+            "process_group_reduce_scatter": dist.new_group(),
+            "compute_device": world.device,
+            "flatten_parameters": False,
+            "reshard_after_forward": settings.reshard_after_forward,
+            "mixed_precision": narrow,
+            "fp32_reduce_scatter": narrow,
+            "compute_dtype": compute,
+            "buffer_dtype": compute,
+        }
+        self._wide: dict[str, Any] = self._common | {
+            # Small enough to keep; and a wrapper inside of a unit that is recomputed must not gather again.
+            "reshard_after_forward": False,
+            "mixed_precision": False,
+            "fp32_reduce_scatter": False,
+            "compute_dtype": torch.float32,
+            "buffer_dtype": torch.float32,
+        }
+
+    def __call__(self, name: str, module: nn.Module) -> nn.Module:
+        """The module, called `name` in the network, in a wrapper; its norms, where they need one, in their own."""
+        if self._compute is not None:
+            for inner_name, inner in list(module.named_modules()):
+                # What is inside of a wrapper already is left alone.
+                if isinstance(inner, NORMS) and plain_name(f"{inner_name}.") == f"{inner_name}.":
+                    path = f"{name}.{inner_name}".strip(".")
+                    if isinstance(inner, _BATCH_NORM):
+                        # Takes maps in a half format as they are, with float32 weights and statistics.
+                        _replace(module, inner_name, self._wrap(path, inner, self._wide))
+                    elif self._wide_norms:
+                        inner.register_forward_pre_hook(_Cast(torch.float32))
+                        norm = self._wrap(path, inner, self._wide)
+                        norm.register_forward_hook(_CastOutput(self._compute))
+                        _replace(module, inner_name, norm)
+            _cast_buffers(module, self._compute)
+        return self._wrap(name, module, self._common)
+
+    def _wrap(self, name: str, module: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+        found: dict[int, list[nn.Parameter]] = {}
+        for inner, parameter in module.named_parameters(prefix=name):
+            # What an inner wrapper holds is its own.
+            if plain_name(inner) == inner:
+                found.setdefault(self._group_of.get(inner, -1), []).append(parameter)
+        if found:
+            module = self._flatten(module, param_list=[found[group] for group in sorted(found)])
+        made: nn.Module = self._fsdp(module, **settings)
+        return made
+
+
+class _Cast:
+    """A floating-point input in one format (objects, not closures: a model can be copied)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.to(self._dtype) for x in inputs)
+
+
+class _CastOutput:
+    """The output in one format."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output.to(self._dtype)
+
+
+def _empty_parts(network: nn.Module) -> Sequence[Any]:
+    """The modules of a network on the meta device, and what fills them, in the order of the draws."""
+    return list(network.initialisers()) if _is_empty(network) else []  # type: ignore[operator]  # every model names them
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _flats(root: nn.Module) -> Iterator[Flat]:
+    from fairscale.nn.misc import FlattenParamsWrapper
+
+    for path, module in root.named_modules():
+        for flat in module.flat_params if isinstance(module, FlattenParamsWrapper) else ():
+            names, shapes, _ = flat.metadata()
+            prefix = plain_name(f"{path}.")
+            yield Flat(flat, tuple(prefix + plain_name(name) for name in names), tuple(shapes))
+
+
+def _buffers(network: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a network besides its parameters."""
+    return {
+        plain_name(f"{path}.{name}" if path else name): buffer
+        for path, module in network.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _free(root: nn.Module) -> None:
+    """Drop all gathered weights, as FairScale itself does after it has loaded shards."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+    for module in root.modules():
+        if isinstance(module, FullyShardedDataParallel) and any(hasattr(p, "_fp32_shard") for p in module.params):
+            module._free_full_params()
+
+
+def plain_name(name: str) -> str:
+    """A qualified name of a wrapped network as it is without the wrappers."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+
+
+def _replace(network: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(network.get_submodule(parent), child, module)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """As FairScale would in the first forward pass; here, so that buffers stay the same tensors from now on."""
+    for inner in module.modules():
+        if isinstance(inner, _BATCH_NORM):
+            continue
+        for name, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(inner, name, buffer.to(dtype))
+
+
+def _accept_old_names() -> None:
+    """FairScale uses names that newer versions of torch warn about, which nobody who trains can change."""
+    for text in ("TypedStorage is deprecated", r".*torch\.distributed\._.*_base"):
+        warnings.filterwarnings("ignore", message=text, module=r"fairscale\..*")
+    # Compiled units read weights that are views of a flat parameter.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module="torch.*")

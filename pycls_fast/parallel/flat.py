@@ -1,0 +1,213 @@
+"""Flat parameters cut over ranks, and the way between them and the parameters that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from pycls_fast.optim import Group, load_named_state, named_state
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat parameter: the parameters `names` one after the other, cut into equal parts, the last ones padded.
+
+    Attributes:
+        shard: this rank's part, one-dimensional; between steps, training changes it in place.
+        names, shapes: of what it is made of, in order.
+    """
+
+    shard: nn.Parameter
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    def name(self) -> str:
+        """Its own: that of its first parameter, so that it is the same on any number of ranks."""
+        return f"{self.names[0]}+"
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each of its parts."""
+        return [shape.numel() for shape in self.shapes]
+
+
+class FlatShards:
+    """What the optimizer owns of a network in flat parameters, and what its checkpoints hold.
+
+    Optimizer, average and gradient norm work on the shards, which is right for what goes element by element.
+    Checkpoints hold the network's own names and shapes, as DTensors; to make them one flat parameter is gathered at a
+    time.
+
+    Args:
+        flats: all of them, in the network's order.
+        buffers: those of the network that are saved, by name; every rank has them whole.
+        groups: the optimizer's groups; their `params` are names of the network's parameters.
+        mesh: one-dimensional, of all ranks.
+        settle: drops what was gathered from the shards, after they were changed other than by the optimizer.
+
+    Raises:
+        ValueError: a flat parameter that is not inside of one group.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        buffers: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        mesh: DeviceMesh,
+        settle: Callable[[], None],
+    ) -> None:
+        self.flats = tuple(flats)
+        self.groups = _groups(flats, groups)
+        """The optimizer's groups of shards."""
+        self._buffers = dict(buffers)
+        self._mesh = mesh
+        self._settle = settle
+        # The parameters point to whole weights during a pass; their shards stay where they are.
+        self._shards = {flat.name: flat.shard.detach() for flat in self.flats}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards that are trained."""
+        return [flat.shard for flat in self.flats if flat.shard.requires_grad]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards under the names of the flat parameters."""
+        for flat in self.flats:
+            yield flat.name, flat.shard
+
+    def live(self) -> dict[str, Tensor]:
+        """Shards and buffers by name: tensors that training changes in place."""
+        return {**self._shards, **self._buffers}
+
+    def refresh_model(self) -> None:
+        """Let the next forward pass gather anew, after shards were changed by hand."""
+        self._settle()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the network's own names: what checkpoints hold. Parameters are copies."""
+        return self.split(self.live())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore shards and buffers in place.
+
+        Raises:
+            KeyError: a tensor of the network is not in the state.
+            ValueError: a tensor of another shape.
+        """
+        joined = self.join(state)
+        for name, value in self.live().items():
+            value.copy_(joined[name])
+        self.refresh_model()
+
+    def named_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """What the optimizer has learned, by the names of the network's parameters.
+
+        What has a shard's shape is cut up as the shard is; anything else (a count of steps) is the same for every part.
+        """
+        state: dict[str, dict[str, Any]] = {}
+        for flat in self.flats:
+            state.update({name: {} for name in flat.names})
+        found = named_state(optimizer, self.named_parameters())
+        for flat in self.flats:
+            for key, value in found.get(flat.name, {}).items():
+                has_shape = isinstance(value, Tensor) and value.shape == flat.shard.shape and value.ndim > 0
+                parts = self._split(flat, value) if has_shape else dict.fromkeys(flat.names, value)
+                for name, part in parts.items():
+                    state[name][key] = part
+        return {name: values for name, values in state.items() if values}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The way back from `named_optimizer_state`.
+
+        Raises:
+            KeyError: a parameter without a state, beside others that have one.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for flat in self.flats:
+            if not any(name in state for name in flat.names):
+                continue
+            found[flat.name] = {}
+            for key, value in state[flat.names[0]].items():
+                values = [state[name][key] for name in flat.names]
+                has_shape = isinstance(value, Tensor) and value.shape == flat.shapes[0] and value.ndim > 0
+                found[flat.name][key] = self._join(flat, values) if has_shape else value
+        load_named_state(optimizer, self.named_parameters(), found)
+
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Shards (the parameters', or an average's) as tensors of the network's names and shapes, cut along the first
+        axis; what is no flat parameter's stays as it is."""
+        out = {name: value for name, value in values.items() if name not in self._shards}
+        for flat in self.flats:
+            if flat.name in values:
+                out.update(self._split(flat, values[flat.name]))
+        return out
+
+    def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The way back from `split`, from whole tensors as well.
+
+        Raises:
+            KeyError: a parameter that is not among the values.
+            ValueError: a tensor of another shape.
+        """
+        parts = {name for flat in self.flats for name in flat.names}
+        out = {name: value for name, value in values.items() if name not in parts}
+        return out | {flat.name: self._join(flat, [values[name] for name in flat.names]) for flat in self.flats}
+
+    @torch.no_grad()
+    def _split(self, flat: Flat, shard: Tensor) -> dict[str, Tensor]:
+        device = flat.shard.device
+        # The state of an optimizer may be on the host, where the ranks' backend does not reach.
+        own = shard.to(device)
+        whole = own.new_empty(self._mesh.size() * own.numel())
+        dist.all_gather_into_tensor(whole, own, group=self._mesh.get_group())
+        parts = whole[: sum(flat.numels)].split(flat.numels)
+        return {
+            name: cut(part.view(shape), self._mesh)
+            for name, shape, part in zip(flat.names, flat.shapes, parts, strict=True)
+        }
+
+    @torch.no_grad()
+    def _join(self, flat: Flat, values: Sequence[Tensor]) -> Tensor:
+        for name, shape, value in zip(flat.names, flat.shapes, values, strict=True):
+            if value.shape != shape:
+                raise ValueError(f"{name}: a tensor of {tuple(value.shape)} for a parameter of {tuple(shape)}")
+        wholes = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        flattened = torch.cat([whole.reshape(-1) for whole in wholes])
+        each = flat.shard.numel()
+        own = flattened[self._mesh.get_local_rank() * each :][:each]
+        return F.pad(own, (0, each - own.numel()))
+
+
+def cut(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every rank of a one-dimensional mesh has, cut along its first axis; a copy of this rank's part."""
+    if whole.ndim == 0:
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
+    rows = -(-whole.shape[0] // mesh.size())
+    own = whole[mesh.get_local_rank() * rows :][:rows].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _groups(flats: Sequence[Flat], groups: Sequence[Group]) -> list[Group]:
+    group_of = {name: index for index, group in enumerate(groups) for name in group["params"]}
+    found: list[list[nn.Parameter]] = [[] for _ in groups]
+    for flat in flats:
+        if not flat.shard.requires_grad:
+            continue
+        indices = {group_of.get(name) for name in flat.names}
+        index = indices.pop()
+        if indices or index is None:
+            raise ValueError(f"{flat.name} holds parameters of several optimizer groups, or of none: {flat.names}")
+        found[index].append(flat.shard)
+    return [{**group, "params": shards} for group, shards in zip(groups, found, strict=True)]

@@ -1,0 +1,121 @@
+"""Weights, gradients and optimizer state cut over the ranks, unit by unit (torch's `fully_shard`).
+
+ZeRO-3 and ZeRO-2 of Rajbhandari et al. (SC 2020); on a mesh of two dimensions the shards of one group of ranks are
+repeated by the others (hybrid sharding). Parameters keep their names and become DTensors cut along their first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from pycls_fast.optim import NORMS
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrapped import Settings, Wrapped
+
+_BATCH_NORM = nn.modules.batchnorm._NormBase
+
+
+def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+    """Cut the network in place; it may be on the meta device.
+
+    Gradients are reduced in float32 after every microbatch, so that none is ever held whole; with replicas, those add
+    up what they hold once a step.
+    """
+    assert world.mesh is not None
+    units = [unit for _, unit in network.units()]  # type: ignore[operator]  # every model names its units
+    offload: OffloadPolicy = OffloadPolicy()
+    if settings.param_offload:
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    reduced = torch.float32 if settings.compute is not None else None
+    common: dict[str, Any] = {"mesh": world.mesh, "offload_policy": offload}
+    policy = MixedPrecisionPolicy(param_dtype=settings.compute, reduce_dtype=reduced)
+    if settings.compute is not None:
+        _cast_buffers(network, settings.compute)
+    for unit in units:
+        _shard_norms([unit], settings, reshard_after_forward=settings.reshard_after_forward, **common)
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward, **common)
+    # What is around the units is needed again at once when the backward pass begins.
+    _shard_norms([network], settings, reshard_after_forward=False, **common)
+    fully_shard(network, mp_policy=policy, reshard_after_forward=False, **common)
+    _prefetch(network, units, settings.prefetch_units)
+    root: Any = network
+
+    def exchange(is_last: bool) -> AbstractContextManager[None]:
+        root.set_is_last_backward(is_last)
+        root.set_requires_all_reduce(is_last)
+        if not settings.reshard_after_forward:
+            root.set_reshard_after_backward(is_last)
+        return nullcontext()
+
+    def settle() -> None:
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    return Wrapped(
+        forward=network,
+        evaluated=network,
+        device=world.device,
+        exchange=exchange,
+        adds_up=world.mesh.ndim == 1,
+        together=True,
+        shard_group=world.mesh.get_group("shard"),
+        settle=settle,
+    )
+
+
+def _shard_norms(inside: Sequence[nn.Module], settings: Settings, **common: Any) -> None:
+    """Put norms that stay float32 under a half format in a group of their own; the rest is gathered in that format."""
+    if settings.compute is None:
+        return
+    found: list[nn.Module] = [module for module in _unsharded(inside) if isinstance(module, NORMS)]
+    batch: list[nn.Module] = [module for module in found if isinstance(module, _BATCH_NORM)]
+    others = [module for module in found if not isinstance(module, _BATCH_NORM)]
+    if batch:
+        # Batch norm takes maps in a half format as they are, with weights and statistics in float32.
+        fully_shard(batch, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
+    if others and settings.wide_norms:
+        wide = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=settings.compute)
+        fully_shard(others, mp_policy=wide, **common)
+
+
+def _unsharded(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Modules below that are in no group yet."""
+    for root in roots:
+        if isinstance(root, FSDPModule):
+            continue
+        yield root
+        yield from _unsharded(list(root.children()))
+
+
+def _prefetch(network: nn.Module, units: Sequence[nn.Module], count: int) -> None:
+    """Gather the next `count` units while one computes, in the order of the forward and of the backward pass."""
+    if count == 0:
+        return
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(_groups(units[index + 1 : index + 1 + count]))
+        unit.set_modules_to_backward_prefetch(_groups(list(units[max(index - count, 0) : index])[::-1]))
+    assert isinstance(network, FSDPModule)
+    network.set_modules_to_forward_prefetch(_groups(units[:count]))
+    network.set_modules_to_backward_prefetch(_groups(list(units)[::-1][:count]))
+
+
+def _groups(units: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [unit for unit in units if isinstance(unit, FSDPModule)]
+
+
+def _cast_buffers(network: nn.Module, dtype: torch.dtype) -> None:
+    """Fixed tables follow the weights' format; batch norm's statistics stay float32."""
+    for module in network.modules():
+        if isinstance(module, _BATCH_NORM):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))

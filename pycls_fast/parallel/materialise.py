@@ -1,0 +1,55 @@
+"""Memory and values for a model that was built on the meta device and cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.optim import assign
+
+
+def materialise(network: nn.Module, device: torch.device, *, param_offload: bool = False) -> None:
+    """Give every rank memory for its shards, and the values of a direct build on the CPU with torch's seed as it is.
+
+    Every rank draws the values of the whole model, one module at a time, keeps its own part and drops the rest: the
+    same values on any number of ranks, and never more than one whole module in memory.
+    """
+    network.to_empty(device=torch.device("cpu") if param_offload else device)
+    if param_offload:
+        for module in network.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+    for module, fill in network.initialisers():  # type: ignore[operator]  # every model names them
+        with _whole(module):
+            fill(module)
+
+
+@contextmanager
+def _whole(module: nn.Module) -> Iterator[None]:
+    """Whole float32 tensors on the CPU stand in for the module's own inside; then each takes its part of them."""
+    held: list[tuple[Any, str, Tensor]] = []
+    for inner in module.modules():
+        tables: tuple[Any, Any] = (inner._parameters, inner._buffers)
+        for own in tables:
+            for name, value in own.items():
+                if value is not None:
+                    held.append((own, name, value))
+                    own[name] = _like(value)
+    try:
+        yield
+    finally:
+        filled = [own[name] for own, name, _ in held]
+        for own, name, value in held:
+            own[name] = value
+    for (_, _, value), whole in zip(held, filled, strict=True):
+        assign(value, whole)
+
+
+def _like(value: Tensor) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    empty = torch.empty(value.shape, dtype=dtype)
+    return nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty

@@ -1,0 +1,175 @@
+"""Says where every rank is when one of them no longer gets on, and ends the process.
+
+A rank that waits for another one in a collective operation sees nothing of it: gloo and NCCL give up after their
+timeout with the name of an operation. So each rank says where it is (`at`), a thread carries that to the store through
+which the ranks found each other, and the rank that has waited too long reads where the others are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+_FOR_OTHERS = ", waiting for other ranks"
+_WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was when it last said so: what it does, for how many seconds, in which function; the beat counts."""
+
+    doing: str
+    seconds: float
+    function: str
+    beat: int
+
+
+class Monitor:
+    """Watches the progress of this rank's main thread; a context manager.
+
+    Args:
+        store: shared by the ranks; used by the monitor's thread alone.
+        rank: of this process.
+        size: number of ranks.
+        timeout_seconds: without progress, while the ranks are at different places. Ranks that are all at the same one
+            may be compiling; whether they hang is for the backend's own timeout to say.
+        end: called when all is said; ends the process.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout_seconds: float, end: Callable[[], None] | None = None
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout_seconds
+        self._interval = min(max(timeout_seconds / 20, 0.1), 5.0)
+        self._end = end or (lambda: os._exit(1))
+        self._main = threading.get_ident()
+        self._doing = ("starting", time.monotonic())
+        self._beat = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
+
+    def at(self, doing: str) -> None:
+        """The main thread begins something. As cheap as it looks: nothing is sent from here."""
+        self._doing = (doing, time.monotonic())
+
+    @property
+    def doing(self) -> str:
+        """What the main thread does."""
+        return self._doing[0]
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        # It may be waiting for a store that is gone.
+        self._thread.join(timeout=2 * self._interval)
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.wait(self._interval):
+                place = self._say()
+                if place.seconds >= self._timeout and self._differ():
+                    self._report()
+        except RuntimeError:
+            # The store went away: the ranks are being ended, which the main thread hears of by itself.
+            return
+
+    def _say(self) -> Place:
+        doing, since = self._doing
+        seconds = time.monotonic() - since
+        function = _function(sys._current_frames().get(self._main)) if seconds > 4 * self._interval else ""
+        self._beat += 1
+        place = Place(doing, seconds, function, self._beat)
+        self._store.set(f"place/{self._rank}", json.dumps(place.__dict__))
+        return place
+
+    def _places(self) -> list[Place | None]:
+        keys = [f"place/{rank}" for rank in range(self._size)]
+        return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+
+    def _differ(self) -> bool:
+        places = self._places()
+        kinds = {place and (place.doing, place.function.endswith(_FOR_OTHERS)) for place in places}
+        return len(kinds) > 1 or bool(self._silent(places))
+
+    def _silent(self, before: Sequence[Place | None]) -> list[int]:
+        """The ranks whose monitor says nothing any more."""
+        self._pause(4)
+        now = self._places()
+        beats = [[place and place.beat for place in places] for places in (before, now)]
+        return [rank for rank in range(self._size) if beats[0][rank] == beats[1][rank]]
+
+    def _report(self) -> None:
+        # One rank speaks; the others give it the time to.
+        if self._store.add("reported", 1) == 1:
+            before = self._places()
+            silent = self._silent(before)
+            print(*report(self._places(), silent, self._timeout), sep="\n", file=sys.stderr, flush=True)
+        else:
+            self._pause(8)
+        self._end()
+
+    def _pause(self, beats: int) -> None:
+        for _ in range(beats):
+            self._stop.wait(self._interval)
+            self._say()
+
+
+def report(places: Sequence[Place | None], silent: Sequence[int], timeout_seconds: float) -> list[str]:
+    """The lines that say which rank waited for what."""
+    lines = [f"error: parallel.timeout_seconds: ranks have waited for others for {timeout_seconds:g} s; where each is:"]
+    for rank, place in enumerate(places):
+        if place is None:
+            lines.append(f"error:   rank {rank}: never said where it is")
+            continue
+        said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
+        if rank in silent:
+            said = f"no sign of life; it was last at: {place.doing}"
+        lines.append(f"error:   rank {rank}: {said}")
+    return lines
+
+
+def _function(frame: FrameType | None) -> str:
+    """The innermost function of a thread, and the innermost one that says whether it waits for other ranks."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return ""
+    waiting = next((f for f in frames if any(part in f.f_code.co_filename for part in _WAITING)), None)
+    shown = _name(frames[0])
+    if waiting is None:
+        return shown
+    outer = next((f for f in frames if "torch/distributed" in f.f_code.co_filename), waiting)
+    return _name(outer) + _FOR_OTHERS
+
+
+def _name(frame: FrameType) -> str:
+    parts = Path(frame.f_code.co_filename).parts
+    return f"{frame.f_code.co_name} ({'/'.join(parts[-3:])}:{frame.f_lineno})"

@@ -1,0 +1,98 @@
+"""Gradients exchanged as low-rank matrices (Vogels et al., PowerSGD, NeurIPS 2019), by torch's communication hook.
+
+What a step's compression leaves out is added to the next step's gradient (error feedback). torch keeps that by bucket,
+and buckets change with every start of a process; here it can be taken out by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+from pycls_fast.counter import counter_seed
+
+
+class PowerSGD:
+    """The hook and its state.
+
+    Steps before `start_step` are exchanged whole, and so is the step that follows `carried` or `load`: in it every rank
+    adds what it carries to its gradient, so that nothing is lost and nothing is carried on. A run that goes on from a
+    checkpoint therefore does what the run that wrote it does, on any number of ranks.
+
+    Args:
+        model: wrapped; the hook is put on it.
+        names: of its parameters.
+        rank: of the matrices that are exchanged.
+        start_step: of the run.
+    """
+
+    def __init__(self, model: DistributedDataParallel, names: Mapping[int, str], *, rank: int, start_step: int) -> None:
+        self._names = names
+        self._rank = rank
+        self._start_step = start_step
+        self._step = 0
+        self._whole = True
+        self._carried: dict[str, Tensor] = {}
+        self._layout: dict[int, list[tuple[str, torch.Size]]] = {}
+        self._inner = self._fresh()
+        model.register_comm_hook(None, self._hook)
+
+    def _hook(self, _: object, bucket: dist.GradBucket) -> Any:
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        is_last = bucket.is_last()
+        if self._whole or self._step < self._start_step:
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                if name in self._carried:
+                    gradient.add_(self._carried[name])
+            done = default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
+            if is_last:
+                self._carried, self._whole, self._inner = {}, False, self._fresh()
+        else:
+            self._layout[bucket.index()] = [
+                (name, gradient.shape) for name, gradient in zip(names, bucket.gradients(), strict=True)
+            ]
+            done = powersgd.powerSGD_hook(self._inner, bucket)
+        self._step += is_last
+        return done
+
+    @torch.no_grad()
+    def carried(self) -> dict[str, Tensor]:
+        """What compression left out so far, by parameter: the mean over the ranks, on every rank.
+
+        All ranks call this together. The next step is exchanged whole, with these values.
+        """
+        for index, flat in self._inner.error_dict.items():
+            sizes = [shape.numel() for _, shape in self._layout[index]]
+            for (name, shape), error in zip(self._layout[index], flat.split(sizes), strict=True):
+                self._carried[name] = error.view(shape).clone()
+        self._inner.error_dict.clear()
+        for name in sorted(self._carried):
+            dist.all_reduce(self._carried[name])
+            self._carried[name].div_(dist.get_world_size())
+        self._whole = True
+        return dict(self._carried)
+
+    def load(self, carried: Mapping[str, Tensor], step: int) -> None:
+        """Go on after `step` steps with what another process's `carried` gave."""
+        self._carried = dict(carried)
+        self._whole, self._step = True, step
+
+    def _fresh(self) -> powersgd.PowerSGDState:
+        state = powersgd.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=self._rank,
+            # Of the gradients' own step count, which starts anew here; the run's is in this class.
+            start_powerSGD_iter=2,
+            orthogonalization_epsilon=1e-8,
+            # The first matrices are random, and the same on all ranks.
+            random_seed=counter_seed(self._step) % 2**32,
+        )
+        state.iter = state.start_powerSGD_iter
+        return state

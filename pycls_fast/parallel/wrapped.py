@@ -1,0 +1,117 @@
+"""What a strategy makes of a model: all that the training step, the loop and checkpoints need to know of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast.optim import Group, local
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.powersgd import PowerSGD
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The `parallel` keys and the parts of the precision level that strategies read; plain values."""
+
+    compression: str = "none"
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+    static_graph: bool = False
+    reshard_after_forward: bool = True
+    prefetch_units: int = 1
+    sync_batchnorm: bool = False
+    # Of sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32.
+    compute: torch.dtype | None = None
+    wide_norms: bool = False
+    # Shards, their gradients and the optimizer's state in the host's memory.
+    param_offload: bool = False
+    # The optimizer's groups; their `params` are names, because some strategies replace parameters by others.
+    groups: Sequence[Group] = ()
+    # Of strategies that make the optimizer themselves: what makes one of some groups of parameters.
+    make_optimizer: Callable[[list[Group]], Optimizer] | None = None
+
+
+def at_once(is_last: bool) -> AbstractContextManager[None]:
+    """One rank: there is nothing to exchange."""
+    return nullcontext()
+
+
+def nothing() -> None:
+    """For strategies that have nothing to do there."""
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model under a strategy.
+
+    Attributes:
+        forward: what the training step calls.
+        evaluated: what evaluation calls; under `together` all ranks have to call it equally often.
+        device: of the run.
+        exchange: the context of a microbatch's forward and backward pass; the argument says whether it is the step's
+            last one.
+        adds_up: gradients are final after every microbatch and add up from one to the next; otherwise ranks exchange
+            them with the last one.
+        together: the forward pass holds collective operations.
+        shard_group: the ranks that have one copy of the gradients between them; None where each has all of it.
+        settle: after passes without a backward pass: drop weights that were gathered for them, so that a change of the
+            shards is seen.
+        compression: what compresses the gradients and carries state from step to step (PowerSGD).
+        weights: what the optimizer owns and checkpoints hold, where that is not the network's own parameters.
+        optimizer: the optimizer, where it is a part of the strategy.
+    """
+
+    forward: nn.Module
+    evaluated: nn.Module
+    device: torch.device
+    exchange: Callable[[bool], AbstractContextManager[None]] = at_once
+    adds_up: bool = True
+    together: bool = False
+    shard_group: dist.ProcessGroup | None = None
+    settle: Callable[[], None] = nothing
+    compression: PowerSGD | None = None
+    weights: FlatShards | None = None
+    optimizer: Optimizer | None = None
+
+    @property
+    def verdict_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have to tell one another whether their gradients are finite. (For DTensors torch does it.)"""
+        return self.shard_group if self.weights is not None or self.optimizer is not None else None
+
+    @torch.no_grad()
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:
+        """Scale the gradients of all ranks to `max_norm` at most; returns their norm before that, the same on all.
+
+        Args:
+            parameters: what the optimizer owns.
+            max_norm: None only measures.
+            foreach: as multi-tensor operations.
+        """
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
+        if self.shard_group is not None:
+            # The optimizer's shards may be on the host, where the ranks' backend does not reach.
+            square = norm.to(self.device).square_()
+            dist.all_reduce(square, group=self.shard_group)
+            norm = square.sqrt_()
+        if max_norm is not None:
+            _scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach=foreach)
+        return norm
+
+
+def _scale(gradients: list[Tensor], factor: Tensor, *, foreach: bool) -> None:
+    if not gradients:
+        return
+    factor = factor.to(gradients[0].device)
+    if foreach:
+        torch._foreach_mul_(gradients, factor)
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -1,0 +1,134 @@
+"""Where a run lives and where it goes on from: folders, restarts, and what may differ from the run that saved."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World, first_of_launch
+from pycls_fast.train import checkpoint
+
+if TYPE_CHECKING:
+    from pycls_fast.train.run import Run
+
+# What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
+_SAME_ON_RESUME = (
+    "seed",
+    "model",
+    "data.global_batch_size",
+    "data.image_size",
+    "optim.name",
+    "optim.ema_decay",
+    "optim.min_factored",
+)
+# What may differ without a word.
+_FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
+
+
+def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
+    """The run's folder, and whether torchrun started this run before: then it is the folder of that time."""
+    if config.run_dir is not None:
+        path = Path(config.run_dir).expanduser()
+    else:
+        path = Path("runs") / config.config_name / time.strftime("%Y-%m-%d_%H-%M-%S")
+        suffix = 1
+        while path.exists():
+            suffix += 1
+            path = path.with_name(f"{path.name.partition('~')[0]}~{suffix}")
+    # Several runs of one launch (a sweep) differ in their configuration.
+    name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    # The token tells a given folder of this start from the same one of an earlier start.
+    mine = (f"{secrets.token_hex(4)} {path}", False)
+    text, restarted = world.from_main(first_of_launch(f"run_dir/{name}", mine[0]) if world.is_main else mine)
+    return Path(text.partition(" ")[2]), restarted
+
+
+def resume(run: Run, *, restarted: bool = False) -> None:
+    """Go on from where the configuration says, if anywhere.
+
+    Args:
+        restarted: by torchrun, after a rank failed. Then the newest checkpoint of this run comes first, whatever
+            the configuration says of the first start.
+
+    Raises:
+        UserError: a checkpoint that is missing, damaged or of another run.
+    """
+    setting = run.config.resume
+    opened = None
+    if restarted or setting == "auto":
+        opened = checkpoint.newest(run.folder.checkpoints, run.display.warn, run.world)
+    # Asked of rank 0: by the time another rank looks, this run's own files may be there.
+    elif setting == "never" and run.world.from_main(run.folder.has_run):
+        raise UserError(f"run_dir: {run.folder.path} already holds a run; choose another or use resume=auto")
+    if opened is None and setting not in ("auto", "never"):
+        opened = checkpoint.open_checkpoint(Path(setting).expanduser(), run.world)
+    if opened is None:
+        _refuse_earlier_version(run)
+        if run.world.is_main and run.folder.has_run:
+            # Killed before its first checkpoint: all of it is done again.
+            run.folder.create()
+            run.folder.forget_after(0)
+        return
+    path = opened.path
+    _check_resumable(run, path, opened.plain)
+    run.load_state(opened)
+    run.start_step = opened.plain["step"]
+    if path.resolve().parent == run.folder.checkpoints.resolve():
+        run.saved_step = run.start_step
+    run.seconds_before = opened.plain["seconds"]
+    if run.world.is_main:
+        # A checkpoint named by its path may go on in a new folder.
+        run.folder.create()
+        for aside in checkpoint.set_aside(run.folder.checkpoints, run.start_step):
+            run.display.warn(f"{aside.name}: a later checkpoint that this run does not go on from; set aside")
+        run.folder.forget_after(run.start_step)
+        run.folder.add_record("event", run.start_step, run.epoch(run.start_step), event="resumed", path=str(path))
+    run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
+
+
+def _refuse_earlier_version(run: Run) -> None:
+    old = sorted(run.folder.checkpoints.glob("step_*.pt"))
+    if old:
+        raise UserError(
+            f"run_dir: {old[-1]} is a checkpoint of an earlier version, which training cannot go on from; choose "
+            f"another run_dir (weights={old[-1]} takes its weights)"
+        )
+
+
+def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
+    before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
+    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    wrong = [
+        f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
+        for key, (old, new) in sorted(changed.items())
+        if _under(key, _SAME_ON_RESUME)
+    ]
+    if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
+        wrong.append(
+            f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
+            f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
+        )
+    if wrong:
+        raise UserError(*wrong)
+    for key, (old, new) in sorted(changed.items()):
+        if not _under(key, _FREE_ON_RESUME):
+            run.display.note(f"changed since the checkpoint: {key} {old} -> {new}")
+
+
+def _under(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

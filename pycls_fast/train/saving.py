@@ -1,0 +1,137 @@
+"""Who waits for whom while a checkpoint is written: the run for a copy of its state, the disk for nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.train import checkpoint
+from pycls_fast.train import checkpoint_tensors as tensors
+from pycls_fast.train.checkpoint import State
+
+
+@dataclass
+class Saved:
+    """A checkpoint on its way; `path` when it is published."""
+
+    step: int
+    path: Path | None = None
+    blocked_seconds: float = 0.0
+    """That the run waited for the copy (all of the time where nothing is asynchronous)."""
+    seconds: float = 0.0
+    failure: BaseException | None = None
+    thread: threading.Thread | None = None
+    started: float = field(default_factory=time.monotonic)
+
+
+class Saver:
+    """Writes checkpoints of a run, one at a time; all ranks call the same methods in the same order.
+
+    Asynchronous: `save` copies this rank's share of the state into the host's memory (pinned on CUDA) and returns; a
+    thread writes it. The copy cannot change with the training, and costs as much memory as the share.
+
+    Args:
+        folder: of the run's checkpoints.
+        world: the ranks.
+        keep: how many checkpoints to keep.
+        asynchronous: write in a thread.
+    """
+
+    def __init__(self, folder: Path, world: World, *, keep: int, asynchronous: bool) -> None:
+        self._folder = folder
+        # A group of its own: the thread's messages must not mix with those of the training.
+        self._world = dataclasses.replace(world, host_group=world.saving_group)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._saving: Saved | None = None
+        self._pinned = world.device.type == "cuda"
+        self._stager: DefaultStager | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether a save has ended that `finish` was not called for."""
+        saving = self._saving
+        return saving is not None and (saving.thread is None or not saving.thread.is_alive())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has ended badly; `finish` raises what it was."""
+        return self.done and self._saving is not None and self._saving.failure is not None
+
+    def save(self, state: State, step: int) -> None:
+        """Begin to write; `finish` has to have been called for the save before it."""
+        assert self._saving is None
+        saving = Saved(step)
+        self._saving = saving
+        found, plain = tensors.split(state)
+        share = tensors.own_share(found, self._world.rank, self._world.size)
+        if not self._asynchronous:
+            self._write(saving, share, plain)
+            saving.blocked_seconds = saving.seconds
+            return
+        share = self._copy(share)
+        saving.blocked_seconds = time.monotonic() - saving.started
+        # A daemon: a process that has lost the other ranks must not wait for them at its end.
+        saving.thread = threading.Thread(target=self._write, args=(saving, share, plain), daemon=True, name="saving")
+        saving.thread.start()
+
+    def finish(self) -> Saved | None:
+        """Wait for the save that is on its way, if any.
+
+        Raises:
+            UserError: it could not be written; the same on all ranks.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        if saving.thread is not None:
+            saving.thread.join()
+        if saving.failure is not None:
+            raise saving.failure
+        return saving
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """A run that ends with an error of its own still gets the checkpoint that is on its way."""
+        saving, self._saving = self._saving, None
+        if saving is not None and saving.thread is not None and (error is None or isinstance(error, UserError)):
+            saving.thread.join()
+        if self._stager is not None:
+            self._stager.close()
+
+    def _copy(self, share: tensors.Tensors) -> tensors.Tensors:
+        if self._stager is None or not self._pinned:
+            # Pinned memory is worth keeping from save to save; pageable memory is given back.
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=self._pinned,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=self._pinned,
+                )
+            )
+        staged = self._stager.stage(share)
+        assert isinstance(staged, dict)
+        if not self._pinned:
+            self._stager.close()
+        return staged
+
+    def _write(self, saving: Saved, share: tensors.Tensors, plain: State) -> None:
+        try:
+            if self._pinned:
+                torch.cuda.set_device(self._world.device)
+            saving.path = checkpoint.write(share, plain, self._folder, saving.step, keep=self._keep, world=self._world)
+        except BaseException as error:  # noqa: BLE001  # raised by `finish`, where somebody can act on it
+            saving.failure = error
+        saving.seconds = time.monotonic() - saving.started

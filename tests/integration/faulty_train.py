@@ -1,0 +1,104 @@
+"""tools/train_net.py with one fault put in, and a record of the images that each step was given.
+
+    FAULT='{"kind": "die", "at": "after write", "step": 10, "rank": 1}' SEEN=FOLDER python faulty_train.py ...
+
+A fault happens once: a file beside the records says that it did. Kinds: `hang` (the rank sleeps instead of computing a
+step), `die` (kill -9 at a point of a save), `full` (writing fails as on a full disk).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+
+from pycls_fast.data import Batch
+from pycls_fast.train import checkpoint_files, checkpoint_tensors
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+
+ROOT = Path(__file__).parents[2]
+RANK = int(os.environ.get("RANK", "0"))
+SEEN = Path(os.environ["SEEN"])
+FAULT: dict[str, Any] = json.loads(os.environ.get("FAULT", "{}"))
+
+
+def happens(at: str, step: int) -> bool:
+    """Whether the fault is due, for the first time."""
+    marker = SEEN / "fault.happened"
+    due = FAULT.get("at") == at and FAULT["step"] == step and FAULT["rank"] == RANK and not marker.exists()
+    if due:
+        marker.touch()
+    return due
+
+
+def act(at: str, step: int) -> None:
+    if not happens(at, step):
+        return
+    if FAULT["kind"] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif FAULT["kind"] == "hang":
+        time.sleep(3600)
+    else:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def before_and_after(module: Any, name: str, step_of: Callable[..., int]) -> None:
+    """Put `before NAME` and `after NAME` around a function of a module."""
+    inner = getattr(module, name)
+
+    def outer(*arguments: Any) -> Any:
+        act(f"before {name}", step_of(*arguments))
+        result = inner(*arguments)
+        act(f"after {name}", step_of(*arguments))
+        return result
+
+    setattr(module, name, outer)
+
+
+def step_in(path: Path) -> int:
+    """Of `.step_000000010.12345678.tmp` or `step_000000010`."""
+    return int(path.name.split("step_")[1][:9])
+
+
+before_and_after(checkpoint_files, "begin", lambda folder, step: step)
+before_and_after(checkpoint_tensors, "write", lambda tensors, folder, group: step_in(folder))
+before_and_after(FileSystemWriter, "write_data", lambda self, plan, planner: step_in(Path(self.path)))
+before_and_after(checkpoint_files, "list_files", lambda folder, names: step_in(folder))
+before_and_after(checkpoint_files, "publish", lambda temporary, values, listing: step_in(temporary))
+write_json = checkpoint_files._write_json
+
+
+def half_a_list(path: Path, values: dict[str, Any]) -> None:
+    """`in files.json`: killed when half of it is written."""
+    if path.name == checkpoint_files.FILES and happens("in files.json", step_in(path.parent)):
+        path.write_text(json.dumps(values)[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_json(path, values)
+
+
+checkpoint_files._write_json = half_a_list
+compute = Step.__call__
+
+
+def recorded(self: Step, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
+    act("step", step + 1)
+    compute(self, step, microbatches, metrics)
+    indices = [index for batch in microbatches for index in batch.indices_B.tolist()]
+    with (SEEN / f"{RANK}.{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "step": step, "indices": indices}) + "\n")
+
+
+Step.__call__ = recorded  # type: ignore[method-assign]
+tool = ROOT / "tools" / "train_net.py"
+sys.argv[0] = str(tool)
+runpy.run_path(str(tool), run_name="__main__")

@@ -1,0 +1,120 @@
+"""Trains a list of cases one after another in the same ranks; what each ends with is written whole by rank 0.
+
+    torchrun --nproc_per_node N tests/integration/strategy_worker.py CASES.json FOLDER
+
+CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false}}. Writes FOLDER/NAME.pt with the parameters,
+the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a case had before its
+first step. With "save" a checkpoint is left in FOLDER/runs/NAME.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import traceback
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import to_device
+from pycls_fast.models import resnet
+from pycls_fast.parallel import World, start_world
+from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.train.display import Display
+from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import Run, start_run
+from tests.integration.fairscale_cpu import play_cuda
+
+
+def whole(value: Any) -> Any:
+    """Nested containers with whole tensors on the CPU in place of shards; all ranks call this."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str, Any]:
+    """Train the steps of the configuration and evaluate; the same on all ranks."""
+    run = start_run(config, world, Display(speaks=False, mode="plain"))
+    began = whole(run.state())
+    metrics = TrainMetrics(world.device)
+    losses, norms = [], []
+    loader = build.train_loader(config, run.sources["train"], world, start_step=run.start_step, steps=run.total_steps)
+    with closing(to_device(loader, world.device, mode="blocking")) as batches:
+        for step in range(run.start_step, run.total_steps):
+            run.step(step, list(islice(batches, config.optim.accumulation_steps)), metrics)
+            numbers = metrics.read(world)
+            losses.append(numbers["loss"])
+            norms.append(numbers["grad_norm"])
+    run.sync_buffers()
+    state = {**run.state(), "began": began, "losses": losses, "grad_norms": norms}
+    if save:
+        run.save(run.total_steps)
+        run.finish_saving()
+    state["evaluations"] = [_evaluate(run)]
+    if run.step.ema is not None:
+        with run.step.ema.swapped_in():
+            state["evaluations"].append(_evaluate(run))
+        # What was gathered for the average must not be taken for the weights.
+        state["evaluations"].append(_evaluate(run))
+    return whole(state)
+
+
+def _evaluate(run: Run) -> dict[str, Any]:
+    wrapped = run.step.wrapped
+    loader = build.eval_loader(run.config, run.sources["val"], run.world)
+    batches = to_device(loader, run.world.device, mode="blocking")
+    return evaluate(
+        wrapped.evaluated,
+        batches,
+        run.step.prepare,
+        run.step.autocast,
+        run.world,
+        together=wrapped.together,
+        settle=wrapped.settle,
+    ).record()
+
+
+def run_cases(cases: dict[str, Any], folder: Path) -> None:
+    """One after another; the first fault ends the process."""
+    torch.set_num_threads(1)
+    # Two blocks of the ResNet show all that eight do.
+    resnet.LAYOUTS[18] = (resnet.BasicBlock, (1, 1))  # type: ignore[assignment]  # four stages elsewhere
+    with start_world(device="cpu", backend="auto", timeout_seconds=600, strategy="auto") as world:
+        meshes = {}
+        for name, case in cases.items():
+            overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
+            config = load_config(case["config_name"], overrides)
+            shape = (config.parallel.name, config.parallel.shard_degree)
+            if shape[0] not in ("auto", "single", "ddp") and shape not in meshes:
+                # One launch for all cases; a process cannot leave and join the same ranks again.
+                grid = (None, world.size) if shape[0] != "hsdp" else (world.size // shape[1], shape[1])
+                meshes[shape] = make_mesh("cpu", *grid, datetime.timedelta(seconds=600))
+            try:
+                here = dataclasses.replace(world, mesh=meshes.get(shape))
+                state = run_case(config, here, save=case.get("save", False))
+            except Exception:
+                print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                os._exit(1)
+            if world.is_main:
+                torch.save(state, folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        play_cuda(monkeypatch)
+        run_cases(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,235 @@
+"""A rank dies or hangs: torchrun starts all of them again, and the run ends as if nothing had happened.
+
+What every step was given is compared with the order of the data: each image once an epoch, whoever died when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycls_fast.data.sampling import epoch_order
+from pycls_fast.train import checkpoint
+from tests.integration.runs import ROOT, TINY, assert_same_state, command, environment, newest_checkpoint, records
+
+STEPS, BATCH, IMAGES = 44, 64, 1438
+OVERRIDES = (*TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkpoint_every_steps=4")
+
+
+class Launch:
+    """torchrun around faulty_train.py, in a folder of its own: `seen/` for the records, `runs/` as by default."""
+
+    def __init__(self, folder: Path, digits: Path, *overrides: str, ranks: int = 2, restarts: int = 3, **fault: Any):
+        self.folder = folder
+        (folder / "seen").mkdir(parents=True, exist_ok=True)
+        training = command(*OVERRIDES, f"data.root={digits}", *overrides)
+        training[1] = str(ROOT / "tests" / "integration" / "faulty_train.py")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        self.process = subprocess.Popen(
+            [*launcher, "--max-restarts", str(restarts), *training[1:]],
+            cwd=folder,
+            env={**environment(), "SEEN": str(folder / "seen"), "FAULT": json.dumps(fault)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def end(self, expect: int = 0, timeout: float = 250) -> str:
+        """Wait for the end; what was printed."""
+        try:
+            out, _ = self.process.communicate(timeout=timeout)
+        finally:
+            self.process.kill()
+        assert self.process.returncode == expect, out
+        return out
+
+    @property
+    def run_dir(self) -> Path:
+        """The one run folder."""
+        (found,) = (self.folder / "runs" / "vit_digits").iterdir()
+        return found
+
+
+def seen(folder: Path) -> dict[int, list[int]]:
+    """Images by step, as the last process that computed the step was given them, from all ranks."""
+    latest: dict[tuple[int, str], tuple[float, list[int]]] = {}
+    for file in sorted((folder / "seen").glob("*.jsonl")):
+        rank = file.name.partition(".")[0]
+        for record in map(json.loads, file.read_text().splitlines()):
+            key = (record["step"], rank)
+            latest[key] = max(latest.get(key, (0.0, [])), (record["time"], record["indices"]))
+    steps: dict[int, list[int]] = {}
+    for (step, _), (_, indices) in sorted(latest.items()):
+        steps.setdefault(step, []).extend(indices)
+    return steps
+
+
+def assert_every_image_once(steps: dict[int, list[int]]) -> None:
+    per_epoch = IMAGES // BATCH
+    assert sorted(steps) == list(range(STEPS))
+    for epoch in range(STEPS // per_epoch):
+        order = epoch_order(0, epoch, IMAGES)
+        for place in range(per_epoch):
+            expected = sorted(order[place * BATCH : (place + 1) * BATCH].tolist())
+            assert sorted(steps[epoch * per_epoch + place]) == expected
+        images = [index for place in range(per_epoch) for index in steps[epoch * per_epoch + place]]
+        assert len(set(images)) == len(images) == per_epoch * BATCH
+
+
+def assert_whole(launch: Launch) -> None:
+    """One run folder, with every step, evaluation and image once."""
+    assert_every_image_once(seen(launch.folder))
+    assert [record["step"] for record in records(launch.run_dir, "train")] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records(launch.run_dir, "eval") if r["weights"] == "ema"] == [22, 44]
+    # Whatever was killed when, what has a name is whole.
+    for path in checkpoint.checkpoints(launch.run_dir / "checkpoints"):
+        assert checkpoint.open_checkpoint(path).plain["step"] == checkpoint.step_of(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Launch:
+    """Two ranks from beginning to end."""
+    launch = Launch(tmp_path_factory.mktemp("undisturbed"), digits)
+    launch.end()
+    assert_whole(launch)
+    return launch
+
+
+def assert_same_end(launch: Launch, reference: Launch) -> None:
+    ours, theirs = newest_checkpoint(launch.run_dir), newest_checkpoint(reference.run_dir)
+    for part in ("model", "ema", "optimizer"):
+        assert_same_state(ours[part], theirs[part])
+    for kind, names in (("train", ("step", "loss", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
+        assert [[r[n] for n in names] for r in records(launch.run_dir, kind)] == [
+            [r[n] for n in names] for r in records(reference.run_dir, kind)
+        ]
+
+
+POINTS = ["before begin", "before write", "before write_data", "after write_data", "after write", "after list_files"]
+POINTS += ["before publish", "after publish"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "at", ["in files.json", *(pytest.param(at, marks=pytest.mark.slow) for at in ["step", *POINTS])]
+)
+def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: str) -> None:
+    """In a step, and at every point of a save; no run_dir is given, and the run finds its folder again."""
+    launch = Launch(tmp_path, digits, kind="die", at=at, step=12, rank=0)
+    out = launch.end()
+    assert (tmp_path / "seen" / "fault.happened").exists()
+    # At step 12 exactly when the name was given before the kill.
+    published = 12 if at == "after publish" else 8
+    assert f"at step {published}, epoch" in out, out
+    assert_whole(launch)
+    assert_same_end(launch, undisturbed)
+
+
+def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Path, undisturbed: Launch) -> None:
+    launch = Launch(tmp_path, digits, "parallel.timeout_seconds=3", kind="hang", at="step", step=6, rank=1)
+    out = launch.end()
+    lines = [line for line in out.splitlines() if line.startswith("error:")]
+    assert "ranks have waited for others for 3 s; where each is:" in lines[0]
+    assert "rank 0: for" in lines[1]
+    assert "computing step 6" in lines[1]
+    assert "waiting for other ranks" in lines[1]
+    assert "computing step 6, in act (tests/integration/faulty_train.py" in lines[2]
+    assert_whole(launch)
+    assert_same_end(launch, undisturbed)
+
+
+def test_a_full_disk_ends_all_ranks_with_one_line(tmp_path: Path, digits: Path) -> None:
+    """Rank 1 finds the disk full while a thread writes; the last whole checkpoint stays."""
+    launch = Launch(tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, restarts=0)
+    out = launch.end(expect=1)
+    assert out.count("error: ") == 1
+    assert "step_000000008: the checkpoint could not be written (No space left on device); those before it" in out
+    assert sorted(path.name for path in (launch.run_dir / "checkpoints").iterdir()) == ["step_000000004"]
+
+
+def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> None:
+    """In the middle of an epoch: the same epoch goes on, every image once."""
+    run_dir = tmp_path / "run"
+    first = Launch(tmp_path, digits, f"run_dir={run_dir}")
+    wait_for_step(tmp_path, 10)
+    first.process.send_signal(signal.SIGTERM)
+    first.process.communicate(timeout=100)
+    stopped = newest_checkpoint(run_dir)["step"]
+    assert 8 <= stopped < STEPS
+    for file in (tmp_path / "seen").glob("*.jsonl"):
+        # What came after the checkpoint is done again, by others.
+        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < stopped]
+        file.write_text("".join(f"{line}\n" for line in kept))
+    Launch(tmp_path, digits, f"run_dir={run_dir}", ranks=1).end()
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 1
+    assert_every_image_once(seen(tmp_path))
+
+
+def wait_for_step(folder: Path, step: int, processes: Callable[[], bool] = lambda: True) -> None:
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline and processes():
+        if len(seen_steps(folder)) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run does not get on")
+
+
+def seen_steps(folder: Path) -> set[int]:
+    return {
+        json.loads(line)["step"]
+        for file in (folder / "seen").glob("0.*.jsonl")
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    }
+
+
+def ranks_of(launch: Launch) -> Sequence[int]:
+    """Processes of the ranks that run now."""
+    done = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launch.process.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_killed_ten_times_at_random_moments(
+    tmp_path: Path, digits: Path, undisturbed: Launch, strategy: str
+) -> None:
+    """kill -9 of either rank, some seconds after each start; with two strategies 20 times. A save is always near."""
+    draw = random.Random(strategy)
+    launch = Launch(tmp_path, digits, f"parallel={strategy}", "runtime.checkpoint_every_steps=1", restarts=12)
+    kills = 0
+    known: Sequence[int] = ()
+    while kills < 10 and launch.process.poll() is None:
+        now = ranks_of(launch)
+        if len(now) < 2 or now == known:
+            time.sleep(0.05)
+            continue
+        known = now
+        before = len(seen_steps(tmp_path))
+        # At least one step more than the last time, or the run would never end.
+        while launch.process.poll() is None and len(seen_steps(tmp_path)) < min(before + 1, STEPS):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.3))
+        try:
+            os.kill(draw.choice(now), signal.SIGKILL)
+        except ProcessLookupError:
+            break
+        kills += 1
+    out = launch.end(timeout=600)
+    assert kills == 10, out
+    assert_whole(launch)
+    if strategy == "ddp":
+        assert_same_end(launch, undisturbed)

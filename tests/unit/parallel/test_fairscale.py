@@ -1,0 +1,157 @@
+"""FairScale's strategies in one process: what is flattened together, what comes out of it, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.optim import by_name, load_named_state, named_state
+from pycls_fast.parallel import FlatShards, World, start_world
+from pycls_fast.speed import SwitchName
+from tests.integration.fairscale_cpu import play_cuda
+
+TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8")
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """One rank that FairScale takes for one on CUDA."""
+    play_cuda(monkeypatch)
+    with start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp") as world:
+        yield world
+
+
+def wrapped(world: World, *overrides: str, config_name: str = "vit_digits") -> tuple[Any, nn.Module, Any]:
+    """The configuration, the network as it was before, and the wrapped one."""
+    tiny = TINY if config_name == "vit_digits" else ("model.depth=18", "data.image_size=8")
+    config = load_config(config_name, ["parallel=fairscale_fsdp", *tiny, "data.root=x", *overrides])
+    switches = build.switches(config, world.device)
+    plain = build.model(config, 10, switches)
+    network = build.model(config, 10, switches, empty=True)
+    return config, plain, build.wrap(config, network, world, switches)
+
+
+@pytest.mark.parametrize("extra", [(), ("optim.layer_decay=0.5",), ("optim.decay_norms=true",)])
+@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16_master"])
+def test_groups_are_those_of_one_process(
+    world: World, config_name: str, extra: tuple[str, ...], precision: str
+) -> None:
+    config, plain, ours = wrapped(world, f"precision={precision}", *extra, config_name=config_name)
+    theirs = by_name(plain, build.parameter_groups(config, plain))
+    flats: FlatShards = ours.weights
+    names_of = {flat.shard: flat.names for flat in flats.flats}
+    assert len(flats.groups) == len(theirs)
+    for mine, other in zip(flats.groups, theirs, strict=True):
+        names = [name for shard in mine["params"] for name in names_of[shard]]
+        assert sorted(names) == sorted(other["params"])
+        assert {key: mine[key] for key in mine if key != "params"} == {k: other[k] for k in other if k != "params"}
+    # Few tensors: as many as each wrapper meets groups, and a pair of one's own for a norm that stays float32.
+    wrappers = len(plain.units()) + 1 + (precision == "fp16_master") * _norms(plain)  # type: ignore[operator]
+    assert len(flats.flats) <= 3 * wrappers
+
+
+def _norms(network: nn.Module) -> int:
+    return sum(isinstance(m, nn.LayerNorm | nn.BatchNorm2d) for m in network.modules())
+
+
+@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
+def test_initial_values_are_those_of_a_direct_build(world: World, config_name: str) -> None:
+    _, plain, ours = wrapped(world, config_name=config_name)
+    found, expected = ours.weights.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(_whole(found[name]), value), name
+
+
+def test_state_goes_out_and_comes_back(world: World) -> None:
+    config, plain, ours = wrapped(world, "optim=adamw", "optim.ema_decay=0.9")
+    flats: FlatShards = ours.weights
+    switches = build.switches(config, world.device)
+    optimizer = build.optimizer(config, plain, switches, groups=flats.groups)
+    for shard in flats.parameters:
+        shard.grad = torch.randn_like(shard)
+    optimizer.step()
+    weights = {name: _whole(value).clone() for name, value in flats.state_dict().items()}
+    state = flats.named_optimizer_state(optimizer)
+    by_shape = {name: p.shape for name, p in plain.named_parameters()}
+    assert state.keys() == by_shape.keys()
+    assert all(values["exp_avg"].shape == by_shape[name] for name, values in state.items())
+    before = {name: dict(values) for name, values in named_state(optimizer, flats.named_parameters()).items()}
+    with torch.no_grad():
+        for shard in flats.parameters:
+            shard.zero_()
+    other = build.optimizer(config, plain, switches, groups=flats.groups)
+    flats.load_state_dict(weights)
+    flats.load_optimizer_state(other, state)
+    for name, value in flats.state_dict().items():
+        assert torch.equal(_whole(value), weights[name])
+    after = named_state(other, flats.named_parameters())
+    assert all(torch.equal(after[name][key], value) for name, values in before.items() for key, value in values.items())
+    with pytest.raises(ValueError, match=r"head.weight: a tensor of \(3,\) for a parameter of \(10, 32\)"):
+        flats.load_state_dict({**weights, "head.weight": torch.zeros(3)})
+
+
+def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
+    """Of shards, and of what OSS shares out: by name and in the network's shapes, and back."""
+    for strategy in ("fairscale_fsdp", "fairscale_sharded_ddp"):
+        config = load_config("vit_digits", [f"parallel={strategy}", *TINY, "data.root=x"])
+        switches = {**build.switches(config, world.device), SwitchName.PARAM_OFFLOAD: "cpu"}
+        network = build.model(config, 10, switches)
+        ours = build.wrap(config, network, world, switches)
+        groups = None if ours.weights is None else ours.weights.groups
+        first = ours.optimizer or build.optimizer(config, network, switches, groups=groups)
+        assert ours.verdict_group is not None
+        ours.forward(torch.randn(2, 3, 8, 8)).square().sum().backward()
+        first.step()
+        if ours.weights is None:
+            state = named_state(first, network.named_parameters())
+            load_named_state(first, network.named_parameters(), state)
+            again = named_state(first, network.named_parameters())
+        else:
+            state = ours.weights.named_optimizer_state(first)
+            ours.weights.load_optimizer_state(first, state)
+            again = ours.weights.named_optimizer_state(first)
+        assert state["head.weight"]["exp_avg"].shape == (10, 32)
+        assert state.keys() == again.keys()
+        for name, values in state.items():
+            assert all(torch.equal(_whole(again[name][key]), _whole(value)) for key, value in values.items()), name
+
+
+def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(UserError, match=r"needs CUDA .* on the CPU; use parallel=fsdp"),
+        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("fairscale_fsdp", "fairscale.nn.data_parallel"), ("fairscale_sharded_ddp", "fairscale.nn.data_parallel")],
+)
+def test_without_fairscale(world: World, monkeypatch: pytest.MonkeyPatch, name: str, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UserError, match=rf"parallel.name: {name} needs FairScale, which is not installed"):
+        wrapped(world, f"parallel={name}")
+
+
+def test_compiled_norms_of_their_own_are_refused() -> None:
+    config = load_config("vit_digits", ["parallel=fairscale_fsdp", "precision=fp16_master", "speed.compile=blocks"])
+    with pytest.raises(UserError, match=r"speed.compile: blocks .*use speed.compile=off"):
+        build.switches(config, torch.device("cpu"))
+    assert SwitchName.COMPILE in build.switches(
+        load_config("vit_digits", ["parallel=fairscale_fsdp", "speed.compile=blocks"]), torch.device("cpu")
+    )
+
+
+def _whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

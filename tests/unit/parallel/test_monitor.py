@@ -1,0 +1,79 @@
+"""Which rank waited for what: said once, and only when ranks wait for each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from pycls_fast.parallel.monitor import Monitor, Place, report
+
+
+class Rank:
+    """A monitored thread that plays a rank's main thread."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.ended = threading.Event()
+        self.monitor = Monitor(store, rank, size, timeout_seconds=timeout, end=self.end)
+
+    def end(self) -> None:
+        self.ended.set()
+        self.monitor._stop.set()
+
+
+@contextmanager
+def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
+    store = dist.HashStore()
+    made = [Rank(store, rank, size, timeout) for rank in range(size)]
+    with ExitStack() as stack:
+        for rank in made:
+            stack.enter_context(rank.monitor)
+        yield made
+
+
+def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(3, timeout=0.6) as (first, second, third):
+        for rank in (first, third):
+            rank.monitor.at("computing step 7")
+        second.monitor.at("waiting for the data of step 7")
+        for rank in (first, second, third):
+            assert rank.ended.wait(20)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == ("error: parallel.timeout_seconds: ranks have waited for others for 0.6 s; where each is:")
+    assert "rank 0: for " in lines[1]
+    assert ": computing step 7, in " in lines[1]
+    assert ": waiting for the data of step 7, in " in lines[2]
+
+
+def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.4) as both:
+        for step in range(15):
+            for rank in both:
+                rank.monitor.at(f"computing step {step}")
+            time.sleep(0.05)
+        # All at the same place for longer than the timeout: compiling, perhaps.
+        time.sleep(1.0)
+        assert not any(rank.ended.is_set() for rank in both)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.4) as (first, second):
+        # Stopped as a whole (SIGSTOP, a machine that is gone): its monitor beats no more.
+        time.sleep(0.2)
+        second.monitor._stop.set()
+        assert first.ended.wait(20)
+    assert "rank 1: no sign of life; it was last at: starting" in capsys.readouterr().err
+
+
+def test_a_rank_that_never_spoke() -> None:
+    lines = report([Place("computing step 1", 12.0, "", 3), None], [], 10)
+    assert lines[1:] == [
+        "error:   rank 0: for 12 s: computing step 1",
+        "error:   rank 1: never said where it is",
+    ]
