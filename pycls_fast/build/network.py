@@ -83,8 +83,8 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
 
 
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
-    """The network whose operations and activations are reported: padding is no work of the model's."""
-    return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"})
+    """The network, without memory, whose operations and activations are reported: padding is no work of the model's."""
+    return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"}, empty=True)
 
 
 def draw_on_device(network: nn.Module) -> None:
