@@ -102,7 +102,15 @@ def test_a_short_training(tmp_path: Path, digits: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, digits: Path) -> None:
-    arguments = [*TINY, f"data.root={digits}", "data.num_workers=0", "steps=1", "warmup_steps=0", "output=g.json"]
+    arguments = [
+        "mode=gradients",
+        *TINY,
+        f"data.root={digits}",
+        "data.num_workers=0",
+        "steps=1",
+        "warmup_steps=0",
+        "output=g.json",
+    ]
     done = run_process(command(*arguments, tool="ledger"), cwd=tmp_path)
     assert "updates lost without a float32 master" in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"g.json", "g.png"}
