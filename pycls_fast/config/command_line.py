@@ -15,6 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from pycls_fast.config import scheduler
 from pycls_fast.config.compose import (
     CONFIGS,
     HYDRA_SETTINGS,
@@ -64,6 +65,11 @@ def command_line(
         def action() -> int:
             return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data)
 
+        if scheduler.is_task():
+            # In another process than the command: a mistake travels back to it.
+            scheduler.join()
+            action()
+            return
         try:
             statuses.append(reporting(action))
         except Exception as error:
@@ -143,6 +149,10 @@ def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
     """Settings that keep Hydra's own notes on a `--multirun` out of sight: it insists on a folder for them."""
     if not {"--multirun", "-m"} & set(arguments):
         yield []
+        return
+    if any(argument.startswith("hydra/launcher=submitit") for argument in arguments):
+        # What the jobs read and their logs: in a folder that all nodes see, and that stays.
+        yield ["hydra.sweep.dir=multirun", "hydra.sweep.subdir=."]
         return
     with tempfile.TemporaryDirectory() as folder:
         yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]

@@ -63,6 +63,7 @@ def save_on_four(folder: Path, digits: Path, strategies: tuple[str, ...]) -> Pat
         },
         folder,
         4,
+        timeout=600,
     )
 
 
@@ -80,7 +81,7 @@ def go_on(folder: Path, origin: Path, strategies: tuple[str, ...], digits: Path,
         folder.mkdir()
         run_cases(cases, folder)
     else:
-        run_ranks(cases, folder, ranks)
+        run_ranks(cases, folder, ranks, timeout=600)
     return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
 

@@ -1,0 +1,19 @@
+"""Jobs of a cluster's scheduler, through Hydra's submitit launcher (`pip install 'pycls_fast[slurm]'`)."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_task() -> bool:
+    """Whether this process is a task that submitit started."""
+    return "SUBMITIT_EXECUTOR" in os.environ
+
+
+def join() -> None:
+    """Tell the tasks of a job apart in torchrun's variables, each task being one rank."""
+    if "RANK" in os.environ:
+        return
+    from submitit.helpers import TorchDistributedEnvironment
+
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)

@@ -1,0 +1,57 @@
+"""Combinations with the strategies that cannot run: one line each, whose way out works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        (["parallel=fsdp", "parallel.compression=fp16"], "parallel.compression: fp16 is for parallel=ddp"),
+        (["parallel=fsdp", "parallel.static_graph=true"], "parallel.static_graph: is for parallel=ddp"),
+        (["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree: is for parallel=hsdp"),
+        (["parallel=fsdp", "parallel.replicate_degree=2"], "parallel.replicate_degree: is for parallel=hsdp"),
+        (["parallel=ddp", "parallel.reshard_after_forward=false"], "parallel.reshard_after_forward: false is for"),
+        (["parallel=fsdp", "precision=bf16"], "precision: bf16 keeps no float32 weights"),
+        (["parallel=hsdp", "precision=fp16"], "precision: fp16 keeps no float32 weights"),
+        (["parallel=fsdp", "optim=muon"], "optim.name: muon needs whole weights"),
+        (["parallel=hsdp", "optim=adafactor"], "optim.name: adafactor needs whole weights"),
+        (["parallel=fsdp", "optim=adamw8bit"], "optim.name: adamw8bit needs whole weights"),
+        (["parallel=fsdp", "optim=sgd", "speed.optimizer=fused"], "speed.optimizer: optim.name=sgd has no fused for"),
+        *(
+            (["parallel=ddp", "parallel.compression=powersgd", f"precision={name}"], "parallel.compression: powersgd")
+            for name in ("amp_fp16", "fp16_master", "bf16_params", "bf16")
+        ),
+    ],
+)
+def test_is_refused_with_a_way_out(overrides: list[str], begins: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build.switches(load_config("vit_digits", overrides), CPU)
+    (line,) = caught.value.lines
+    assert line.startswith(begins)
+    way_out = re.search(r"use ([^\s,;]+=[^\s,;]+)", line)
+    assert way_out is not None
+    build.switches(load_config("vit_digits", [*overrides, way_out[1]]), CPU)
+
+
+def test_batch_norm_over_ranks_needs_batch_norm() -> None:
+    load_config("resnet_digits", ["parallel.sync_batchnorm=true"])
+    with pytest.raises(UserError, match=r"parallel\.sync_batchnorm: model\.kind=vit has no batch norm"):
+        load_config("vit_digits", ["parallel.sync_batchnorm=true"])
+
+
+def test_the_preset_takes_what_there_is_for_shards() -> None:
+    chosen = build.switches(load_config("vit_digits", ["parallel=fsdp", "optim=sgd", "speed=fast"]), CPU)
+    assert chosen["optimizer"] == "loop"
+    chosen = build.switches(load_config("vit_digits", ["parallel=fsdp", "speed=fast"]), CPU)
+    assert chosen["optimizer"] == "fused"

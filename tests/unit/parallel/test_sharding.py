@@ -1,0 +1,181 @@
+"""Meshes, values of sharded models, clipping, and batch norm over ranks, with one rank in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.live_memory import LiveMemory
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.optim import assign, local, local_slices
+from pycls_fast.parallel import World, Wrapped, footprint, prepare_model, start_world
+from pycls_fast.parallel.batch_norm import synchronise
+from pycls_fast.parallel.materialise import materialise
+from pycls_fast.parallel.mesh import degrees
+from pycls_fast.train.run import make_step
+
+CPU = torch.device("cpu")
+TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with start_world(device="cpu", backend="gloo", timeout_seconds=60, strategy="fsdp") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("size", "shard", "replicate", "here", "expected"),
+    [
+        (8, None, None, 4, (2, 4)),
+        (8, 2, None, 4, (4, 2)),
+        (8, None, 2, 8, (2, 4)),
+        (6, 3, 2, 6, (2, 3)),
+        (1, None, None, 1, (1, 1)),
+    ],
+)
+def test_degrees(size: int, shard: int | None, replicate: int | None, here: int, expected: tuple[int, int]) -> None:
+    assert degrees(size, shard=shard, replicate=replicate, ranks_per_node=here) == expected
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicate", "usable"), [(3, None, (2, 2)), (2, 3, (2, 2)), (None, 3, (1, 4)), (8, 1, (4, 1))]
+)
+def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usable: tuple[int, int]) -> None:
+    with pytest.raises(UserError) as caught:
+        degrees(4, shard=shard, replicate=replicate, ranks_per_node=4)
+    (line,) = caught.value.lines
+    assert line.startswith("parallel.shard_degree: ")
+    assert line.endswith(f"use parallel.shard_degree={usable[0]} parallel.replicate_degree={usable[1]}")
+    assert degrees(4, shard=usable[0], replicate=usable[1], ranks_per_node=4) == usable[::-1]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides"),
+    [
+        ("vit_digits", TINY),
+        ("vit_digits", [*TINY, "model.classifier=pooled", "model.positions=sincos2d", "precision=bf16_params"]),
+        ("vit_digits", [*TINY, "precision=fp16_master"]),
+        ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
+    ],
+)
+def test_a_model_that_was_never_whole_has_the_values_of_one_that_was(
+    world: World, experiment: str, overrides: list[str]
+) -> None:
+    config = load_config(experiment, overrides)
+    switches = build.switches(config, CPU)
+    plain = build.model(config, 10, switches).state_dict()
+    network = prepare_model(build.model(config, 10, switches, empty=True), world, memory_format="contiguous")
+    assert all(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))
+    # What was drawn before plays no part.
+    torch.manual_seed(7)
+    step = make_step(config, network, world, switches, steps_per_epoch=4)
+    sharded = network.state_dict()
+    assert sharded.keys() == plain.keys()
+    for name, value in sharded.items():
+        assert torch.equal(local(value), plain[name]), name
+    for name, parameter in network.named_parameters():
+        assert parameter.dtype == torch.float32, name
+    assert len(list(step.parameters)) == len(list(network.parameters()))
+
+
+def test_filling_needs_one_module_at_a_time() -> None:
+    def make() -> VisionTransformer:
+        sizes: dict[str, Any] = {"width": 64, "depth": 6, "heads": 2, "mlp_width": 256}
+        return VisionTransformer(image_size=16, patch_size=4, num_classes=10, **sizes)
+
+    with torch.device("meta"):
+        network = make()
+    whole = sum(p.numel() for p in network.parameters()) * 4
+    block = sum(p.numel() for p in network.blocks[0].parameters()) * 4
+    with LiveMemory() as memory:
+        materialise(network, CPU)
+    # The process has one rank, whose share is the model.
+    assert whole + block <= memory.peak < whole + 1.5 * block
+
+
+def test_a_rank_takes_its_slice_of_a_whole_tensor(world: World) -> None:
+    from torch.distributed.tensor import Shard, zeros
+
+    assert world.mesh is not None
+    target, whole = zeros(5, 3, device_mesh=world.mesh, placements=[Shard(0)]), torch.randn(5, 3, dtype=torch.float64)
+    assign(target, whole)
+    assert torch.equal(local(target), whole.float())
+    assert local_slices(target) == (slice(0, 5), slice(0, 3))
+    plain = torch.zeros(2, 2)
+    assign(plain, torch.ones(2, 2))
+    assert plain.eq(1).all()
+    assert local(plain) is plain
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.1, 1e6])
+def test_clipping_is_torchs(foreach: bool, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    ours(torch.randn(7, 5, dtype=torch.float64)).square().sum().backward()
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None
+        other.grad = mine.grad.clone()
+    wrapped = Wrapped(forward=ours, evaluated=ours, device=CPU)
+    norm = wrapped.clip(list(ours.parameters()), max_norm, foreach=foreach)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), float("inf") if max_norm is None else max_norm)
+    torch.testing.assert_close(norm, expected)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
+
+
+def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(3).double()
+    nn.init.normal_(plain.weight)
+    nn.init.normal_(plain.bias)
+    synchronised = copy.deepcopy(plain)
+    owned = dict(synchronised.named_parameters())
+    synchronise(nn.Sequential(synchronised), CPU)
+    assert type(synchronised) is not nn.BatchNorm2d
+    assert all(value is owned[name] for name, value in synchronised.named_parameters())
+    for _ in range(2):
+        maps = torch.randn(4, 3, 5, 5, dtype=torch.float64) * 3 + 1
+        results = []
+        for norm in (plain, synchronised):
+            images = maps.clone().requires_grad_()
+            out = norm(images)
+            out.square().mul(torch.arange(5.0)).sum().backward()
+            results.append((out, images.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    assert synchronised.num_batches_tracked == 2
+    plain.eval()
+    synchronised.eval()
+    torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
+
+
+def test_footprint() -> None:
+    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2}
+    assert footprint(**sizes) == footprint(**sizes, strategy="ddp", degree=1) == 16_000
+    # A quarter, and a block's weights and gradients with the weights of the next.
+    assert footprint(**sizes, strategy="fsdp", degree=4) == 4_000 + 1_200
+    assert footprint(**sizes, strategy="fsdp", degree=4, compute_bytes=2) == 4_000 + 600
+    # All weights, and a block's gradients.
+    assert footprint(**sizes, strategy="fsdp", degree=4, reshard_after_forward=False) == 4_000 + 4_400
+    assert footprint(**sizes, strategy="fairscale_sharded_ddp", degree=4) == 8_000 + 2_000
+
+
+def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    for model in (
+        VisionTransformer(image_size=8, patch_size=4, num_classes=3, **sizes),
+        ResNet(depth=18, num_classes=3),
+    ):
+        covered = [id(t) for module, _ in model.initialisers() for t in (*module.parameters(), *module.buffers())]
+        assert sorted(covered) == sorted(id(t) for t in (*model.parameters(), *model.buffers()))
