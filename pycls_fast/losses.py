@@ -17,12 +17,12 @@ class Targets:
     Attributes:
         labels_B: int64 class indices.
         mixed_B: int64 class indices of the images mixed in, or None.
-        lam: share of `labels_B` in [0, 1]; `mixed_B` has the rest.
+        lam: share of `labels_B` in [0, 1], of all images or (B,) of each; `mixed_B` has the rest.
     """
 
     labels_B: Tensor
     mixed_B: Tensor | None = None
-    lam: float = 1.0
+    lam: float | Tensor = 1.0
 
 
 class Loss(Protocol):
@@ -39,12 +39,13 @@ class CrossEntropy:
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         logits_BK = _wide(logits_BK)
-        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing)
+        each = "none" if isinstance(targets.lam, Tensor) else "mean"
+        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing, reduction=each)
         if targets.mixed_B is None:
-            return loss
-        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing)
+            return loss.mean()
+        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing, reduction=each)
         # Cross-entropy is linear in the target, so mixing losses is mixing targets, without a B x K target.
-        return targets.lam * loss + (1.0 - targets.lam) * other
+        return (targets.lam * loss + (1.0 - targets.lam) * other).mean()
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,12 @@ class BinaryCrossEntropy:
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
-        share = (1.0 - self.label_smoothing) * (targets.lam if targets.mixed_B is not None else 1.0)
         target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
-        target_BK.scatter_add_(1, targets.labels_B[:, None], target_BK.new_full((len(target_BK), 1), share))
+        lam_B1 = target_BK.new_ones((len(target_BK), 1))
         if targets.mixed_B is not None:
-            rest = (1.0 - self.label_smoothing) * (1.0 - targets.lam)
-            target_BK.scatter_add_(1, targets.mixed_B[:, None], target_BK.new_full((len(target_BK), 1), rest))
-        return target_BK
+            lam_B1 = lam_B1 * (targets.lam[:, None] if isinstance(targets.lam, Tensor) else targets.lam)
+            target_BK.scatter_add_(1, targets.mixed_B[:, None], (1.0 - self.label_smoothing) * (1.0 - lam_B1))
+        return target_BK.scatter_add_(1, targets.labels_B[:, None], (1.0 - self.label_smoothing) * lam_B1)
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

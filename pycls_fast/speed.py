@@ -33,6 +33,7 @@ class SwitchName(enum.StrEnum):
     OPTIMIZER_COMPILE = "optimizer_compile"
     EMA = "ema"
     CLIP = "clip"
+    DECODE = "decode"
     INPUT_COPY = "input_copy"
     RECOMPUTE = "recompute"
     ACTIVATION_OFFLOAD = "activation_offload"
@@ -238,6 +239,22 @@ CATALOGUE: tuple[Switch, ...] = (
         hurts="Nothing known.",
         source="torch.nn.utils.get_total_norm, foreach.",
         ran="CPU (torch 2.15). CUDA: not run.",
+    ),
+    Switch(
+        name=SwitchName.DECODE,
+        values=("pillow", "simplejpeg", "region"),
+        fast={"cpu": "region", "cuda": "region"},
+        numerics="rounding",
+        applies_to=("vit", "resnet"),
+        requires={},
+        note="How JPEGs become crops: the whole image by Pillow, the whole image by torchvision.io and torch's resize, "
+        "or only the rows and blocks that the crop needs, resized row by row (region, compiled on first use).",
+        mathematics="TODO",
+        helps="TODO",
+        hurts="region needs a C compiler and libjpeg-turbo's header; without them the fast preset takes torchvision.",
+        source="libjpeg-turbo's jpeg_skip_scanlines and jpeg_crop_scanline; NVIDIA DALI's and FFCV's crops before "
+        "decoding; Pillow's resampling.",
+        ran="CPU (torch 2.15).",
     ),
     Switch(
         name=SwitchName.INPUT_COPY,

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
 from pycls_fast import precision, speed
 from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.data import native
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
@@ -43,6 +45,9 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
     resolved = speed.resolve(config.speed.preset, config.speed.chosen(), kind, config.optim.name)
+    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
+        # As the preset does with optimizers: the fastest that there is here. What is in force is in the start table.
+        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
     lines = list(_impossible(config, resolved, kind))
     if lines:
         raise UserError(*lines)

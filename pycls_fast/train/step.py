@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import Batch, Mixer, Prepare
+from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
 from pycls_fast.train.metrics import TrainMetrics
@@ -25,7 +25,7 @@ class Step:
     forward: nn.Module
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
-    mixer: Mixer | None
+    mixer: Mixer | ElementMixer | None
     loss: Loss
     autocast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler
@@ -75,7 +75,8 @@ class Step:
             return images_BCHW, Targets(batch.labels_B)
         images_BCHW, mixed = self.mixer(images_BCHW, seed)
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
-        return images_BCHW, Targets(labels_B, mixed_B if lam < 1.0 else None, lam)
+        is_mixed = isinstance(lam, Tensor) or lam < 1.0
+        return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)
 
     def _reduce_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """Ranks exchange gradients once a step, with the last microbatch."""

@@ -15,6 +15,7 @@ from torch import nn
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> 
             "optim.name: adamw8bit needs a C++ compiler on a CPU and found none; install g++ or use optim=adamw",
         ),
     ]:
-        with pytest.raises(build.UserError) as caught:
+        with pytest.raises(UserError) as caught:
             Training(load_config("vit_digits", overrides))
         assert caught.value.lines == (line,)
 
