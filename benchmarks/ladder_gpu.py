@@ -98,7 +98,13 @@ PRESETS = (
 # What every switch is tried on, alone.
 BASE = "speed=fast precision=amp_bf16"
 # Of the loader, and not of the step: tools/time_net.py mode=both.
-OF_THE_LOADER = (SwitchName.INPUT_COPY, SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON)
+OF_THE_LOADER = (
+    SwitchName.DECODE,
+    SwitchName.INPUT_COPY,
+    SwitchName.NORMALIZE_ON,
+    SwitchName.ERASE_ON,
+    SwitchName.MIX_ON,
+)
 # What a switch needs to have something to do.
 WITH = {
     SwitchName.DROP_PATH_COMPUTE: "model.drop_path=0.5",

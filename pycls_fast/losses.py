@@ -6,7 +6,7 @@ All losses here are affine in the target: the loss of a mixed target is the mixe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ class Targets:
     Attributes:
         labels_B: int64 class indices.
         mixed_B: int64 class indices of the images mixed in, or None.
-        lam: share of `labels_B` in [0, 1]; `mixed_B` has the rest. A tensor of no dimension is read on its device.
+        lam: share of `labels_B` in [0, 1], of all images or (B,) of each; `mixed_B` has the rest. A tensor of no
+            dimension is a share of all that is read on its device.
     """
 
     labels_B: Tensor
@@ -42,12 +43,14 @@ class CrossEntropy:
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         logits_BK = _wide(logits_BK)
-        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing)
+        is_mixed = targets.mixed_B is not None
+        each = "none" if is_mixed and _is_per_image(targets.lam) else "mean"
+        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing, reduction=each)
         if targets.mixed_B is None:
             return loss
-        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing)
+        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing, reduction=each)
         # Cross-entropy is linear in the target, so mixing losses is mixing targets, without a B x K target.
-        return targets.lam * loss + (1.0 - targets.lam) * other
+        return (targets.lam * loss + (1.0 - targets.lam) * other).mean()
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,22 @@ class BinaryCrossEntropy:
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
-        share = (1.0 - self.label_smoothing) * (targets.lam if targets.mixed_B is not None else 1.0)
         target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
+        share = 1.0 - self.label_smoothing
         ones_B1 = target_BK.new_ones(len(target_BK), 1)
-        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * share)
-        if targets.mixed_B is not None:
-            rest = (1.0 - self.label_smoothing) * (1.0 - targets.lam)
-            target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * rest)
-        return target_BK
+        if targets.mixed_B is None:
+            return target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * share)
+        lam = targets.lam
+        if _is_per_image(lam):
+            lam = lam.to(target_BK.dtype)[:, None]
+        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * lam))
+        return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - lam)))
 
 
 class FusedLoss:
     """A loss whose kernels are compiled into few, gradient included; nothing is compiled before the first call.
 
-    The shares of a mixed batch stay outside, so that a new one compiles nothing.
+    The share of a mixed batch stays outside, and shares of each image are a tensor, so that new ones compile nothing.
 
     Args:
         plain: any loss of this module.
@@ -93,20 +98,31 @@ class FusedLoss:
         def pair(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor) -> tuple[Tensor, Tensor]:
             return plain(logits_BK, Targets(labels_B)), plain(logits_BK, Targets(mixed_B))
 
+        def each(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam_B: Tensor) -> Tensor:
+            return plain(logits_BK, Targets(labels_B, mixed_B, lam_B))
+
         def single(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
             return plain(logits_BK, Targets(labels_B))
 
         self.plain = plain
         self._pair = torch.compile(pair, fullgraph=True, dynamic=False, **compiler)
+        self._each = torch.compile(each, fullgraph=True, dynamic=False, **compiler)
         self._single = torch.compile(single, fullgraph=True, dynamic=False, **compiler)
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         if targets.mixed_B is None:
             loss: Tensor = self._single(logits_BK, targets.labels_B)
             return loss
+        if _is_per_image(targets.lam):
+            weighted: Tensor = self._each(logits_BK, targets.labels_B, targets.mixed_B, targets.lam)
+            return weighted
         one, other = self._pair(logits_BK, targets.labels_B, targets.mixed_B)
         mixed: Tensor = targets.lam * one + (1.0 - targets.lam) * other
         return mixed
+
+
+def _is_per_image(lam: float | Tensor) -> TypeGuard[Tensor]:
+    return isinstance(lam, Tensor) and lam.ndim > 0
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

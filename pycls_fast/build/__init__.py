@@ -7,7 +7,7 @@ from pycls_fast.build.data import (
     num_workers,
     prepare,
     prepare_on_host,
-    sources,
+    preprocessing,
     train_loader,
 )
 from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
@@ -22,6 +22,7 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
+from pycls_fast.build.sources import eval_set, sources
 
 __all__ = [
     "Switches",
@@ -31,6 +32,7 @@ __all__ = [
     "draw_on_device",
     "ema",
     "eval_loader",
+    "eval_set",
     "is_sharded",
     "level",
     "loss",
@@ -46,6 +48,7 @@ __all__ = [
     "peak_lr",
     "prepare",
     "prepare_on_host",
+    "preprocessing",
     "save_activation_memory",
     "schedule",
     "set_backend",

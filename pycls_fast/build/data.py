@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from importlib.util import find_spec
 
 import torch
 
 from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.build.sources import order
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.counter import counter_seed
 from pycls_fast.data import (
+    ElementMixer,
     EvalSampler,
     EvalTransform,
     ImageDataset,
@@ -19,64 +20,27 @@ from pycls_fast.data import (
     Prepare,
     PrepareOnHost,
     Source,
-    SyntheticSource,
     TrainSampler,
     TrainTransform,
+    TransformByEpoch,
     make_loader,
-    open_folder,
-    write_digits,
+    native,
+    policies,
 )
+from pycls_fast.data.pictures import DECODERS, Decoder
+from pycls_fast.data.policies import Step
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
-
-# Streams of randomness that must not repeat one another's draws, nor that of the initial weights (1).
-_SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
-
-
-def sources(config: RunConfig, world: World) -> dict[str, Source]:
-    """The splits by name, "train" and "val" among them.
-
-    Raises:
-        UserError: data that is missing or in a layout that is not understood.
-    """
-    data = config.data
-    if data.source == "synthetic":
-        size, classes = data.image_size, data.synthetic_classes
-        train_seed, val_seed = (counter_seed(config.seed, s) for s in (_SYNTHETIC_TRAIN, _SYNTHETIC_VAL))
-        return {
-            "train": SyntheticSource(data.synthetic_train_images, size, classes, train_seed),
-            "val": SyntheticSource(data.synthetic_val_images, size, classes, val_seed),
-        }
-    if data.root is None:
-        raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
-    root = Path(data.root).expanduser()
-    if data.source == "digits":
-        if world.is_main:
-            write_digits(root)
-        world.barrier()
-    try:
-        return open_folder(root, val_fraction=data.val_fraction, split_seed=data.split_seed)
-    except UserError as error:
-        raise UserError(*(f"data.root: {line}" for line in error.lines)) from error
 
 
 def train_loader(
     config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
 ) -> ImageLoader:
     """Microbatches of this rank from `start_step` up to `steps`."""
-    augment = config.augment
-    transform = TrainTransform(
-        image_size=config.data.image_size,
-        crop=augment.crop,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        pad=augment.pad,
-        interpolation=augment.interpolation,
-        hflip=augment.hflip,
-        rand_augment=(augment.rand_augment.num_ops, augment.rand_augment.magnitude) if augment.rand_augment else None,
-        erase_probability=augment.erase_probability,
-    )
+    sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
+    transforms = {epoch: train_transform(config, size) for epoch, size in sorted(sizes.items())}
+    transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)
     sampler = TrainSampler(
         len(source),
         seed=config.seed,
@@ -86,10 +50,78 @@ def train_loader(
         start_step=start_step,
         total_steps=steps,
         accumulation_steps=config.optim.accumulation_steps,
+        order=order(config, source),
+        repeats=config.augment.repeats,
     )
-    host = prepare_on_host(config, chosen)
-    dataset = ImageDataset(source, transform, seed=config.seed, training=True, host=host)
+    dataset = ImageDataset(
+        source,
+        transform,
+        seed=config.seed,
+        training=True,
+        host=prepare_on_host(config, chosen),
+        repeats=config.augment.repeats,
+        open_picture=_decoder(chosen),
+    )
     return _loader(config, dataset, sampler, world)
+
+
+def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
+    """The augmentation of training images of this size."""
+    augment = config.augment
+    return TrainTransform(
+        image_size=image_size,
+        crop=augment.crop,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        pad=augment.pad,
+        pad_mode=augment.pad_mode,
+        interpolation=augment.interpolation,
+        hflip=augment.hflip,
+        steps=_steps(config, image_size),
+        erase_probability=augment.erase_probability,
+    )
+
+
+def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
+    """The policy and the color jitter."""
+    augment, mean = config.augment, config.data.mean
+    mode, steps = augment.interpolation, []
+    if (rand := augment.rand_augment) is not None and rand.library == "torchvision":
+        steps.append(policies.rand_augment(rand.num_ops, rand.magnitude, interpolation=mode))
+    elif rand is not None:
+        steps.append(
+            policies.timm_rand_augment(
+                rand.num_ops,
+                rand.magnitude,
+                magnitude_std=rand.magnitude_std,
+                increasing=rand.increasing,
+                probability=0.5 if rand.probability is None else rand.probability,
+                interpolation=mode,
+                image_size=image_size,
+                mean=mean,
+            )
+        )
+    if augment.auto_augment is not None:
+        steps.append(policies.auto_augment(augment.auto_augment, interpolation=mode))
+    if augment.trivial_augment:
+        steps.append(policies.trivial_augment(interpolation=mode))
+    if augment.three_augment:
+        steps.append(policies.three_augment(interpolation=mode, image_size=image_size, mean=mean))
+    if augment.color_jitter is not None:
+        steps.append(policies.color_jitter(*augment.color_jitter))
+    return tuple(steps)
+
+
+def _decoder(chosen: Switches) -> Decoder:
+    name = chosen[SwitchName.DECODE]
+    if name == "region":
+        # Compiled here if need be, not in every worker.
+        native.library()
+    if name == "simplejpeg" and find_spec("simplejpeg") is None:
+        raise UserError(
+            "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
+        )
+    return DECODERS[name]
 
 
 def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
@@ -102,8 +134,14 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
     )
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
     sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.rank, world_size=world.size)
-    host = prepare_on_host(config, chosen)
-    dataset = ImageDataset(source, transform, seed=config.seed, training=False, host=host)
+    dataset = ImageDataset(
+        source,
+        transform,
+        seed=config.seed,
+        training=False,
+        host=prepare_on_host(config, chosen),
+        open_picture=_decoder(chosen),
+    )
     return _loader(config, dataset, sampler, world)
 
 
@@ -165,13 +203,33 @@ def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None
     )
 
 
-def mixer(config: RunConfig) -> Mixer | None:
+def preprocessing(config: RunConfig) -> str:
+    """What is done to an image before it is scored, in one line: numbers mean little without it."""
+    data, augment = config.data, config.augment
+    short_side = round(data.image_size / augment.eval_crop_ratio)
+    mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
+    return (
+        f"short side {short_side} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
+        f"mean {mean}, std {std}"
+    )
+
+
+def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
     """Mixup and CutMix, or None when both are off. Batches that come mixed from the host are left alone."""
     augment = config.augment
-    made = Mixer(
+    if augment.mix_probability == 0 or (augment.mixup_alpha == 0 and augment.cutmix_alpha == 0):
+        return None
+    if augment.mix_mode != "batch":
+        return ElementMixer(
+            mode=augment.mix_mode,
+            mixup_alpha=augment.mixup_alpha,
+            cutmix_alpha=augment.cutmix_alpha,
+            switch_probability=augment.mix_switch_probability,
+            probability=augment.mix_probability,
+        )
+    return Mixer(
         mixup_alpha=augment.mixup_alpha,
         cutmix_alpha=augment.cutmix_alpha,
         switch_probability=augment.mix_switch_probability,
         probability=augment.mix_probability,
     )
-    return made if made.enabled else None

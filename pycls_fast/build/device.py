@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
 from pycls_fast import precision, speed
 from pycls_fast.build.impossible import Switches, impossible
 from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import native
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import DTENSORS, World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
@@ -59,6 +61,9 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         in_16_bits=formats.compute != "float32" and not formats.float8,
         sharded=config.parallel.name in DTENSORS,
     )
+    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
+        # As the preset does with optimizers: the fastest that there is here. What is in force is in the start table.
+        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
     lines = list(impossible(config, resolved, kind))
     if lines:
         raise UserError(*lines)

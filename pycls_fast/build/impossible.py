@@ -92,6 +92,11 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
             "speed.cuda_graphs: on records one microbatch a step, and the host draws for each; use "
             "optim.accumulation_steps=1 or speed.cuda_graphs=off"
         )
+    if config.data.image_size_schedule:
+        yield (
+            "speed.cuda_graphs: on records images of one size and data.image_size_schedule changes it; use "
+            "speed.cuda_graphs=off or leave the schedule out"
+        )
     if config.runtime.watchdog:
         yield "speed.cuda_graphs: runtime.watchdog asks the host in every step; use runtime.watchdog=false"
     if chosen[SwitchName.COMPILE_MODE] in ("reduce-overhead", "max-autotune"):

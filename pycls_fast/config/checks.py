@@ -9,11 +9,14 @@ from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
 
 def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong and what to do) for every impossible combination."""
-    if needs_data and config.data.source == "folder" and config.data.root is None:
+    # Every set but ReaL brings its own images.
+    needs_data &= config.data.eval_set in (None, "real")
+    if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
         yield (
             "data.root",
             "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
         )
+    yield from _source(config)
     yield from _model(config)
     yield from _data(config)
     yield from _schedule(config)
@@ -38,6 +41,19 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
 
 
+def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if data.val is not None and data.train is None and data.source != "hub":
+        yield "data.val", "given without data.train; give both, or neither"
+    for key in ("train", "val"):
+        if getattr(data, key) is not None and data.source in ("folder", "packed", "cifar", "digits", "synthetic"):
+            yield f"data.{key}", f"data.source={data.source} has folders of fixed names; leave it out"
+    if data.shard_cache_gib is not None and data.shard_cache is None:
+        yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
+    if data.eval_set is not None and data.eval_root is None:
+        yield "data.eval_root", f"not set; give the files of data.eval_set={data.eval_set} as data.eval_root=PATH"
+
+
 def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
     steps = config.optim.accumulation_steps
@@ -52,9 +68,39 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"augment.{key}", f"the first value must not be larger than the second; got [{low}, {high}]"
     if augment.scale[1] > 1:
         yield "augment.scale", f"an area cannot be larger than the image's (1.0); got {augment.scale[1]}"
+    yield from _policies(config)
     microbatch = data.global_batch_size // steps
     if (augment.mixup_alpha or augment.cutmix_alpha) and microbatch == 1:
         yield "augment.mixup_alpha", "mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1"
+
+
+def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
+    data, augment = config.data, config.augment
+    chosen = [
+        name for name in ("rand_augment", "auto_augment", "trivial_augment", "three_augment") if getattr(augment, name)
+    ]
+    for name in chosen[1:]:
+        yield f"augment.{name}", f"one policy at a time, and there is augment.{chosen[0]}; switch one of them off"
+    policy = augment.rand_augment
+    if policy is not None and policy.library == "torchvision":
+        for name in ("magnitude_std", "increasing", "probability"):
+            if getattr(policy, name) != type(policy).model_fields[name].default:
+                yield f"augment.rand_augment.{name}", "only timm's has it; use augment.rand_augment.library=timm"
+    if policy is not None and policy.library == "timm" and policy.magnitude > 10:
+        yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {policy.magnitude}"
+    if augment.mix_mode == "pair" and data.global_batch_size // config.optim.accumulation_steps % 2:
+        yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
+    epochs = [epoch for epoch, _ in data.image_size_schedule]
+    if epochs != sorted(set(epochs)):
+        yield "data.image_size_schedule", f"epochs must increase; got {epochs}"
+    if data.image_size_schedule and isinstance(config.model, ViTModel):
+        yield (
+            "data.image_size_schedule",
+            "a ViT has positions for one image size; leave it out, or use a network without them (model=resnet50)",
+        )
+    small = [size for _, size in data.image_size_schedule if size < 32]
+    if small and isinstance(config.model, ResNetModel) and config.model.stem == "imagenet":
+        yield "data.image_size_schedule", f"{small[0]} is too small for model.stem=imagenet (32 at least)"
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Hue = Annotated[float, Field(ge=0.0, le=0.5)]
 Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # An unset variable of the shell (`data.root=$DATA`) must not become the current folder.
@@ -74,11 +75,41 @@ class Data(Section):
 
     `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (left out: that of training),
     `num_workers` per rank (left out: the rank's share of the cores).
+
+    `source` is a layout of `data/README.md`; `auto` looks at what is in `root`: a path, for `tar` perhaps an address,
+    for `hub` a dataset's name. `train` and `val` name the files (for `hub`: the splits) where their own names do not
+    tell. Remote shards are kept in `shard_cache`, up to `shard_cache_gib`. Indexes of large datasets are kept beside
+    the data or in the user's cache (`index_cache: auto`), in a folder of your choice, or not (`off`). With
+    `shuffle: blocks` shards are read one after the other, mixing within `shuffle_buffer` images; `auto` does so behind
+    a network.
+
+    `image_size_schedule` holds pairs of a first epoch and the training images' size from there on; before the first
+    pair and in evaluation it is `image_size`.
+
+    `eval_set` is what `tools/test_net.py` scores instead of a split, from the files in `eval_root`; `wnids` lists
+    ImageNet's 1,000 WordNet ids in the order of the outputs, where the training classes are not called that.
     """
 
-    source: Literal["folder", "digits", "synthetic"] = "folder"
+    source: Literal["auto", "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", "digits", "synthetic"] = (
+        "auto"
+    )
     root: Text | None = None
+    train: Text | None = None
+    val: Text | None = None
+    path_column: Text = "path"
+    image_column: Text | None = None
+    label_column: Text = "label"
+    hub_config: Text | None = None
+    index_cache: Text = "auto"
+    shard_cache: Text | None = None
+    shard_cache_gib: PositiveFloat | None = None
+    shuffle: Literal["auto", "full", "blocks"] = "auto"
+    shuffle_buffer: PositiveInt = 16384
+    eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
+    eval_root: Text | None = None
+    wnids: Text | None = None
     image_size: PositiveInt = 224
+    image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
     global_batch_size: PositiveInt = 256
     eval_batch_size: PositiveInt | None = None
     num_workers: Annotated[int, Field(ge=0)] | None = None
@@ -94,28 +125,49 @@ class Data(Section):
 
 
 class RandAugment(Section):
-    """RandAugment (Cubuk et al., 2020) in torchvision's parameterisation."""
+    """RandAugment (Cubuk et al., 2020) as parameterised by `library`.
 
+    torchvision: magnitude 0..30. timm (and DeiT): magnitude 0..10 with a normal spread of `magnitude_std`, each
+    operation taken with `probability` (left out: 0.5), `increasing` in strength with the magnitude or not.
+    """
+
+    library: Literal["torchvision", "timm"] = "torchvision"
     num_ops: PositiveInt = 2
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    magnitude_std: NonNegativeFloat = 0.0
+    increasing: bool = False
+    probability: Probability | None = None
 
 
 class Augment(Section):
-    """Training-time augmentation, and the crop used for evaluation."""
+    """Training-time augmentation, and the crop used for evaluation.
+
+    At most one of `rand_augment`, `auto_augment` (torchvision's, by the dataset of its policy), `trivial_augment` and
+    `three_augment` (DeiT III) follows the flip, then `color_jitter` (brightness, contrast, saturation, hue). Mixing is
+    of whole batches, of pairs or of single elements, each with a share of its own (`mix_mode`). With `repeats` an
+    image is in an epoch that many times, augmented differently, and a `repeats`-th of the images are.
+    """
 
     crop: Literal["random_resized", "pad", "none"] = "random_resized"
     scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
     pad: Annotated[int, Field(ge=0)] = 4
+    pad_mode: Literal["constant", "reflect"] = "constant"
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     hflip: Probability = 0.5
     rand_augment: RandAugment | None = None
+    auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
+    trivial_augment: bool = False
+    three_augment: bool = False
+    color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] | None = None
+    repeats: PositiveInt = 1
     erase_probability: Probability = 0.0
     erase_value: Literal["mean", "noise"] = "mean"
     mixup_alpha: NonNegativeFloat = 0.0
     cutmix_alpha: NonNegativeFloat = 0.0
     mix_probability: Probability = 1.0
     mix_switch_probability: Probability = 0.5
+    mix_mode: Literal["batch", "pair", "elem"] = "batch"
     eval_crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
 
 
@@ -295,6 +347,7 @@ class Speed(Section):
     optimizer_compile: Literal["off", "on"] | None = None
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
+    decode: Literal["pillow", "simplejpeg", "region"] | None = None
     input_copy: Literal["blocking", "prefetch"] | None = None
     normalize_on: Literal["cpu", "device"] | None = None
     erase_on: Literal["cpu", "device"] | None = None

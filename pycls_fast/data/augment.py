@@ -1,27 +1,26 @@
-"""Augmentation of one image in a worker: RGB in, a uint8 square out, all draws from one seed.
+"""Augmentation of one image in a worker: an encoded image in, a uint8 square out, all draws from one seed.
 
-The operations are torchvision.transforms.v2's on Pillow images, in the order of its classification presets:
-crop, flip, color jitter, RandAugment. Random erasing is only drawn here; the box travels with the sample and
-is filled on the device after normalising.
+The operations are torchvision.transforms.v2's on Pillow images, in the order of its classification presets and of
+timm's: crop, flip, policy, color jitter. The crop is drawn from the image's size alone, before its pixels are decoded,
+so a decoder may leave out what is cut away. Random erasing is only drawn here; the box travels with the sample and is
+filled on the device after normalising.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.transforms import InterpolationMode, v2
-from torchvision.transforms.v2 import functional as F
+from torchvision.transforms import v2
 
 from pycls_fast.data.draws import seeded_torch
+from pycls_fast.data.pictures import Box, Cut, Interpolation, Picture
+from pycls_fast.data.policies import Step
 
-Interpolation = Literal["bilinear", "bicubic"]
 Crop = Literal["random_resized", "pad", "none"]
-Box = tuple[int, int, int, int]
-"""(top, left, height, width) in pixels."""
-
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
 
@@ -46,7 +45,10 @@ class Transform(Protocol):
     def erases(self) -> bool:
         """Whether there can be boxes to erase."""
 
-    def __call__(self, image: Image.Image, seed: int) -> Augmented: ...
+    def at(self, epoch: int) -> Transform:
+        """What is done to the images of an epoch."""
+
+    def __call__(self, picture: Picture, seed: int) -> Augmented: ...
 
 
 class TrainTransform:
@@ -60,62 +62,77 @@ class TrainTransform:
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         pad: int = 4,
+        pad_mode: Literal["constant", "reflect"] = "constant",
         interpolation: Interpolation = "bilinear",
         hflip: float = 0.5,
-        rand_augment: tuple[int, int] | None = None,
-        color_jitter: tuple[float, float, float, float] | None = None,
+        steps: Sequence[Step] = (),
         erase_probability: float = 0.0,
     ) -> None:
         """
         Args:
             image_size: height and width of the result, in pixels.
             crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the
-                defaults are theirs). "pad": the whole image, `pad` black pixels on each side, a random crop
-                of it (He et al. 2016, section 4.2). "none": the whole image. Where the whole image is not
+                defaults are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it
+                (He et al. 2016, section 4.2). "none": the whole image. Where the whole image is not
                 `image_size` square, its short side is resized to that and the centre cut out.
             scale: the cut's share of the area, smallest and largest.
             ratio: the cut's width / height, smallest and largest.
+            pad_mode: black pixels, or the image mirrored at its edge (DeiT III's simple random crop).
             hflip: probability of a left-right flip.
-            rand_augment: (operations, magnitude 0..30), RandAugment of Cubuk et al. 2019 as in torchvision.
-            color_jitter: (brightness, contrast, saturation, hue): factors from 1 +- value, hue from +- value
-                turns.
+            steps: what follows the flip, in order (`policies`).
             erase_probability: of drawing a box to erase (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3
                 to 3.3).
         """
-        mode = InterpolationMode(interpolation)
-        steps: list[torch.nn.Module] = []
-        if crop == "random_resized":
-            steps.append(v2.RandomResizedCrop(image_size, scale=scale, ratio=ratio, interpolation=mode))
-        elif crop == "pad":
-            steps.append(v2.RandomCrop(image_size, padding=pad))
-        elif crop != "none":
+        if crop not in ("random_resized", "pad", "none"):
             raise ValueError(f"unknown crop {crop!r}")
-        if hflip > 0:
-            steps.append(v2.RandomHorizontalFlip(hflip))
-        if color_jitter is not None:
-            steps.append(v2.ColorJitter(*color_jitter))
-        if rand_augment is not None:
-            num_ops, magnitude = rand_augment
-            steps.append(v2.RandAugment(num_ops, magnitude, interpolation=mode))
         self.image_size = image_size
         self.erases = erase_probability > 0
-        self._whole_image = crop != "random_resized"
-        self._interpolation = mode
-        self._steps = steps
+        self._interpolation = interpolation
+        self._hflip = hflip
+        self._random_resized: v2.RandomResizedCrop | None = None
+        self._padded: v2.RandomCrop | None = None
+        if crop == "random_resized":
+            self._random_resized = v2.RandomResizedCrop(image_size, scale=scale, ratio=ratio)
+        elif crop == "pad":
+            self._padded = v2.RandomCrop(image_size, padding=pad, padding_mode=pad_mode)
+        self._steps = tuple(steps)
         self._erase_probability = erase_probability
         self._erasing = v2.RandomErasing(p=1.0, value=0)
         # Only its shape is looked at when a box is drawn.
         self._canvas = torch.empty(3, image_size, image_size, device="meta")
 
-    def __call__(self, image: Image.Image, seed: int) -> Augmented:
+    def at(self, epoch: int) -> TrainTransform:
+        """The same in all epochs."""
+        return self
+
+    def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Augment one RGB image; the result is a function of the image and the seed alone."""
-        if self._whole_image:
-            image = _fit(image, self.image_size, self.image_size, self._interpolation)
         with seeded_torch(seed):
-            for step in self._steps:
-                image = step(image)
+            image_HWC = self._crop_and_flip(picture)
+            if self._steps:
+                image = Image.fromarray(image_HWC)
+                for step in self._steps:
+                    image = step(image)
+                image_HWC = np.asarray(image)
             erase = self._draw_box() if self.erases else NO_BOX
-        return Augmented(np.asarray(image), erase)
+        return Augmented(image_HWC, erase)
+
+    def _crop_and_flip(self, picture: Picture) -> np.ndarray:
+        size = self.image_size
+        if self._random_resized is not None:
+            drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
+            box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
+            cut = Cut(box, (size, size), (0, 0, size, size), self._interpolation, mirror=self._draw_flip())
+            return picture.cut(cut)
+        cut = _fit(picture.size, size, size, self._interpolation)
+        if self._padded is None:
+            return picture.cut(cut._replace(mirror=self._draw_flip()))
+        image_HWC = np.asarray(self._padded(Image.fromarray(picture.cut(cut))))
+        return image_HWC[:, ::-1] if self._draw_flip() else image_HWC
+
+    def _draw_flip(self) -> bool:
+        """As `v2.RandomHorizontalFlip` draws it."""
+        return self._hflip > 0 and torch.rand(1).item() < self._hflip
 
     def _draw_box(self) -> Box:
         if torch.rand(()).item() >= self._erase_probability:
@@ -125,6 +142,21 @@ class TrainTransform:
         if params["v"] is None:
             return NO_BOX
         return params["i"], params["j"], params["h"], params["w"]
+
+
+class TransformByEpoch:
+    """Other transforms in other epochs: progressive resizing. A batch has images of one epoch, hence of one size."""
+
+    def __init__(self, transforms: Mapping[int, TrainTransform]) -> None:
+        """
+        Args:
+            transforms: by the epoch that each begins with, 0 among them.
+        """
+        self._transforms = dict(transforms)
+
+    def at(self, epoch: int) -> TrainTransform:
+        """What is done to the images of an epoch."""
+        return self._transforms[max(first for first in self._transforms if first <= epoch)]
 
 
 class EvalTransform:
@@ -143,21 +175,33 @@ class EvalTransform:
             raise ValueError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
         self.image_size = image_size
         self._short_side = round(image_size / crop_ratio)
-        self._interpolation = InterpolationMode(interpolation)
+        self._interpolation: Interpolation = interpolation
 
-    def __call__(self, image: Image.Image, seed: int) -> Augmented:
+    def at(self, epoch: int) -> EvalTransform:
+        """The same in all epochs."""
+        return self
+
+    def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Cut one RGB image; `seed` is not used."""
-        return Augmented(np.asarray(_fit(image, self._short_side, self.image_size, self._interpolation)), NO_BOX)
+        cut = _fit(picture.size, self._short_side, self.image_size, self._interpolation)
+        return Augmented(picture.cut(cut), NO_BOX)
 
 
-def _fit(image: Image.Image, short_side: int, size: int, interpolation: InterpolationMode) -> Image.Image:
-    """Resize the short side, keep the proportions, cut out the centre square."""
-    if image.size == (size, size) and short_side == size:
-        return image
-    width, height = image.size
-    limit = _LONGEST_SIDE * min(width, height)
-    if max(width, height) > limit:
+def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolation: Interpolation) -> Cut:
+    """Resize the short side, keep the proportions, cut out the centre square: torchvision's Resize and CenterCrop."""
+    height, width = picture_size
+    box = (0, 0, height, width)
+    limit = _LONGEST_SIDE * min(height, width)
+    if max(height, width) > limit:
         # Resized whole, a line of 1 x 10,000 pixels would fill gigabytes, of which only the centre is used.
-        image = F.center_crop(image, [min(height, limit), min(width, limit)])
-    image = F.resize(image, [short_side], interpolation=interpolation)
-    return F.center_crop(image, [size, size])
+        box = _centre(height, width, min(height, limit), min(width, limit))
+        _, _, height, width = box
+    if width <= height:
+        resized = (int(short_side * height / width), short_side)
+    else:
+        resized = (short_side, int(short_side * width / height))
+    return Cut(box, resized, _centre(*resized, size, size), interpolation)
+
+
+def _centre(height: int, width: int, crop_height: int, crop_width: int) -> Box:
+    return round((height - crop_height) / 2.0), round((width - crop_width) / 2.0), crop_height, crop_width

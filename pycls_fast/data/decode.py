@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -49,19 +51,40 @@ def decode(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) ->
         DamagedImage: when the bytes are no complete, sane image, with the reason.
     """
     if isinstance(data, np.ndarray):
-        if data.dtype != np.uint8 or data.ndim != 3 or data.shape[2] != 3:
-            raise ValueError(f"expected a uint8 array of shape (H, W, 3), got {data.dtype} {data.shape}")
-        return Image.fromarray(data)
+        return Image.fromarray(checked_array(data))
+    with _named_damage(data):
+        image = _open(data, max_pixels)
+        image.load()
+        return _to_rgb(image)
+
+
+def checked_array(image_HWC: np.ndarray) -> np.ndarray:
+    """An image that a source has decoded already.
+
+    Raises:
+        ValueError: it is not uint8 (height, width, 3).
+    """
+    if image_HWC.dtype != np.uint8 or image_HWC.ndim != 3 or image_HWC.shape[2] != 3:
+        raise ValueError(f"expected a uint8 array of shape (H, W, 3), got {image_HWC.dtype} {image_HWC.shape}")
+    return image_HWC
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise DamagedImage("the file is empty (0 bytes)")
+    image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    _check_size(image, max_pixels)
+    return image
+
+
+@contextmanager
+def _named_damage(data: bytes) -> Iterator[None]:
+    """Whatever Pillow raises becomes a `DamagedImage`."""
     # Pillow warns about palettes, tags and sizes; what matters of it is decided here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            _check_size(image, max_pixels)
-            image.load()
-            return _to_rgb(image)
+            yield
         except (DamagedImage, MemoryError):
             raise
         except UnidentifiedImageError:

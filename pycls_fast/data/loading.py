@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
+import os
 import signal
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data.augment import NO_BOX, Box, Transform
-from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, decode
+from pycls_fast.data.augment import NO_BOX, Box, Transform, TransformByEpoch
+from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage
 from pycls_fast.data.mix import Mixed
+from pycls_fast.data.mix_elements import MixedElements
+from pycls_fast.data.pictures import Decoder, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources import Source
 from pycls_fast.errors import UserError
 
 Damage = tuple[str, str]
 """(name of the image, reason)."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MORE_SHARED_MEMORY = (
+    "enlarge it (docker run --shm-size=8g, or --ipc=host), or lower data.num_workers, data.prefetch_factor or "
+    "data.global_batch_size"
+)
 
 # The machine is at its limits, which says nothing about the image.
 _OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -60,7 +72,7 @@ class Batch:
     nothing to erase."""
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
-    mixed: Mixed | None = None
+    mixed: Mixed | MixedElements | None = None
     """How the workers have mixed the images; None where they have not."""
 
     def __len__(self) -> int:
@@ -68,31 +80,29 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory; DataLoader's pinning thread calls this."""
-        erase_B4 = None if self.erase_B4 is None else self.erase_B4.pin_memory()
-        return replace(
-            self,
-            images_BHWC=self.images_BHWC.pin_memory(),
-            labels_B=self.labels_B.pin_memory(),
-            indices_B=self.indices_B.pin_memory(),
-            erase_B4=erase_B4,
-        )
+        return self._each(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """A copy on the device."""
-        erase_B4 = None if self.erase_B4 is None else self.erase_B4.to(device, non_blocking=non_blocking)
-        return replace(
-            self,
-            images_BHWC=self.images_BHWC.to(device, non_blocking=non_blocking),
-            labels_B=self.labels_B.to(device, non_blocking=non_blocking),
-            indices_B=self.indices_B.to(device, non_blocking=non_blocking),
-            erase_B4=erase_B4,
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that `stream` uses the tensors, which were made on another stream."""
-        for tensor in (self.images_BHWC, self.labels_B, self.indices_B, self.erase_B4):
+        shares_B = self.mixed.lam_B if isinstance(self.mixed, MixedElements) else None
+        for tensor in (self.images_BHWC, self.labels_B, self.indices_B, self.erase_B4, shares_B):
             if tensor is not None:
                 tensor.record_stream(stream)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        mixed = self.mixed
+        return replace(
+            self,
+            images_BHWC=change(self.images_BHWC),
+            labels_B=change(self.labels_B),
+            indices_B=change(self.indices_B),
+            erase_B4=None if self.erase_B4 is None else change(self.erase_B4),
+            mixed=MixedElements(change(mixed.lam_B)) if isinstance(mixed, MixedElements) else mixed,
+        )
 
 
 class HostStage(Protocol):
@@ -123,11 +133,13 @@ class ImageDataset(Dataset[Sample]):
     def __init__(
         self,
         source: Source,
-        transform: Transform,
+        transform: Transform | TransformByEpoch,
         *,
         seed: int = 0,
         training: bool,
         host: HostStage | None = None,
+        repeats: int = 1,
+        open_picture: Decoder = open_with_pillow,
         max_pixels: int = DEFAULT_MAX_PIXELS,
         max_replacements: int = 16,
     ) -> None:
@@ -136,6 +148,8 @@ class ImageDataset(Dataset[Sample]):
             seed: of the augmentation.
             host: what is done to a whole batch before it leaves the worker.
             training: replace damaged images instead of leaving them out.
+            repeats: how often an image is in an epoch (`TrainSampler`).
+            open_picture: how images are decoded (`pictures.DECODERS`).
             max_pixels: larger images count as damaged.
             max_replacements: damaged images in a row after which training gives up with a `UserError`.
         """
@@ -144,11 +158,22 @@ class ImageDataset(Dataset[Sample]):
         self.seed = seed
         self.training = training
         self.host = host
+        self._repeats = repeats
+        self._open_picture = open_picture
         self._max_pixels = max_pixels
         self._max_replacements = max_replacements
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def instrumented(
+        self, around_source: Callable[[Source], Source], around_decoder: Callable[[Decoder], Decoder]
+    ) -> ImageDataset:
+        """The same dataset with its source and its decoder wrapped, to see what they take."""
+        other = copy(self)
+        other.source = around_source(self.source)
+        other._open_picture = around_decoder(self._open_picture)
+        return other
 
     def __getitem__(self, key: Key) -> Sample:
         """One sample.
@@ -156,15 +181,17 @@ class ImageDataset(Dataset[Sample]):
         Raises:
             UserError: in training, when too many images in a row are damaged.
         """
-        epoch, index = key
+        epoch, position = key
         count = len(self.source)
-        if not 0 <= index < count:
-            raise IndexError(f"image {index} of {count}")
-        seed = counter_seed(self.seed, epoch, index)
+        if not 0 <= position < count * self._repeats:
+            raise IndexError(f"image {position} of {count}")
+        repeat, index = divmod(position, count)
+        seed = counter_seed(self.seed, epoch, index, repeat) if repeat else counter_seed(self.seed, epoch, index)
+        transform = self.transform.at(epoch)
         damaged: list[Damage] = []
         for offset in range(min(self._max_replacements + 1, count) if self.training else 1):
             try:
-                return self._load((index + offset) % count, seed, tuple(damaged))
+                return self._load((index + offset) % count, transform, seed, tuple(damaged))
             except DamagedImage as error:
                 damaged.append((self.source.name((index + offset) % count), error.reason))
         if self.training:
@@ -179,40 +206,80 @@ class ImageDataset(Dataset[Sample]):
 
         A `UserError` is handed back as a value: raised in a worker, it would arrive inside a traceback.
         """
+        # Batches have images of one epoch, which is all that a transform depends on.
+        transform = self.transform.at(keys[0][0] if keys else 0)
         try:
-            samples = [self[key] for key in keys]
+            batch = collate(
+                (self[key] for key in keys),
+                count=len(keys),
+                image_size=transform.image_size,
+                erases=transform.erases,
+                # What the host stage makes of it is other memory.
+                shared=self.host is None and get_worker_info() is not None,
+            )
         except UserError as error:
             return error
-        batch = collate(samples, image_size=self.transform.image_size, erases=self.transform.erases)
         if self.host is None:
             return batch
         return self.host(batch, keys.seed if isinstance(keys, Keys) else None)
 
-    def _load(self, index: int, seed: int, damaged: tuple[Damage, ...]) -> Sample:
+    def _load(self, index: int, transform: Transform, seed: int, damaged: tuple[Damage, ...]) -> Sample:
         try:
             data, label = self.source.read(index)
         except OSError as error:
             if error.errno in _OUR_OWN_ERRORS:
                 raise
             raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
-        image = decode(data, max_pixels=self._max_pixels)
-        image_HWC, erase = self.transform(image, seed)
+        picture = self._open_picture(data, max_pixels=self._max_pixels)
+        image_HWC, erase = transform(picture, seed)
         return Sample(image_HWC, label, index, erase, damaged)
 
 
-def collate(samples: Sequence[Sample], *, image_size: int, erases: bool) -> Batch:
-    """Put samples together; those without an image only leave their damage report."""
-    whole = [sample for sample in samples if sample.image_HWC is not None]
-    images = [sample.image_HWC for sample in samples if sample.image_HWC is not None]
-    images_BHWC = np.stack(images) if images else np.empty((0, image_size, image_size, 3), dtype=np.uint8)
-    boxes = [sample.erase for sample in whole]
+def collate(samples: Iterable[Sample], *, count: int, image_size: int, erases: bool, shared: bool = False) -> Batch:
+    """Put samples together; those without an image only leave their damage report.
+
+    Args:
+        samples: each is copied into the batch as it comes, while it lies in the cache.
+        count: how many there are at most.
+        shared: make the batch in the memory that the workers share with the main process, which takes it from there
+            without another copy.
+
+    Raises:
+        UserError: there is no room in shared memory.
+    """
+    images_BHWC = _empty_images((count, image_size, image_size, 3), shared)
+    rows_BHWC = images_BHWC.numpy()
+    whole: list[Sample] = []
+    damaged: list[Damage] = []
+    for sample in samples:
+        damaged += sample.damaged
+        if sample.image_HWC is not None:
+            rows_BHWC[len(whole)] = sample.image_HWC
+            whole.append(replace(sample, image_HWC=None))
     return Batch(
-        images_BHWC=torch.from_numpy(images_BHWC),
+        images_BHWC=images_BHWC[: len(whole)],
         labels_B=torch.tensor([sample.label for sample in whole], dtype=torch.int64),
         indices_B=torch.tensor([sample.index for sample in whole], dtype=torch.int64),
-        erase_B4=torch.tensor(boxes, dtype=torch.int64).reshape(-1, 4) if erases else None,
-        damaged=tuple(damage for sample in samples for damage in sample.damaged),
+        erase_B4=torch.tensor([s.erase for s in whole], dtype=torch.int64).reshape(-1, 4) if erases else None,
+        damaged=tuple(damaged),
     )
+
+
+def _empty_images(shape: tuple[int, ...], shared: bool) -> torch.Tensor:
+    size = math.prod(shape)
+    if not shared or not size:
+        return torch.empty(shape, dtype=torch.uint8)
+    if _SHARED_MEMORY.is_dir():
+        # Writing past what is free there kills the process by a signal.
+        status = os.statvfs(_SHARED_MEMORY)
+        free = status.f_bavail * status.f_frsize
+        if free < size:
+            raise UserError(
+                f"shared memory is full: {_SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, a batch takes "
+                f"{size / 2**20:,.0f} MiB; {_MORE_SHARED_MEMORY}"
+            )
+    storage = torch.UntypedStorage._new_shared(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 # Iterators whose workers may still run.
@@ -261,8 +328,25 @@ class ImageLoader(DataLoader[Any]):
                 if isinstance(batch, UserError):
                     raise batch
                 yield batch
+        except RuntimeError as error:
+            death = _worker_death(str(error))
+            if death is None:
+                raise
+            raise UserError(death) from error
         finally:
             _stop_workers(iterator)
+
+
+def _worker_death(message: str) -> str | None:
+    """What to do about a worker that torch found dead, None where the message is of something else."""
+    if not message.startswith("DataLoader worker"):
+        return None
+    what = message.splitlines()[0].removesuffix(" ").removesuffix(".")
+    if "Bus error" in message:
+        return f"{what}: shared memory ({_SHARED_MEMORY}) is full; {_MORE_SHARED_MEMORY}"
+    return (
+        f"{what}; most often memory ran out (the kernel's log says so): lower data.num_workers or data.prefetch_factor"
+    )
 
 
 def make_loader(
@@ -283,8 +367,7 @@ def make_loader(
 
     Raises:
         UserError: when `pin_memory` is asked for without a CUDA device; while iterating, when the data is
-            broken.
-        RuntimeError: while iterating, when a worker died.
+            broken, a worker died or shared memory is full.
     """
     if pin_memory and not torch.cuda.is_available():
         raise UserError("pinned memory needs a CUDA device; switch it off on this machine")

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from pycls_fast.counter import counter_seed
+from pycls_fast.data.boxes import box_mask
 from pycls_fast.data.loading import Batch
 from pycls_fast.data.mix import Mixed, Mixer
+from pycls_fast.data.mix_elements import ElementMixer, MixedElements
 
 # The stream of the noise among those that start from a microbatch's seed.
 _NOISE = 1
@@ -121,12 +123,12 @@ class PrepareOnHost:
 
     prepare: Prepare
     erase: bool = False
-    mixer: Mixer | None = None
+    mixer: Mixer | ElementMixer | None = None
 
     def __call__(self, batch: Batch, seed: int | None) -> Batch:
         """The batch with float32 images; evaluation, which has no seed, is never mixed."""
         images_BCHW = self.prepare(batch if self.erase else replace(batch, erase_B4=None), seed)
-        mixed: Mixed | None = None
+        mixed: Mixed | MixedElements | None = None
         if self.mixer is not None and seed is not None:
             images_BCHW, mixed = self.mixer(images_BCHW, seed)
         return replace(
@@ -135,13 +137,3 @@ class PrepareOnHost:
             erase_B4=None if self.erase else batch.erase_B4,
             mixed=mixed,
         )
-
-
-def box_mask(box_B4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """`mask_BHW`, true within each image's box (top, left, height, width)."""
-    top_B1, left_B1, height_B1, width_B1 = box_B4.split(1, dim=1)
-    y_H = torch.arange(height, device=box_B4.device)
-    x_W = torch.arange(width, device=box_B4.device)
-    rows_BH = (y_H >= top_B1) & (y_H < top_B1 + height_B1)
-    columns_BW = (x_W >= left_B1) & (x_W < left_B1 + width_B1)
-    return rows_BH[:, :, None] & columns_BW[:, None, :]

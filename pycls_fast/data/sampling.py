@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -12,6 +13,11 @@ from pycls_fast.errors import UserError
 
 Key = tuple[int, int]
 """(epoch, index): all that a worker needs to know to make a sample."""
+
+Order = Callable[[int, int], np.ndarray]
+"""(seed, epoch) -> the order of an epoch, a permutation of all indices."""
+
+_LANES = 64
 
 
 class Keys(list[Key]):
@@ -28,6 +34,44 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     A function of its arguments alone: the same on every rank, machine and NumPy version.
     """
     return frozen_generator(counter_seed(seed, epoch)).permutation(count).astype(np.int64, copy=False)
+
+
+def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, global_batch_size: int) -> np.ndarray:
+    """An order in which each rank reads few blocks (shards) at a time: blocks shuffled, then images within a buffer.
+
+    The shuffled blocks, end to end, are cut into equal lanes, 64 or the largest power of two that divides the batch.
+    Each global batch takes the same number of images from every lane, lane after lane, so that a rank of a world that
+    divides the lanes reads its own lanes alone. Within a lane no image moves further than its share of the buffer.
+
+    Like `epoch_order` a function of its arguments alone, whatever the number of ranks.
+
+    Args:
+        block_ends: int64, where each block of neighbouring images ends; the last is the number of images.
+        buffer: images that are mixed at a time, over all lanes.
+        global_batch_size: of the sampler that cuts the order into batches.
+
+    Returns:
+        A permutation of 0..count-1, int64.
+    """
+    generator = frozen_generator(counter_seed(seed, epoch))
+    count = int(block_ends[-1])
+    starts = np.concatenate([[0], block_ends[:-1]])
+    shuffled = generator.permutation(len(block_ends))
+    sizes = (block_ends - starts)[shuffled]
+    # Image k of the shuffled sequence lies as far into its block there as here.
+    shift = starts[shuffled] - (np.cumsum(sizes) - sizes)
+    sequence = np.arange(count, dtype=np.int64) + np.repeat(shift, sizes)
+    lanes = math.gcd(global_batch_size, _LANES)
+    per_lane = count // lanes
+    reach = max(buffer // lanes, 1)
+    jitter = np.arange(per_lane, dtype=np.float64) + generator.random_sample((lanes, per_lane)) * reach
+    rows = np.argsort(jitter, axis=1, kind="stable")
+    mixed = np.take_along_axis(sequence[: lanes * per_lane].reshape(lanes, per_lane), rows, axis=1)
+    steps, share = count // global_batch_size, global_batch_size // lanes
+    # (lane, step, place in the lane's share) -> (step, lane, place)
+    whole = mixed[:, : steps * share].reshape(lanes, steps, share).transpose(1, 0, 2).reshape(-1)
+    left_out = (mixed[:, steps * share :].reshape(-1), sequence[lanes * per_lane :])
+    return np.concatenate([whole, *left_out])
 
 
 class TrainSampler:
@@ -52,6 +96,8 @@ class TrainSampler:
         start_step: int = 0,
         total_steps: int,
         accumulation_steps: int = 1,
+        order: Order | None = None,
+        repeats: int = 1,
     ) -> None:
         """
         Args:
@@ -60,6 +106,9 @@ class TrainSampler:
             start_step: the first step to yield, counted from the run's beginning.
             total_steps: one past the last step to yield.
             accumulation_steps: batches that this rank gets per step.
+            order: of each epoch; left out, `epoch_order`.
+            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image is in an epoch this many times in a
+                row, as the positions index, index + count, index + 2 count ..., and the epoch ends as early as ever.
 
         Raises:
             UserError: when the batch cannot be filled or divided.
@@ -88,6 +137,8 @@ class TrainSampler:
         self._start_step = start_step
         self._total_steps = total_steps
         self._accumulation_steps = accumulation_steps
+        self._order = order or self._any_order
+        self._repeats = repeats
 
     def __len__(self) -> int:
         """Batches that are left: microbatches, `accumulation_steps` per step."""
@@ -99,12 +150,22 @@ class TrainSampler:
         for step in range(self._start_step, self._total_steps):
             step_epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if step_epoch != epoch:
-                epoch, order = step_epoch, epoch_order(self._seed, step_epoch, self._count)
+                epoch, order = step_epoch, self._repeated(self._order(self._seed, step_epoch))
             first = step_in_epoch * self._global_batch_size + self._rank * per_batch
             for position in range(self._accumulation_steps):
                 start = first + position * per_batch * self._world_size
                 seed = microbatch_seed(self._seed, step=step, position=position, rank=self._rank)
                 yield Keys(((epoch, index) for index in order[start : start + per_batch].tolist()), seed)
+
+    def _repeated(self, order: np.ndarray) -> np.ndarray:
+        if self._repeats == 1:
+            return order
+        copies = np.arange(self._repeats, dtype=np.int64) * self._count
+        needed = -(-self._count // self._repeats)
+        return (order[:needed, None] + copies).reshape(-1)[: self._count]
+
+    def _any_order(self, seed: int, epoch: int) -> np.ndarray:
+        return epoch_order(seed, epoch, self._count)
 
 
 class EvalSampler:

@@ -31,6 +31,7 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
     display.table(f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first))
     if len(variants) == 1:
         _print(display, [{"": _PARTS[part], **_cells(first[part])} for part in parts])
+        _print_stages(display, variants)
         return
     for part in parts:
         speedups = {c["variant"]: _speedup(c) for c in record["comparisons"] if c["part"] == part}
@@ -45,7 +46,25 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
                 for each in variants
             ],
         )
+    _print_stages(display, variants)
     display.note("speed-up: images/s, times those of the first line, in pairs of neighbouring turns")
+
+
+def _print_stages(display: Display, variants: Sequence[Mapping[str, Any]]) -> None:
+    """Images per second of each stage on one core, in which order they follow one another."""
+    if "input_pipeline" not in variants[0]:
+        return
+    rows: list[Row] = []
+    for each in variants:
+        found = each["input_pipeline"]
+        row = {"input pipeline, images/s": each["name"] if len(variants) > 1 else "on one core"}
+        for stage, numbers in found["stages"].items():
+            rate = numbers["images_per_second"]
+            row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
+        row["a worker"] = f"{found['images_per_second_per_core']:,.0f}"
+        row["expected of all"] = f"{found['images_per_second_expected']:,.0f}"
+        rows.append({**row, "limit": found["limit"]})
+    _print(display, rows)
 
 
 def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:

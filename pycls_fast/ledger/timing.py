@@ -30,6 +30,7 @@ from pycls_fast.ledger.parts import (
 )
 from pycls_fast.ledger.records import comparison, part_record, write_record
 from pycls_fast.ledger.report import print_record
+from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
@@ -66,6 +67,8 @@ class Variant:
     parts: dict[PartName, Part] = field(default_factory=dict)
     turns: dict[PartName, list[Turn]] = field(default_factory=dict)
     skipped_steps: int = 0
+    # Of the input pipeline.
+    stages: dict[str, Any] | None = None
     # Of the process behind the first part, on the CPU.
     process_peak: int | None = None
 
@@ -106,6 +109,14 @@ def time_variants(
         for part in PARTS[mode]:
             display.note(f"timing {part}: {repeats} turns of {steps} steps each, {len(built)} variant(s)")
             _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats)
+        if {"loader", "both"} & set(PARTS[mode]):
+            for variant in built:
+                display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
+                first = order.take(repeats + 1)
+                train = variant.sources["train"]
+                variant.stages = measure_stages(
+                    variant.config, train, world, variant.switches, start=first, repeats=repeats
+                )
         for variant in built:
             if variant.skipped_steps:
                 display.warn(
@@ -172,7 +183,7 @@ def _build(
     others: Sequence[Variant],
     matmul_size: int | None,
 ) -> Variant:
-    if config.data.source == "folder" and config.data.root is None:
+    if config.data.source != "synthetic" and config.data.root is None:
         # Only where no image is read (the check of the configuration sees to that): the number of classes has
         # to come from somewhere, and the record says from where.
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
@@ -351,6 +362,7 @@ def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str,
         "switches": {str(switch): value for switch, value in variant.switches.items()},
         "matmul": variant.matmul.record() if variant.matmul is not None else None,
         "skipped_steps": variant.skipped_steps,
+        **({"input_pipeline": variant.stages} if variant.stages is not None else {}),
         # What the names that all tools share stand for here.
         "headline": first,
         **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},

@@ -27,11 +27,11 @@ class Predictions:
     indices_N: np.ndarray
     """int64, positions in the source."""
     labels_N: np.ndarray
-    """int64, right classes."""
+    """int64, right classes; of several the one with the highest score, -1 for none."""
     predicted_N: np.ndarray
     """int64, classes with the highest score (the first of equals); -1 where a score is not a number."""
     losses_N: np.ndarray
-    """float32, cross-entropy in nats."""
+    """float32, cross-entropy in nats; 0 where there is no right class."""
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file whole or not at all."""
@@ -64,11 +64,14 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a split scored: `top1` and `top5` in percent, mean cross-entropy in nats, images counted."""
+    """What a split scored: `top1` and `top5` in percent, mean cross-entropy in nats, images counted.
+
+    There is no `loss` where an image has several right classes.
+    """
 
     top1: float
     top5: float
-    loss: float
+    loss: float | None
     count: int
     predictions: Predictions
     damaged: tuple[tuple[str, str], ...] = ()
@@ -87,6 +90,8 @@ def evaluate(
     world: World,
     on_batch: Callable[[int], None] = lambda images: None,
     *,
+    among: torch.Tensor | None = None,
+    answers_NM: torch.Tensor | None = None,
     together: bool = False,
     settle: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -99,6 +104,9 @@ def evaluate(
         autocast: the context of the forward pass.
         world: the ranks.
         on_batch: told the number of images after each batch, for a progress bar.
+        among: int64 on the device, the outputs that count, rising; the others are as if they did not exist.
+        answers_NM: int64 on the device, all right classes of each image of the source, filled up with -1. The best
+            scored of them counts; images without any are left out.
         together: the model's forward pass is a matter of all ranks: a rank whose batch is empty takes part.
         settle: called at the end (`parallel.Wrapped.settle`).
     """
@@ -114,24 +122,10 @@ def evaluate(
             if images:
                 with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
-                logits_BK = logits_BK.double()
-                # Rank of the right class: how many classes score strictly higher, or as high with a lower index.
-                right_B1 = logits_BK.gather(1, batch.labels_B[:, None])
-                classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
-                ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < batch.labels_B[:, None]))
-                place_B = ahead_BK.sum(dim=1)
-                # A score that is not a number is ahead of nothing; it must not count as right.
-                finite_B = torch.isfinite(logits_BK).all(dim=1)
-                sums[0] += ((place_B < 1) & finite_B).sum()
-                sums[1] += ((place_B < 5) & finite_B).sum()
-                losses_B = F.cross_entropy(logits_BK, batch.labels_B, reduction="none")
-                sums[2] += losses_B.sum()
-                sums[3] += images
-                # The first of equal scores, as above; argmax promises no order among them.
-                best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
-                first_B = torch.where(best_BK, classes_K, len(classes_K)).amin(dim=1)
-                predicted_B = torch.where(finite_B, first_B, -1)
-                outcomes.append((batch.indices_B, batch.labels_B, predicted_B, losses_B.float()))
+                answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
+                scored = _score(logits_BK.double(), answers_BM, among)
+                sums += scored.sums()
+                outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
             elif together:
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
@@ -144,7 +138,8 @@ def evaluate(
     count = int(count)
     everyone = tuple(sorted({item for part in world.gather(damaged) for item in part}))
     share = 100.0 / max(count, 1)
-    return Evaluation(top1 * share, top5 * share, loss / max(count, 1), count, _gather(outcomes, world), everyone)
+    mean_loss = None if answers_NM is not None else loss / max(count, 1)
+    return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
@@ -159,3 +154,56 @@ def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictio
     columns = [np.concatenate(parts) for parts in zip(*world.gather(mine), strict=True)]
     order_N = np.argsort(columns[0], kind="stable")
     return Predictions(*(column[order_N] for column in columns))
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A batch's outcome."""
+
+    labels_B: torch.Tensor
+    """The best scored right class; -1 where there is none."""
+    predicted_B: torch.Tensor
+    losses_B: torch.Tensor
+    place_B: torch.Tensor
+    """Classes ahead of the right one."""
+    finite_B: torch.Tensor
+
+    def sums(self) -> torch.Tensor:
+        """Images whose right class comes first, and among the first five; summed loss; images; float64."""
+        counted_B = self.labels_B >= 0
+        # A score that is not a number is ahead of nothing; it must not count as right.
+        valid_B = self.finite_B & counted_B
+        return torch.stack(
+            [
+                ((self.place_B < 1) & valid_B).sum(),
+                ((self.place_B < 5) & valid_B).sum(),
+                self.losses_B.sum(),
+                counted_B.sum(),
+            ]
+        )
+
+
+def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None) -> _Scored:
+    """Compare float64 logits with each image's right classes, -1 for no more; nothing here waits for the device."""
+    if among is not None:
+        place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
+        place_K[among] = torch.arange(len(among), device=logits_BK.device)
+        answers_BM = torch.where(answers_BM < 0, -1, place_K[answers_BM.clamp(min=0)])
+        logits_BK = logits_BK[:, among]
+    # Of right classes with the same score the one with the lowest index comes first, as everywhere.
+    answers_BM = answers_BM.sort(dim=1).values
+    scores_BM = logits_BK.gather(1, answers_BM.clamp(min=0)).masked_fill(answers_BM < 0, -torch.inf)
+    best_B1 = scores_BM.argmax(dim=1, keepdim=True)
+    right_B1, labels_B1 = scores_BM.gather(1, best_B1), answers_BM.gather(1, best_B1)
+    # Rank of the right class: how many classes score strictly higher, or as high with a lower index.
+    classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
+    ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < labels_B1))
+    labels_B = labels_B1[:, 0]
+    finite_B = torch.isfinite(logits_BK).all(dim=1)
+    # The first of equal scores, as above; argmax promises no order among them.
+    is_best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
+    predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
+    losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
+    if among is not None:
+        labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
+    return _Scored(labels_B, predicted_B, losses_B, place_B=ahead_BK.sum(dim=1), finite_B=finite_B)

@@ -99,7 +99,7 @@ class Tape:
             images_BCHW=torch.empty_like(images_BCHW),
             labels_B=torch.empty_like(targets.labels_B),
             mixed_B=torch.empty_like(targets.labels_B) if mixes else None,
-            lam=torch.ones((), device=device),
+            lam=torch.ones(targets.lam.shape if isinstance(targets.lam, Tensor) else (), device=device),
             ema_share=torch.zeros((), device=device),
             metrics=metrics,
         )
@@ -117,7 +117,10 @@ class Tape:
         if self.mixed_B is not None:
             # An unmixed batch has its own labels twice, with the whole share on the first.
             self.mixed_B.copy_(targets.labels_B if targets.mixed_B is None else targets.mixed_B)
-            self.lam.fill_(targets.lam)
+            if isinstance(targets.lam, Tensor):
+                self.lam.copy_(targets.lam)
+            else:
+                self.lam.fill_(targets.lam)
         elif targets.mixed_B is not None:
             raise ValueError("a mixed batch for a step that was recorded without mixing")
 

@@ -22,6 +22,8 @@ _SAME_ON_RESUME = (
     "model",
     "data.global_batch_size",
     "data.image_size",
+    "data.shuffle",
+    "data.shuffle_buffer",
     "optim.name",
     "optim.ema_decay",
     "optim.min_factored",

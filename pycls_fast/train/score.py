@@ -6,21 +6,41 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from pycls_fast import build
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import to_device
+from pycls_fast.data import EvalSet, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import prepare_model
+from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
 from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import find_checkpoint, load_weights
+from pycls_fast.train.weights import find_checkpoint, load_weights, open_weights
+
+
+def _scored(config: RunConfig, split: str, checkpoint: Path, world: World) -> EvalSet:
+    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
+    if config.data.eval_set is not None:
+        classes = open_weights(checkpoint, world=world).classes
+        if classes is None:
+            raise UserError(f"weights: {checkpoint} does not name its classes, which data.eval_set goes by")
+        return build.eval_set(config, classes, world)
+    sources = build.sources(config, world)
+    if split not in sources:
+        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
+    return EvalSet(sources[split], "best of all classes")
+
+
+def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values).to(world.device)
 
 
 def score(config: RunConfig, split: str, output: str | None) -> int:
-    """Evaluate `config.weights` on a split of the configured data and print top-1, top-5, loss and count.
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print what it scored.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a checkpoint or a run folder.
@@ -37,10 +57,8 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
-        sources = build.sources(config, world)
-        if split not in sources:
-            raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
-        source = sources[split]
+        scored = _scored(config, split, checkpoint, world)
+        source, split = scored.source, config.data.eval_set or split
         network = build.model(config, build.num_classes(config, source), switches)
         origin = load_weights(network, checkpoint, classes=source.classes, world=world)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
@@ -54,12 +72,21 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
                 build.autocast(config, world.device),
                 world,
                 lambda images: display.advance_evaluation(images * world.size),
+                among=_on_device(scored.among, world),
+                answers_NM=_on_device(scored.answers_NM, world),
             )
         if not world.is_main:
             return DONE
         for name, reason in result.damaged:
             display.warn(f"{name}: {reason}; not counted")
-        record: dict[str, Any] = {"split": split, "weights": origin.kind, **result.record()}
+        preprocessing = build.preprocessing(config)
+        record: dict[str, Any] = {
+            "split": split,
+            "weights": origin.kind,
+            **result.record(),
+            "preprocessing": preprocessing,
+            "rule": scored.rule,
+        }
         display.note(f"{origin.path} ({origin.kind} weights, step {origin.step})")
         display.table(
             f"{source.describe()}",
@@ -67,8 +94,10 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
                 ("split", split),
                 ("top-1", f"{result.top1:.2f}%"),
                 ("top-5", f"{result.top5:.2f}%"),
-                ("loss", f"{result.loss:.4f}"),
+                ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
                 ("images", f"{result.count:,}"),
+                ("right is", scored.rule),
+                ("preprocessing", preprocessing),
             ],
         )
         if output is not None:

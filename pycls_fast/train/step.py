@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch, Mixer, Prepare
+from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
 from pycls_fast.parallel import Wrapped
@@ -26,7 +26,7 @@ class Step:
     wrapped: Wrapped
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
-    mixer: Mixer | None
+    mixer: Mixer | ElementMixer | None
     loss: Loss
     autocast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler
@@ -91,4 +91,5 @@ class Step:
         if mixed is None:
             return images_BCHW, Targets(batch.labels_B)
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
-        return images_BCHW, Targets(labels_B, mixed_B if lam < 1.0 else None, lam)
+        is_mixed = isinstance(lam, Tensor) or lam < 1.0
+        return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)

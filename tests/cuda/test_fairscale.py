@@ -81,7 +81,7 @@ def test_the_step_of_fsdp_never_waits_for_the_device(tmp_path: Path, digits: Pat
     )
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp") as world:
         run = start_run(config, world, Display(speaks=False, mode="plain"))
-        loader = build.train_loader(config, run.sources["train"], world, start_step=0, steps=6)
+        loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=6)
         batches = to_device(loader, world.device, mode="prefetch")
         metrics = TrainMetrics(world.device)
         for step in range(6):

@@ -53,7 +53,9 @@ def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str
     began = whole(run.state())
     metrics = TrainMetrics(world.device)
     losses, norms = [], []
-    loader = build.train_loader(config, run.sources["train"], world, start_step=run.start_step, steps=run.total_steps)
+    loader = build.train_loader(
+        config, run.sources["train"], world, run.switches, start_step=run.start_step, steps=run.total_steps
+    )
     with closing(to_device(loader, world.device, mode="blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
             run.step(step, list(islice(batches, config.optim.accumulation_steps)), metrics)
@@ -76,7 +78,7 @@ def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str
 
 def _evaluate(run: Run) -> dict[str, Any]:
     wrapped = run.step.wrapped
-    loader = build.eval_loader(run.config, run.sources["val"], run.world)
+    loader = build.eval_loader(run.config, run.sources["val"], run.world, run.switches)
     batches = to_device(loader, run.world.device, mode="blocking")
     return evaluate(
         wrapped.evaluated,
@@ -107,7 +109,7 @@ def run_cases(cases: dict[str, Any], folder: Path) -> None:
             try:
                 here = dataclasses.replace(world, mesh=meshes.get(shape))
                 state = run_case(config, here, save=case.get("save", False))
-            except Exception:
+            except Exception:  # noqa: BLE001  # printed, and the process ends
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)
             if world.is_main:

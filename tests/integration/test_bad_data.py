@@ -81,8 +81,8 @@ BAD_DATA = [
     (loose_images, [], r"^data\.root: .* holds 4 images but no class folders: .* sort them into .*/CLASS/"),
     (empty_class, [], r"^data\.root: .*train: no images in the class folder zebra/; add images"),
     (class_without_images, [], r"^data\.root: .*train: no images in the class folder zebra/; add images"),
-    (unknown_val_class, [], r"^data\.root: .*val: no images of the class folder zebra/ in .*train; add some there"),
-    (single_image, [], r"^data\.root: .*: a single image in the class folder dog/; .* add images"),
+    (unknown_val_class, [], r"^data\.root: .*val: no images of the class zebra in .*train; add some there"),
+    (single_image, [], r"^data\.root: .*: a single image in the class dog; .* add images"),
     (empty_train, [], r"^data\.root: .*train"),
     (
         good,

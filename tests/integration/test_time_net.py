@@ -170,3 +170,18 @@ def test_ranks_are_timed_together(tmp_path: Path, digits: Path) -> None:
     check_part(record, "train", batch=64, samples=4, forward_passes=3, world_size=2)
     check_part(record, "both", batch=64, samples=2, forward_passes=3, world_size=2)
     assert done.stdout.count("written to") == 1
+
+
+def test_stages_of_the_input_pipeline(tmp_path: Path, digits: Path) -> None:
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}"])
+    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "loader"}) == 0  # type: ignore[arg-type]
+    (file,) = tmp_path.glob("timing-*.json")
+    found = json.loads(file.read_text())["input_pipeline"]
+    assert list(found["stages"]) == ["read", "decode", "augment", "collate", "copy"]
+    for stage in found["stages"].values():
+        assert stage["images_per_second"] * stage["seconds_per_image"] == pytest.approx(1)
+    by_worker = {name: stage["seconds_per_image"] for name, stage in found["stages"].items() if name != "copy"}
+    assert found["images_per_second_per_core"] == pytest.approx(1 / sum(by_worker.values()))
+    assert found["limit"] in {max(by_worker, key=by_worker.__getitem__), "copy"}
+    assert sum(stage["share"] for stage in found["stages"].values()) == pytest.approx(1)
+    assert found["images"] == KEYS["repeats"] * config.data.global_batch_size

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision.transforms import v2
 
 from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
@@ -136,16 +137,18 @@ class TestData:
             "data.prefetch_factor=5",
         )  # fmt: skip
         build.train_loader(config, SyntheticSource(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
+        steps = transforms[0].pop("steps")
         assert transforms == [
             {
                 "image_size": 16, "crop": "pad", "scale": (0.2, 0.9), "ratio": (0.5, 2.0), "pad": 3,
-                "interpolation": "bicubic", "hflip": 0.25, "rand_augment": (3, 7), "erase_probability": 0.125,
+                "pad_mode": "constant", "interpolation": "bicubic", "hflip": 0.25, "erase_probability": 0.125,
             }
         ]  # fmt: skip
+        assert [(type(step), step.num_ops, step.magnitude) for step in steps] == [(v2.RandAugment, 3, 7)]
         assert samplers == [
             {
                 "0": 24, "seed": 11, "global_batch_size": 8, "rank": 1, "world_size": 2, "start_step": 4,
-                "total_steps": 9, "accumulation_steps": 2,
+                "total_steps": 9, "accumulation_steps": 2, "order": None, "repeats": 1,
             }
         ]  # fmt: skip
         assert (datasets[0]["seed"], datasets[0]["training"]) == (11, True)
@@ -153,7 +156,7 @@ class TestData:
             "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
         }  # fmt: skip
         build.train_loader(vit(*SYNTHETIC), SyntheticSource(24, 16, 3, 0), world(), FAST, start_step=0, steps=1)
-        assert transforms[1]["rand_augment"] is None
+        assert transforms[1]["steps"] == ()
 
     def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         transforms, samplers, datasets = (

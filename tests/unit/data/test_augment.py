@@ -14,11 +14,12 @@ from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.data import EvalTransform, TrainTransform
 from pycls_fast.data.augment import NO_BOX
+from pycls_fast.data.pictures import PillowPicture
+from pycls_fast.data.policies import color_jitter, rand_augment
 
 EVERYTHING: dict[str, Any] = {
     "image_size": 24,
-    "rand_augment": (2, 9),
-    "color_jitter": (0.4, 0.4, 0.4, 0.1),
+    "steps": (rand_augment(2, 9, interpolation="bilinear"), color_jitter(0.4, 0.4, 0.4, 0.1)),
     "erase_probability": 0.5,
 }
 
@@ -46,11 +47,11 @@ def test_only_the_seed_decides(crop: Any) -> None:
     transform = TrainTransform(crop=crop, **EVERYTHING)
     image = photo()
     before = image.tobytes()
-    first = [transform(image, seed) for seed in range(40)]
+    first = [transform(PillowPicture(image), seed) for seed in range(40)]
     torch.manual_seed(99)
     random.seed(99)
     state = global_state()
-    again = [transform(image, seed) for seed in reversed(range(40))][::-1]
+    again = [transform(PillowPicture(image), seed) for seed in reversed(range(40))][::-1]
     assert global_state() == state, "a global generator was used"
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.image_HWC, other.image_HWC)
@@ -67,17 +68,23 @@ def test_the_generator_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("broken step")
 
     transform = TrainTransform(image_size=24)
-    monkeypatch.setattr(v2.RandomHorizontalFlip, "forward", fail)
+    monkeypatch.setattr(TrainTransform, "_draw_flip", fail)
     state = global_state()
     with pytest.raises(RuntimeError, match="broken step"):
-        transform(photo(), 0)
+        transform(PillowPicture(photo()), 0)
     assert global_state() == state
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_same_draws_as_torchvision(interpolation: Any) -> None:
     """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
-    ours = TrainTransform(image_size=24, scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, rand_augment=(3, 11))
+    ours = TrainTransform(
+        image_size=24,
+        scale=(0.2, 0.9),
+        interpolation=interpolation,
+        hflip=0.3,
+        steps=(rand_augment(3, 11, interpolation=interpolation),),
+    )
     mode = InterpolationMode(interpolation)
     theirs = v2.Compose(
         [
@@ -91,7 +98,7 @@ def test_same_draws_as_torchvision(interpolation: Any) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             expected = np.asarray(theirs(image))
-        np.testing.assert_array_equal(ours(image, seed).image_HWC, expected)
+        np.testing.assert_array_equal(ours(PillowPicture(image), seed).image_HWC, expected)
 
 
 def test_random_resized_crop_distribution() -> None:
@@ -101,7 +108,7 @@ def test_random_resized_crop_distribution() -> None:
     areas, log_ratios, centers = [], [], []
     image = numbered(width, height)
     for seed in range(count):
-        cut = transform(image, seed).image_HWC.astype(float)
+        cut = transform(PillowPicture(image), seed).image_HWC.astype(float)
         # Red runs linearly from the cut's left to its right. Near the borders fewer neighbours are mixed in,
         # so the slope is taken inside.
         cut_width = (cut[32, 50, 0] - cut[32, 14, 0]) / 36 * 64
@@ -129,24 +136,24 @@ def test_pad_crop_shifts_the_whole_image() -> None:
         for left in range(2 * pad + 1)
         for direction in (1, -1)
     }
-    seen = {shifts[transform(image, seed).image_HWC.tobytes()] for seed in range(1000)}
+    seen = {shifts[transform(PillowPicture(image), seed).image_HWC.tobytes()] for seed in range(1000)}
     assert len(seen) == len(shifts) == 98
 
 
 def test_flip_probability() -> None:
     image = numbered(8, 8)
     transform = TrainTransform(image_size=8, crop="none", hflip=0.3)
-    flipped = sum(int(transform(image, seed).image_HWC[0, 0, 0]) == 7 for seed in range(2000))
+    flipped = sum(int(transform(PillowPicture(image), seed).image_HWC[0, 0, 0]) == 7 for seed in range(2000))
     assert flipped / 2000 == pytest.approx(0.3, abs=5 * math.sqrt(0.3 * 0.7 / 2000))
     without = TrainTransform(image_size=8, crop="none", hflip=0.0)
-    np.testing.assert_array_equal(without(image, 5).image_HWC, np.asarray(image))
+    np.testing.assert_array_equal(without(PillowPicture(image), 5).image_HWC, np.asarray(image))
 
 
 def test_whole_image_is_fitted_first() -> None:
     """Crops of the whole image take other sizes too, such as the 8 x 8 digits."""
     for width, height in [(8, 8), (50, 37), (37, 50)]:
         image = photo(width, height)
-        fitted = TrainTransform(image_size=24, crop="none", hflip=0.0)(image, 0).image_HWC
+        fitted = TrainTransform(image_size=24, crop="none", hflip=0.0)(PillowPicture(image), 0).image_HWC
         expected = v2.Compose([v2.Resize(24), v2.CenterCrop(24)])(image)
         np.testing.assert_array_equal(fitted, np.asarray(expected))
 
@@ -154,7 +161,7 @@ def test_whole_image_is_fitted_first() -> None:
 def test_erase_boxes_are_those_of_torchvision() -> None:
     transform = TrainTransform(image_size=32, crop="none", hflip=0.0, erase_probability=0.25)
     assert transform.erases
-    boxes = [transform(numbered(32, 32), seed).erase for seed in range(3000)]
+    boxes = [transform(PillowPicture(numbered(32, 32)), seed).erase for seed in range(3000)]
     erased = [box for box in boxes if box != NO_BOX]
     assert len(erased) / 3000 == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / 3000))
     torchvision_boxes = []
@@ -169,7 +176,7 @@ def test_erase_boxes_are_those_of_torchvision() -> None:
     spread = theirs.std(axis=0) / math.sqrt(len(theirs))
     assert (np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) < 5 * math.sqrt(2) * spread).all()
     assert not TrainTransform(image_size=32).erases
-    assert TrainTransform(image_size=32)(photo(), 0).erase == NO_BOX
+    assert TrainTransform(image_size=32)(PillowPicture(photo()), 0).erase == NO_BOX
 
 
 @pytest.mark.parametrize("size", [(50, 37), (37, 50), (24, 24), (8, 8), (300, 20)])
@@ -179,15 +186,15 @@ def test_evaluation_is_torchvisions(size: tuple[int, int], interpolation: Any) -
     image = photo(*size)
     short_side = 27  # 24 / 0.875 = 27.43
     theirs = v2.Compose([v2.Resize(short_side, InterpolationMode(interpolation)), v2.CenterCrop(24)])
-    result = transform(image, 1)
+    result = transform(PillowPicture(image), 1)
     np.testing.assert_array_equal(result.image_HWC, np.asarray(theirs(image)))
     assert result.erase == NO_BOX
-    np.testing.assert_array_equal(transform(image, 2).image_HWC, result.image_HWC)
+    np.testing.assert_array_equal(transform(PillowPicture(image), 2).image_HWC, result.image_HWC)
 
 
 def test_evaluation_of_the_whole_short_side() -> None:
     image = numbered(24, 24)
-    result = EvalTransform(image_size=24, crop_ratio=1.0)(image, 0).image_HWC
+    result = EvalTransform(image_size=24, crop_ratio=1.0)(PillowPicture(image), 0).image_HWC
     np.testing.assert_array_equal(result, np.asarray(image))
     with pytest.raises(ValueError, match="crop_ratio"):
         EvalTransform(image_size=24, crop_ratio=1.1)
@@ -202,7 +209,7 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
         TrainTransform(image_size=224, crop="none"),
         TrainTransform(image_size=224),
     ):
-        assert (transform(line, 0).image_HWC == [10, 20, 30]).all()
+        assert (transform(PillowPicture(line), 0).image_HWC == [10, 20, 30]).all()
 
 
 def test_unknown_crop() -> None:

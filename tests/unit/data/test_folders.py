@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.data import FolderSource, Source, open_folder
-from pycls_fast.data.folders import EXTENSIONS, scan_classes
+from pycls_fast.data import FileSource, Source, open_folder
+from pycls_fast.data.sources import EXTENSIONS, scan_classes
 from pycls_fast.errors import UserError
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
@@ -151,7 +151,7 @@ def test_names_are_held_compactly(tmp_path: Path, write_tree: WriteTree) -> None
     for value in vars(source).values():
         assert not isinstance(value, (list, dict)), "a Python container would be copied into each worker"
     assert all(len(value) <= 2 for value in vars(source).values() if isinstance(value, tuple))
-    copy: FolderSource = pickle.loads(pickle.dumps(source))
+    copy: FileSource = pickle.loads(pickle.dumps(source))
     assert names(copy) == names(source)
 
 
@@ -207,7 +207,7 @@ def test_many_names_are_shortened(tmp_path: Path, write_tree: WriteTree) -> None
 
 def test_validation_classes_unknown_to_training(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"train/a": 2, "val/a": 2, "val/zebra": 1, "val/yak": 1})
-    assert "folders yak/, zebra/" in error_line(tmp_path)
+    assert "class yak, zebra in" in error_line(tmp_path)
 
 
 def test_two_validation_folders(tmp_path: Path, write_tree: WriteTree) -> None:
@@ -222,7 +222,7 @@ def test_validation_without_training(tmp_path: Path, write_tree: WriteTree) -> N
 
 def test_single_image_cannot_be_split(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"a": 2, "lonely": 1})
-    assert "a single image in the class folder lonely/" in error_line(tmp_path)
+    assert "a single image in the class lonely;" in error_line(tmp_path)
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 1.0, -0.5])

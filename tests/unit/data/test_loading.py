@@ -20,22 +20,24 @@ from pycls_fast.data import (
     Batch,
     EvalSampler,
     EvalTransform,
-    FolderSource,
+    FileSource,
     ImageDataset,
     ImageLoader,
     Key,
     SyntheticSource,
     TrainSampler,
     TrainTransform,
+    TransformByEpoch,
     make_loader,
 )
-from pycls_fast.data.folders import scan_classes
+from pycls_fast.data.policies import rand_augment
+from pycls_fast.data.sources import scan_classes
 from pycls_fast.errors import UserError
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
 
 # torch's warning about more workers than cores, on small machines.
-TRAIN = TrainTransform(image_size=16, rand_augment=(1, 9), erase_probability=0.5)
+TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="bilinear"),), erase_probability=0.5)
 EVAL = EvalTransform(image_size=16)
 
 
@@ -52,7 +54,7 @@ class HookedSource(SyntheticSource):
 
 
 @pytest.fixture
-def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FolderSource:
+def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FileSource:
     """Classes a and b of 10 images each, of which a/3 is empty, a/4 is half a file and b/9 is gone."""
     source = scan_classes(write_tree(tmp_path, {"a": 10, "b": 10}))
     (tmp_path / "a" / "3.png").write_bytes(b"")
@@ -62,7 +64,7 @@ def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FolderSource:
     return source
 
 
-def train_loader(source: FolderSource | SyntheticSource, num_workers: int, **options: int) -> ImageLoader:
+def train_loader(source: FileSource | SyntheticSource, num_workers: int, **options: int) -> ImageLoader:
     dataset = ImageDataset(source, TRAIN, seed=5, training=True)
     sampler = TrainSampler(len(dataset), seed=5, global_batch_size=6, **{"total_steps": 7, **options})
     return make_loader(dataset, sampler, num_workers=num_workers)
@@ -80,7 +82,7 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
         assert batch.damaged == other.damaged
 
 
-def test_any_number_of_workers(damaged_folder: FolderSource) -> None:
+def test_any_number_of_workers(damaged_folder: FileSource) -> None:
     """Across two epoch borders, with damaged files; and again the same in a second iteration."""
     torch.manual_seed(1)
     state, random_state = torch.get_rng_state(), random.getstate()
@@ -153,7 +155,7 @@ def test_resuming_reads_nothing_that_was_seen() -> None:
         assert len(read) == 6 * (7 - start_step)
 
 
-def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FolderSource) -> None:
+def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileSource) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     sample = dataset[(0, 3)]
     names, reasons = zip(*sample.damaged, strict=True)
@@ -175,7 +177,7 @@ def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: Folder
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_damaged_evaluation_images_are_left_out(damaged_folder: FolderSource, num_workers: int) -> None:
+def test_damaged_evaluation_images_are_left_out(damaged_folder: FileSource, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, EVAL, training=False)
     loader = make_loader(dataset, EvalSampler(len(dataset), batch_size=3), num_workers=num_workers)
     batches = list(loader)
@@ -188,7 +190,7 @@ def test_damaged_evaluation_images_are_left_out(damaged_folder: FolderSource, nu
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_without_any_image(damaged_folder: FolderSource, num_workers: int) -> None:
+def test_batch_without_any_image(damaged_folder: FileSource, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, training=False)
     loader = make_loader(dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers)
     batches = list(loader)
@@ -246,12 +248,78 @@ def test_programming_errors_are_not_hidden() -> None:
         ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
 
 
-def test_a_dead_worker_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(signal.SIGKILL, "memory ran out .*lower data.num_workers"), (signal.SIGBUS, "memory.*--shm-size|lower data")],
+)
+def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
     def die(index: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
+    with pytest.raises(UserError, match=r"^DataLoader worker .*(killed by signal|exited unexpectedly).*" + advice):
         list(train_loader(HookedSource(20, die), 2))
+
+
+def test_full_shared_memory_is_told_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to a full /dev/shm would end the worker by a signal."""
+    full = os.statvfs_result((4096, 4096, 1000, 1, 1, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    source = SyntheticSource(40, 20, 3, seed=1)
+    with pytest.raises(UserError, match=r"^shared memory is full: /dev/shm has 0 MiB free.*--shm-size=8g.*num_workers"):
+        list(train_loader(source, 2))
+    assert list(train_loader(source, 0)), "without workers nothing is shared"
+
+
+def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each is copied once more when it is sent."""
+    made: list[Batch] = []
+    dataset = ImageDataset(SyntheticSource(8, 20, 2, seed=0), TRAIN, training=True)
+    for is_worker in (False, True):
+        monkeypatch.setattr("pycls_fast.data.loading.get_worker_info", lambda: object() if is_worker else None)  # noqa: B023
+        batch = dataset.__getitems__([(0, 3), (0, 5)])
+        assert isinstance(batch, Batch)
+        assert batch.images_BHWC.is_shared() == is_worker
+        made.append(batch)
+    assert_same(made[:1], made[1:])
+
+
+def test_repeated_augmentation() -> None:
+    """Each image three times in a row, augmented differently; an epoch has as many images as ever; ranks do not
+    matter."""
+    source = SyntheticSource(20, 20, 3, seed=1)
+    dataset = ImageDataset(source, TRAIN, seed=4, training=True, repeats=3)
+
+    def keys(**options: int) -> list[list[tuple[int, int]]]:
+        return list(TrainSampler(20, seed=4, global_batch_size=6, total_steps=6, repeats=3, **options))
+
+    whole = keys()
+    assert keys(start_step=2) == whole[2:]
+    ranks = [keys(rank=rank, world_size=2) for rank in range(2)]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+    for epoch in (0, 1):
+        seen = [position for batch in whole[3 * epoch : 3 * epoch + 3] for _, position in batch]
+        images = [position % 20 for position in seen]
+        assert images == [image for image in images[::3] for _ in range(3)]
+        assert len(set(images)) == 6
+        assert [position // 20 for position in seen] == [0, 1, 2] * 6
+    first, second, third = (dataset[(0, position)] for position in (7, 27, 47))
+    assert first.index == second.index == third.index == 7
+    assert first.image_HWC is not None
+    assert second.image_HWC is not None
+    assert not np.array_equal(first.image_HWC, second.image_HWC)
+    once = ImageDataset(source, TRAIN, seed=4, training=True)
+    np.testing.assert_array_equal(once[(0, 7)].image_HWC, first.image_HWC)
+    with pytest.raises(IndexError):
+        dataset[(0, 60)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_progressive_resizing(num_workers: int) -> None:
+    transform = TransformByEpoch({0: TrainTransform(image_size=8), 1: TrainTransform(image_size=12)})
+    dataset = ImageDataset(SyntheticSource(8, 20, 2, seed=0), transform, training=True)
+    sampler = TrainSampler(8, seed=0, global_batch_size=4, total_steps=6)
+    sizes = [batch.images_BHWC.shape[1:3] for batch in make_loader(dataset, sampler, num_workers=num_workers)]
+    assert sizes == [(8, 8)] * 2 + [(12, 12)] * 4
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:
@@ -297,7 +365,7 @@ def test_workers_use_one_thread() -> None:
         torch.set_num_threads(threads)
 
 
-def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FolderSource) -> None:
+def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileSource) -> None:
     """Where processes are not forked (Python 3.14's default), it travels by pickle."""
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     copy = pickle.loads(pickle.dumps(dataset))

@@ -1,39 +1,10 @@
-"""Where encoded images and their labels come from."""
+"""Images that need no disk."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
 from pycls_fast.counter import counter_seed
-
-
-class Source(Protocol):
-    """Encoded images with labels, by position.
-
-    A source is copied or forked into every data worker: it holds no open files and no long Python lists,
-    whose reference counts would make each worker copy them page by page.
-    """
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names; the label is the position."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        """The encoded image, or a decoded `uint8` array (height, width, 3), and its label.
-
-        Raises:
-            OSError: when the image cannot be read.
-        """
-
-    def name(self, index: int) -> str:
-        """What to call the image in messages, e.g. its path."""
-
-    def describe(self) -> str:
-        """One line for people: how much of what, from where."""
 
 
 class SyntheticSource:

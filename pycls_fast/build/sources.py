@@ -1,0 +1,125 @@
+"""From the data's configuration to its splits and the order they are read in."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.counter import counter_seed
+from pycls_fast.data import (
+    CachePolicy,
+    EvalSet,
+    FileCache,
+    Opening,
+    Order,
+    Source,
+    SyntheticSource,
+    block_ends,
+    block_order,
+    open_eval_set,
+    open_folder,
+    open_splits,
+    prefers_blocks,
+    write_digits,
+)
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+
+# Streams of randomness that must not repeat one another's draws, nor that of the initial weights (1).
+_SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
+
+
+def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict[str, Source]:
+    """The splits by name, "train" and "val" among them.
+
+    Args:
+        index_all: keep the indexes of small datasets, too.
+
+    Raises:
+        UserError: data that is missing or in a layout that is not understood.
+    """
+    data = config.data
+    if data.source == "synthetic":
+        size, classes = data.image_size, data.synthetic_classes
+        train_seed, val_seed = (counter_seed(config.seed, s) for s in (_SYNTHETIC_TRAIN, _SYNTHETIC_VAL))
+        return {
+            "train": SyntheticSource(data.synthetic_train_images, size, classes, train_seed),
+            "val": SyntheticSource(data.synthetic_val_images, size, classes, val_seed),
+        }
+    if data.root is None:
+        raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
+    root = data.root if "://" in data.root else str(Path(data.root).expanduser())
+    try:
+        if data.source == "digits":
+            if world.is_main:
+                write_digits(root)
+            world.barrier()
+            return open_folder(root, val_fraction=data.val_fraction, split_seed=data.split_seed)
+        return open_splits(data.source, root, _opening(config, index_all))
+    except UserError as error:
+        raise UserError(*(_with_key(line) for line in error.lines)) from error
+
+
+def eval_set(config: RunConfig, classes: tuple[str, ...], world: World) -> EvalSet:
+    """The set that `data.eval_set` names.
+
+    Args:
+        classes: of the model, in the order of its outputs.
+
+    Raises:
+        UserError: files that are missing or do not fit the model.
+    """
+    data = config.data
+    assert data.eval_set is not None
+    assert data.eval_root is not None
+    return open_eval_set(
+        data.eval_set,
+        Path(data.eval_root).expanduser(),
+        classes=classes,
+        wnids=None if data.wnids is None else Path(data.wnids).expanduser(),
+        val=sources(config, world)["val"] if data.eval_set == "real" else None,
+    )
+
+
+def _opening(config: RunConfig, index_all: bool) -> Opening:
+    data = config.data
+    cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)
+    shard_cache = None
+    if data.shard_cache is not None:
+        limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
+        shard_cache = FileCache(Path(data.shard_cache).expanduser(), limit)
+    return Opening(
+        val_fraction=data.val_fraction,
+        split_seed=data.split_seed,
+        train=data.train,
+        val=data.val,
+        path_column=data.path_column,
+        image_column=data.image_column,
+        label_column=data.label_column,
+        hub_config=data.hub_config,
+        cache=cache,
+        shard_cache=shard_cache,
+    )
+
+
+def _with_key(line: str) -> str:
+    return line if line.startswith("data.") else f"data.root: {line}"
+
+
+def order(config: RunConfig, source: Source) -> Order | None:
+    """The order of epochs as `data.shuffle` says; None for any order.
+
+    Raises:
+        UserError: blocks were asked for of a source that has none.
+    """
+    ends, how = block_ends(source), config.data.shuffle
+    if how == "full" or (how == "auto" and not prefers_blocks(source)):
+        return None
+    if ends is None:
+        raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
+    # The sampler repeats the images of this order; lanes are cut so that a rank's share of a repeated batch is its own.
+    repeats = config.augment.repeats
+    batch = config.data.global_batch_size
+    batch = batch // repeats if batch % repeats == 0 else batch
+    return partial(block_order, block_ends=ends, buffer=config.data.shuffle_buffer, global_batch_size=batch)

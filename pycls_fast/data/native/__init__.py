@@ -1,0 +1,164 @@
+"""The one part in C: decoding the region of a JPEG that a crop needs. Compiled on first use, kept in the user's cache.
+
+It needs a C compiler and libjpeg-turbo with its header. Nothing else of the package does, so it is not built when the
+package is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from pycls_fast.errors import UserError
+
+_SOURCE = Path(__file__).with_name("jpeg_region.c")
+# No contraction of products and sums: the coefficients have to be those of Pillow to the bit.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+_LIBRARIES = ("-ljpeg", "-lm")
+_BUILD_SECONDS = 120
+_OK, _NO_MEMORY = 0, 2
+
+_INSTALL = (
+    "install libjpeg-turbo's header (Debian, Ubuntu: libjpeg-turbo8-dev or libjpeg62-turbo-dev; Fedora: "
+    "libjpeg-turbo-devel; conda: libjpeg-turbo) and a C compiler, or use speed.decode=simplejpeg"
+)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled functions; compiles them where this machine has not done so yet.
+
+    Raises:
+        UserError: it cannot be compiled here, with what is missing.
+    """
+    path = _cache_folder() / f"jpeg_region-{_fingerprint()}.so"
+    if not path.exists():
+        _compile(path)
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(f"speed.decode: region: {path} cannot be loaded ({error}); remove the file") from error
+    loaded.jpeg_size.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    loaded.jpeg_region.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    loaded.array_region.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+    return loaded
+
+
+def available() -> bool:
+    """Whether the functions are compiled or can be."""
+    try:
+        library()
+    except UserError:
+        return False
+    return True
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a JPEG that `jpeg_region` can decode, None for all else."""
+    width, height = ctypes.c_int32(), ctypes.c_int32()
+    status = library().jpeg_size(data, len(data), ctypes.byref(width), ctypes.byref(height))
+    return (height.value, width.value) if status == _OK else None
+
+
+def jpeg_region(
+    data: bytes,
+    box: tuple[int, int, int, int],
+    resized: tuple[int, int],
+    window: tuple[int, int, int, int],
+    *,
+    bicubic: bool,
+    mirror: bool,
+) -> np.ndarray | None:
+    """Decode `box`, resize it to `resized`, cut out `window`, mirror that left to right.
+
+    Args:
+        data: a file of which `jpeg_size` told the size.
+        box: (top, left, height, width) within the image.
+        resized: (height, width).
+        window: (top, left, height, width) within the resized box.
+        bicubic: instead of bilinear. Both widen when shrinking ("antialias"), as in Pillow.
+
+    Returns:
+        uint8 (height, width, 3) of the window; None where the file is damaged or unusual and the reference decoder
+        has to judge it.
+    """
+    image_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
+    numbers = (ctypes.c_int32 * 12)(*box, *resized, *window, bicubic, mirror)
+    status = library().jpeg_region(data, len(data), numbers, image_HWC.ctypes.data)
+    if status == _NO_MEMORY:
+        raise MemoryError("decoding a JPEG")
+    return image_HWC if status == _OK else None
+
+
+def array_region(
+    image_HWC: np.ndarray,
+    box: tuple[int, int, int, int],
+    resized: tuple[int, int],
+    window: tuple[int, int, int, int],
+    *,
+    bicubic: bool,
+    mirror: bool,
+) -> np.ndarray:
+    """`jpeg_region` of decoded pixels: contiguous uint8 (height, width, 3)."""
+    cut_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
+    numbers = (ctypes.c_int32 * 12)(*box, *resized, *window, bicubic, mirror)
+    if library().array_region(image_HWC.ctypes.data, image_HWC.shape[1], numbers, cut_HWC.ctypes.data) != _OK:
+        raise MemoryError("resizing an image")
+    return cut_HWC
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pycls_fast"
+
+
+def _fingerprint() -> str:
+    """Of the code and of the processor it is compiled for: home folders are shared between machines."""
+    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _compiler().encode()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        parts += [line for line in cpuinfo.read_bytes().splitlines() if line.startswith((b"flags", b"Features"))][:1]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
+
+
+def _compile(path: Path) -> None:
+    command = _compiler().split()
+    if shutil.which(command[0]) is None:
+        raise UserError(f"speed.decode: region is compiled here and there is no compiler {command[0]}; {_INSTALL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        raise UserError(
+            f"speed.decode: region is compiled into {path.parent}, which cannot be written ({error.strerror}); set "
+            "XDG_CACHE_HOME or use speed.decode=simplejpeg"
+        ) from error
+    with folder:
+        made = Path(folder.name) / path.name
+        try:
+            result = subprocess.run(
+                [*command, *_FLAGS, str(_SOURCE), "-o", str(made), *_LIBRARIES],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_BUILD_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"speed.decode: region: {command[0]} took over {_BUILD_SECONDS} s") from error
+        if result.returncode:
+            problem = next((line for line in result.stderr.splitlines() if "error" in line), "no message").strip()
+            raise UserError(f"speed.decode: region cannot be compiled here ({problem}); {_INSTALL}")
+        # Ranks may compile at the same time: each makes its own file, the last one stays.
+        made.replace(path)

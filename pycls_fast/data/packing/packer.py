@@ -1,0 +1,259 @@
+"""Packing a source into `sources/packed.py`'s format, going on where a killed run stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.packing.workers import map_images
+from pycls_fast.data.sources.arrays import Texts
+from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.packed import ABOUT, ENTRY, IMAGES, NAME_ENDS, NAMES, RAW, TABLE, is_packed, write_about
+from pycls_fast.data.sources.progress import progress
+from pycls_fast.errors import UserError
+
+_PLAN, _DRAFT_TABLE = "plan.json", "table.part"
+_LARGEST_SIDE = 65_535
+_DURABLE_EVERY = 4096
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How images are stored.
+
+    Args:
+        short_side: larger images are made smaller until their short side has this many pixels, proportions kept; None
+            stores them as they are.
+        quality: of the JPEGs that are made then, 1 to 100.
+        store: "encoded", or "raw" for decoded pixels.
+        filter: of the resizing.
+    """
+
+    short_side: int | None = None
+    quality: int = 95
+    store: Literal["encoded", "raw"] = "encoded"
+    filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+
+    def describe(self) -> str:
+        """In a few words."""
+        size = f"short side at most {self.short_side}" if self.short_side else "as they are"
+        if self.store == RAW:
+            return f"raw pixels, {size}"
+        return f"{size}, JPEG quality {self.quality}" if self.short_side else f"encoded, {size}"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What came of it: images and bytes written, and (name, reason) of those that could not be used."""
+
+    count: int
+    size: int
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Image(NamedTuple):
+    """One image as it is stored; `reason` where it cannot be."""
+
+    data: bytes
+    label: int
+    height: int
+    width: int
+    reason: str = ""
+
+
+def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> Packed:
+    """Write a split. Run again after a kill it goes on from the last whole image; finished, it does nothing.
+
+    Damaged images are left out and named; without `short_side` and "raw" nothing is decoded, so only those that cannot
+    be read are found.
+
+    Args:
+        folder: of the split, e.g. OUT/train.
+        workers: processes that read, resize and encode.
+
+    Raises:
+        UserError: the folder holds something else, or the disk is full.
+    """
+    plan = _plan(source, settings)
+    if is_packed(folder):
+        return _finished(folder, plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _begin(folder, plan)
+        return _write(source, folder, settings, plan, workers, title)
+    except OSError as error:
+        raise UserError(
+            f"output: {folder} cannot be written ({error.strerror or error}); the same command goes on"
+        ) from error
+
+
+def _write(
+    source: Source, folder: Path, settings: PackSettings, plan: dict[str, Any], workers: int, title: str
+) -> Packed:
+    images_path, table_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE
+    done, size = _whole_entries(images_path, table_path)
+    work = partial(_make, settings=settings)
+    with (
+        images_path.open("r+b") as images,
+        table_path.open("r+b") as table,
+        progress(title, len(source), "images") as advance,
+    ):
+        images.truncate(size)
+        table.truncate(done * ENTRY.itemsize)
+        images.seek(size)
+        table.seek(done * ENTRY.itemsize)
+        advance(done)
+        for index, image in map_images(source, work, start=done, workers=workers):
+            size = images.tell()
+            entry = (size, len(image.data), zlib.crc32(image.data), image.label, image.height, image.width)
+            images.write(image.data)
+            table.write(np.array([entry], dtype=ENTRY).tobytes())
+            if image.reason:
+                with (folder / "damaged.part").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps([index, source.name(index), image.reason]) + "\n")
+            if (index + 1) % _DURABLE_EVERY == 0:
+                # The table must not outlive a power cut that the images do not.
+                for file in (images, table):
+                    file.flush()
+                    os.fsync(file.fileno())
+            advance(1)
+        for file in (images, table):
+            file.flush()
+            os.fsync(file.fileno())
+    return _finish(source, folder, plan, settings)
+
+
+def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings) -> Packed:
+    """Put the final files in place, the one that makes the split complete last."""
+    table = np.fromfile(folder / _DRAFT_TABLE, dtype=ENTRY)
+    log = folder / "damaged.part"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    damaged: dict[int, tuple[str, str]] = {}
+    for index, name, reason in map(json.loads, lines):
+        damaged[index] = (name, reason)
+    whole = np.flatnonzero(table["size"] > 0)
+    if not len(whole):
+        raise UserError(
+            f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in list(damaged.values())[:3])
+        )
+    # Without the folders that all have in common, which mean nothing elsewhere.
+    ends = [source.name(0).rpartition("/")[0], source.name(len(source) - 1).rpartition("/")[0]]
+    above = os.path.commonpath(ends) if all(ends) else ""
+    names = (source.name(int(index)).removeprefix(f"{above}/") for index in whole)
+    texts = Texts.of(name.encode("utf-8", "surrogateescape") for name in names)
+    np.save(folder / TABLE, table[whole])
+    np.save(folder / NAMES, texts.data)
+    np.save(folder / NAME_ENDS, texts.ends)
+    (folder / f"{IMAGES}.part").rename(folder / IMAGES)
+    about = {**plan["settings"], "plan": plan["digest"], "damaged": list(damaged.values())}
+    write_about(folder, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
+    for name in (_PLAN, _DRAFT_TABLE, "damaged.part"):
+        (folder / name).unlink(missing_ok=True)
+    return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
+
+
+def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
+    """What is packed and how: a run goes on only with the same."""
+    digest = hashlib.sha256()
+    for index in range(0, len(source), max(len(source) // 1000, 1)):
+        digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
+    digest.update(json.dumps([len(source), list(source.classes), asdict(settings)]).encode())
+    return {"settings": asdict(settings), "digest": digest.hexdigest(), "source": source.describe()}
+
+
+def _begin(folder: Path, plan: dict[str, Any]) -> None:
+    path = folder / _PLAN
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["digest"] != plan["digest"]:
+            raise UserError(
+                f"output: {folder} holds the beginning of another packing ({before['source']}, {before['settings']}); "
+                "remove it, or choose another output"
+            )
+        return
+    if any(folder.iterdir()):
+        raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
+    for name in (f"{IMAGES}.part", _DRAFT_TABLE):
+        (folder / name).touch()
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(plan), encoding="utf-8")
+    draft.rename(path)
+
+
+def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    if about["plan"] != plan["digest"]:
+        raise UserError(
+            f"output: {folder} already holds other packed images ({about['how']}, {about['count']:,}); remove it, or "
+            "choose another output"
+        )
+    return Packed(about["count"], (folder / IMAGES).stat().st_size, [tuple(pair) for pair in about["damaged"]])
+
+
+def _whole_entries(images: Path, table: Path) -> tuple[int, int]:
+    """How many lines of a table that was cut off anywhere describe images that are there, and where those end."""
+    entries = np.fromfile(table, dtype=ENTRY, count=table.stat().st_size // ENTRY.itemsize)
+    held = images.stat().st_size
+    with images.open("rb") as file:
+        # From the end: after a power cut a file may have its length, but not yet its content.
+        for done in range(len(entries), 0, -1):
+            offset, size, crc32 = (int(entries[done - 1][name]) for name in ("offset", "size", "crc32"))
+            if offset + size <= held:
+                file.seek(offset)
+                if zlib.crc32(file.read(size)) == crc32:
+                    return done, offset + size
+    return 0, 0
+
+
+def _make(source: Source, index: int, *, settings: PackSettings) -> _Image:
+    """One image as it will be stored."""
+    try:
+        data, label = source.read(index)
+        if settings.store == "encoded" and settings.short_side is None and isinstance(data, bytes):
+            if not data:
+                raise DamagedImage("the file is empty (0 bytes)")
+            return _Image(data, label, 0, 0)
+        image = decode(data)
+        small = _shrink(image, settings)
+        if settings.store == RAW:
+            if max(small.size) > _LARGEST_SIDE:
+                raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
+            return _Image(small.tobytes(), label, small.height, small.width)
+        if small is image and isinstance(data, bytes):
+            # Small enough: encoding it again would only lose.
+            return _Image(data, label, 0, 0)
+        return _Image(_encode(small, settings, lossless=isinstance(data, np.ndarray)), label, 0, 0)
+    except OSError as error:
+        return _Image(b"", -1, 0, 0, f"cannot be read: {error.strerror or error}")
+    except DamagedImage as error:
+        return _Image(b"", -1, 0, 0, error.reason)
+
+
+def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
+    if settings.short_side is None or min(image.size) <= settings.short_side:
+        return image
+    width, height = image.size
+    scale = settings.short_side / min(width, height)
+    size = (max(round(width * scale), 1), max(round(height * scale), 1))
+    return image.resize(size, Image.Resampling[settings.filter.upper()])
+
+
+def _encode(image: Image.Image, settings: PackSettings, *, lossless: bool) -> bytes:
+    buffer = io.BytesIO()
+    if lossless:
+        # Arrays had no loss before, and are small.
+        image.save(buffer, "PNG")
+    else:
+        image.save(buffer, "JPEG", quality=settings.quality, optimize=False)
+    return buffer.getvalue()

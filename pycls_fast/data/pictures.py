@@ -1,0 +1,192 @@
+"""Encoded images whose size is known and whose pixels are decoded once it is known which of them are needed.
+
+A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
+
+| decoder       | JPEG                                                             | all else            |
+|---------------|------------------------------------------------------------------|---------------------|
+| `pillow`      | the whole image, then crop and resize: the reference             | the same            |
+| `simplejpeg`  | the whole image by libjpeg-turbo, crop, resize of torch's uint8  | as `pillow`         |
+| `region`      | the part that the crop needs, resized row by row (`native`)      | as `pillow`         |
+
+Every decoder gives damaged and unusual files to `pillow`, so that they all refuse the same ones for the same reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pycls_fast.data import native
+from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, checked_array, decode
+
+Interpolation = Literal["bilinear", "bicubic"]
+Box = tuple[int, int, int, int]
+"""(top, left, height, width) in pixels."""
+
+_JPEG = b"\xff\xd8"
+_PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+
+
+class Cut(NamedTuple):
+    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `window`, mirror."""
+
+    box: Box
+    resized: tuple[int, int]
+    """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
+    window: Box
+    """What is kept of that."""
+    interpolation: Interpolation
+    mirror: bool = False
+    """Left and right exchanged at the end."""
+
+
+class Picture(Protocol):
+    """An image that is decoded on demand."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        """uint8 (height, width, 3) of the window.
+
+        Raises:
+            DamagedImage: the pixels cannot be decoded.
+        """
+
+
+class PillowPicture:
+    """A decoded image in mode "RGB"."""
+
+    def __init__(self, image: Image.Image) -> None:
+        self._image = image
+        self.size = (image.height, image.width)
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        top, left, height, width = cut.box
+        image = self._image
+        if cut.box != (0, 0, *self.size):
+            image = image.crop((left, top, left + width, top + height))
+        if cut.resized != (height, width):
+            image = image.resize(cut.resized[::-1], _PILLOW_FILTERS[cut.interpolation])
+        top, left, height, width = cut.window
+        if cut.window != (0, 0, *cut.resized):
+            image = image.crop((left, top, left + width, top + height))
+        if cut.mirror:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return np.asarray(image)
+
+
+class TensorPicture:
+    """A decoded image that torch resizes."""
+
+    def __init__(self, image_CHW: torch.Tensor) -> None:
+        self._image_CHW = image_CHW
+        self.size = (image_CHW.shape[1], image_CHW.shape[2])
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        top, left, height, width = cut.box
+        image_CHW = self._image_CHW[:, top : top + height, left : left + width]
+        if cut.resized != (height, width):
+            image_CHW = torch.nn.functional.interpolate(
+                image_CHW[None], cut.resized, mode=cut.interpolation, antialias=True
+            )[0]
+        top, left, height, width = cut.window
+        image_HWC = image_CHW[:, top : top + height, left : left + width].permute(1, 2, 0).numpy()
+        return image_HWC[:, ::-1] if cut.mirror else image_HWC
+
+
+class RegionPicture:
+    """A JPEG of which nothing but the header is decoded yet."""
+
+    def __init__(self, data: bytes, size: tuple[int, int], max_pixels: int) -> None:
+        self._data = data
+        self._max_pixels = max_pixels
+        self.size = size
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        image_HWC = native.jpeg_region(
+            self._data,
+            cut.box,
+            cut.resized,
+            cut.window,
+            bicubic=cut.interpolation == "bicubic",
+            mirror=cut.mirror,
+        )
+        if image_HWC is None:
+            return PillowPicture(decode(self._data, max_pixels=self._max_pixels)).cut(cut)
+        return image_HWC
+
+
+class ArrayPicture:
+    """Decoded pixels that are resized as `RegionPicture` does it."""
+
+    def __init__(self, image_HWC: np.ndarray) -> None:
+        self._image_HWC = np.ascontiguousarray(image_HWC)
+        self.size = (image_HWC.shape[0], image_HWC.shape[1])
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        return native.array_region(
+            self._image_HWC,
+            cut.box,
+            cut.resized,
+            cut.window,
+            bicubic=cut.interpolation == "bicubic",
+            mirror=cut.mirror,
+        )
+
+
+class Decoder(Protocol):
+    """Opens an encoded file or a decoded `uint8` array (height, width, 3).
+
+    Raises:
+        DamagedImage: it is no image that can be used, as far as is known without its pixels.
+    """
+
+    def __call__(self, data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture: ...
+
+
+def open_with_pillow(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+    """Decode all of it with Pillow: the reference."""
+    return PillowPicture(decode(data, max_pixels=max_pixels))
+
+
+def open_with_simplejpeg(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+    """Decode all of a JPEG with simplejpeg, which brings libjpeg-turbo along."""
+    if isinstance(data, np.ndarray):
+        return TensorPicture(torch.tensor(checked_array(data)).permute(2, 0, 1))
+    if not data.startswith(_JPEG):
+        return open_with_pillow(data, max_pixels=max_pixels)
+    import simplejpeg
+
+    try:
+        height, width, color, _ = simplejpeg.decode_jpeg_header(data)
+        if color in ("YCbCr", "RGB", "Gray") and height * width <= min(max_pixels, DEFAULT_MAX_PIXELS):
+            return TensorPicture(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
+    except ValueError:
+        # libjpeg found damage; what it is called, and whether it matters, is decided in one place.
+        pass
+    return open_with_pillow(data, max_pixels=max_pixels)
+
+
+def open_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+    """Read a JPEG's header; its pixels are decoded as far as a cut needs them."""
+    if isinstance(data, np.ndarray):
+        return ArrayPicture(checked_array(data))
+    if data.startswith(_JPEG):
+        size = native.jpeg_size(data)
+        if size is not None and size[0] * size[1] <= min(max_pixels, DEFAULT_MAX_PIXELS):
+            return RegionPicture(data, size, max_pixels)
+    return open_with_pillow(data, max_pixels=max_pixels)
+
+
+DECODERS: dict[str, Callable[..., Picture]] = {
+    "pillow": open_with_pillow,
+    "simplejpeg": open_with_simplejpeg,
+    "region": open_region,
+}
+"""By the values of `speed.decode`."""

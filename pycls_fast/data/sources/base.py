@@ -1,0 +1,64 @@
+"""What every kind of dataset looks like to the rest of the program."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class Source(Protocol):
+    """Encoded images with labels, by position.
+
+    A source is copied or forked into every data worker: it holds no open files and no long Python lists,
+    whose reference counts would make each worker copy them page by page.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; the label is the position."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        """The encoded image, or a decoded `uint8` array (height, width, 3), and its label.
+
+        Raises:
+            OSError: when the image cannot be read.
+        """
+
+    def name(self, index: int) -> str:
+        """What to call the image in messages, e.g. its path."""
+
+    def describe(self) -> str:
+        """One line for people: how much of what, from where."""
+
+
+class LabelledSource(Source, Protocol):
+    """A source that knows all its labels without reading an image."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """One integer per image."""
+
+
+class BlockSource(Source, Protocol):
+    """A source that is best read in blocks of neighbours: the shards of an archive, the row groups of a table."""
+
+    @property
+    def block_ends(self) -> np.ndarray | None:
+        """Where each block ends, int64; None where there are none."""
+
+    @property
+    def prefers_blocks(self) -> bool:
+        """Whether reading in any other order is slow, as it is over a network."""
+
+
+def block_ends(source: Source) -> np.ndarray | None:
+    """Where each block of a source ends, int64; None for a source that is as fast in any order."""
+    return getattr(source, "block_ends", None)
+
+
+def prefers_blocks(source: Source) -> bool:
+    """Whether reading in an order that jumps between blocks is slow."""
+    return bool(getattr(source, "prefers_blocks", False))

@@ -1,0 +1,49 @@
+"""Image files below a folder, in an order and with labels that somebody else has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycls_fast.data.sources.arrays import Texts, mapped_state, unmapped_state
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""File names that are images, in any case."""
+
+
+class FileSource:
+    """One file per image."""
+
+    def __init__(self, root: Path, classes: Sequence[str], names: Texts, labels: np.ndarray) -> None:
+        """
+        Args:
+            root: the folder that the names are relative to.
+            classes: class names; the label is the position.
+            names: paths of the files, absolute or relative to `root`.
+            labels: int32, one per image.
+        """
+        self.root = root
+        self.classes = tuple(classes)
+        self.labels = labels
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        return Path(self.name(index)).read_bytes(), int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return str(self.root / self._names[index])
+
+    def describe(self) -> str:
+        return f"{len(self):,} images of {len(self.classes):,} classes in {self.root}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return mapped_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(unmapped_state(state))

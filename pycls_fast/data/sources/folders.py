@@ -1,0 +1,248 @@
+"""Datasets as folders: one folder per class, with or without train/ and val/ above them; ImageNet as downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pycls_fast.data.sources.arrays import Texts
+from pycls_fast.data.sources.base import LabelledSource, Source
+from pycls_fast.data.sources.files import EXTENSIONS, FileSource
+from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
+from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
+from pycls_fast.data.sources.progress import progress
+from pycls_fast.data.sources.splits import like_train, quoted, split_at_random
+from pycls_fast.errors import UserError
+
+_VAL_NAMES = ("val", "valid", "validation")
+_SPLIT_NAMES = ("train", *_VAL_NAMES, "test")
+_LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
+_SCAN_THREADS = 16
+# A folder that changed this shortly before it was listed may have changed again without a new time.
+_TIME_STEP_NS = 2 * 10**9
+
+
+def open_folder(
+    root: str | Path, *, val_fraction: float, split_seed: int, cache: CachePolicy | None = None
+) -> dict[str, Source]:
+    """Find the splits of a dataset on disk.
+
+    With `train/` and one of `val/`, `valid/`, `validation/`, `test/` these are "train" and "val"; with both a
+    validation and a test folder there is "test" too, unless it holds no class folders (ImageNet's has no
+    labels). ImageNet's validation images may lie in `val/` without class folders, if their labels are there (see
+    `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images are split at random,
+    class by class.
+
+    Args:
+        val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least
+            one image of a class goes to each side. Not used where the folders say the split.
+        split_seed: of the random split, which depends on nothing else but class names and the order of file
+            names.
+        cache: where indexes of large datasets are kept.
+
+    Raises:
+        UserError: when the folders are not such a dataset, with what was looked for and what was found.
+    """
+    root = Path(root)
+    try:
+        return _open_folder(kaggle_root(root), val_fraction, split_seed, cache or CachePolicy())
+    except PermissionError as error:
+        raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _open_folder(root: Path, val_fraction: float, split_seed: int, cache: CachePolicy) -> dict[str, Source]:
+    folders = _list_root(root)
+    if not _has_split_folders(root, folders):
+        return split_at_random(scan_classes(root, cache), val_fraction, split_seed, where=str(root))
+    train = scan_classes(root / "train", cache)
+    val_name, test_name = _choose_validation(root, folders)
+    if val_name is None:
+        return split_at_random(train, val_fraction, split_seed, where=str(train.root))
+    sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
+    if test_name is not None and subfolders(root / test_name):
+        sources["test"] = _scan_like(root / test_name, train, cache)
+    return sources
+
+
+def _scan_validation(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
+    if subfolders(root):
+        return _scan_like(root, train, cache)
+    flat = flat_validation(root, train.classes)
+    if flat is None:
+        raise UserError(_no_class_folders(root))
+    return flat
+
+
+def _scan_like(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
+    return like_train(scan_classes(root, cache), train, where=str(root), train_where=str(train.root))
+
+
+class _Listing(NamedTuple):
+    """The images of one class folder: names relative to the folder above, and the folders' times of change."""
+
+    names: Texts
+    stamp: dict[str, int]
+
+
+def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileSource:
+    """Index class folders: every image below `root/CLASS/`, at any depth, hidden files and folders left out.
+
+    They are ordered by class name and, within a class, by the file names' bytes. Listing runs in threads, since on
+    network file systems it waits more than it works.
+
+    A kept index is made anew when a class folder was added, removed or renamed, or anything in a folder was (which
+    changes the folder's time). What it cannot see: a folder reached through a link whose target was replaced by one
+    with the same time of change; a file system that does not keep folders' times.
+
+    Raises:
+        UserError: when there are no class folders, or a class folder without images.
+    """
+    index = load_or_build(
+        root.absolute(),
+        "class_folders",
+        cache or CachePolicy(),
+        build=lambda: _scan(root),
+        count=lambda index: len(index.arrays["labels"]),
+        is_fresh=lambda stamp: _is_fresh(root, stamp),
+    )
+    names = Texts(index.arrays["names"], index.arrays["name_ends"])
+    return FileSource(root, index.more["classes"], names, index.arrays["labels"])
+
+
+def _scan(root: Path) -> Index:
+    classes = subfolders(root)
+    if not classes:
+        raise UserError(_no_class_folders(root))
+    listings: list[_Listing] = []
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool, progress(f"index {root}", len(classes), "folders") as advance:
+        for listing in pool.map(lambda name: _list_class(root, name), classes):
+            listings.append(listing)
+            advance(1)
+    counts = [len(listing.names) for listing in listings]
+    empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
+    if empty:
+        raise UserError(
+            f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {quoted(empty)}; "
+            f"add images ({' '.join(EXTENSIONS)}) or remove the folder"
+        )
+    names = Texts.join(listing.names for listing in listings)
+    arrays = {
+        "names": names.data,
+        "name_ends": names.ends,
+        "labels": np.repeat(np.arange(len(classes), dtype=np.int32), counts),
+    }
+    folders = {name: time for listing in listings for name, time in listing.stamp.items()}
+    return Index(arrays, {"classes": classes}, {"classes": _digest(classes), "folders": folders})
+
+
+def _is_fresh(root: Path, stamp: Stamp) -> bool:
+    # The time of `root` itself says nothing: the index may be kept in it.
+    if _digest(subfolders(root)) != stamp["classes"]:
+        return False
+    folders = list(stamp["folders"].items())
+    # A share of them per thread: to hand over each of 22,000 folders takes longer than to look at it.
+    shares = [folders[first::_SCAN_THREADS] for first in range(_SCAN_THREADS)]
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+        return all(pool.map(lambda share: all(_time_of_change(f"{root}/{n}") == then for n, then in share), shares))
+
+
+def _time_of_change(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns  # noqa: PTH116  # 22,000 times at each start
+    except OSError:
+        return -1
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _list_class(root: Path, name: str) -> _Listing:
+    stamp: dict[str, int] = {}
+    # Names sorted as bytes (by no locale), relative to the class folder.
+    found = sorted(_walk_images(root, name, "", frozenset(), stamp))
+    prefix = os.fsencode(f"{name}/")
+    return _Listing(Texts.of(prefix + image for image in found), stamp)
+
+
+def _walk_images(
+    root: Path, name: str, prefix: str, above: frozenset[tuple[int, int]], stamp: dict[str, int]
+) -> Iterator[bytes]:
+    folder = f"{root}/{name}/{prefix}".rstrip("/")
+    status = Path(folder).stat()
+    is_settled = status.st_mtime_ns < time.time_ns() - _TIME_STEP_NS
+    stamp[f"{name}/{prefix}".rstrip("/")] = status.st_mtime_ns if is_settled else 0
+    nested: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            image = entry.name
+            if image[0] == ".":
+                continue
+            if entry.is_dir():
+                nested.append(image)
+            elif image.lower().endswith(EXTENSIONS):
+                # Whatever it is: a broken link is then reported as a damaged image, not overlooked.
+                yield os.fsencode(prefix + image)
+    here = (status.st_dev, status.st_ino)
+    if nested and here in above:
+        raise UserError(f"{folder} is a link to a folder above it; remove the link")
+    for inner in nested:
+        yield from _walk_images(root, name, f"{prefix}{inner}/", above | {here}, stamp)
+
+
+def subfolders(root: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, hidden ones left out."""
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
+
+
+def _list_root(root: Path) -> list[str]:
+    if not root.exists():
+        raise UserError(f"there is no dataset folder {root.absolute()}; {_LAYOUT}")
+    if not root.is_dir():
+        raise UserError(f"the dataset {root.absolute()} is a file, not a folder; {_LAYOUT}")
+    return subfolders(root)
+
+
+def _has_split_folders(root: Path, folders: list[str]) -> bool:
+    """Whether `train/` is the training split, and not a class of that name (buses, cars, trains)."""
+    if "train" in folders:
+        only_splits = all(name in _SPLIT_NAMES for name in folders)
+        return only_splits or bool(subfolders(root / "train"))
+    nested = [name for name in folders if name in _SPLIT_NAMES and subfolders(root / name)]
+    if nested:
+        raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
+    return False
+
+
+def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str | None]:
+    """The names of the validation folder and of a further test folder."""
+    found = [name for name in _VAL_NAMES if name in folders]
+    if len(found) > 1:
+        raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")
+    test = "test" if "test" in folders else None
+    if found:
+        return found[0], test
+    return test, None
+
+
+def _no_class_folders(root: Path) -> str:
+    with os.scandir(root) as entries:
+        images = sum(entry.name.lower().endswith(EXTENSIONS) for entry in entries)
+    if images:
+        return (
+            f"{root} holds {images:,} images but no class folders: "
+            f"an image's label is the name of its folder, so sort them into {root}/CLASS/"
+        )
+    return f"{root} holds no class folders; {_LAYOUT}"
+
+
+def _folders(names: Sequence[str]) -> str:
+    return f"folder{'s' if len(names) > 1 else ''} {quoted([f'{name}/' for name in names])}"

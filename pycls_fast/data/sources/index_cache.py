@@ -1,0 +1,176 @@
+"""Indexes of large datasets on disk: built once, mapped by everyone after that.
+
+An index is believed while `is_fresh` says so of the stamp it was saved with. It lies in `.pycls_fast_index/` of the
+dataset's folder where that can be written, else in `~/.cache/pycls_fast/` (`XDG_CACHE_HOME`), or where
+`data.index_cache` says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycls_fast.data.sources.arrays import map_array
+
+_FORMAT = 1
+_ABOUT = "about.json"
+_FOLDER = ".pycls_fast_index"
+
+Stamp = Mapping[str, Any]
+"""What a dataset looked like when it was indexed; JSON."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What was found, as arrays; `stamp` and `more` are JSON."""
+
+    arrays: Mapping[str, np.ndarray]
+    more: Mapping[str, Any]
+    stamp: Stamp
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """Where indexes are kept, and of how many images on it is worth it.
+
+    Args:
+        place: "auto", "off", or a folder.
+        smallest: indexes of fewer images are made anew each time.
+    """
+
+    place: str = "auto"
+    smallest: int = 50_000
+
+
+def load_or_build(
+    root: str | Path,
+    kind: str,
+    policy: CachePolicy,
+    *,
+    build: Callable[[], Index],
+    count: Callable[[Index], int],
+    is_fresh: Callable[[Stamp], bool],
+) -> Index:
+    """The index of `root`, from the disk if it is there and fresh.
+
+    Of several processes on a machine one builds, and the others wait for it.
+
+    Args:
+        root: what is indexed: a folder, or an address.
+        kind: of the index; indexes of several kinds can lie side by side.
+        is_fresh: whether the dataset still looks like this stamp.
+    """
+    places = [place / kind for place in _places(root, policy.place)]
+    found = _load_any(places, is_fresh)
+    if found is not None:
+        return found
+    with _lock(f"{root}|{kind}"):
+        found = _load_any(places, is_fresh)
+        if found is not None:
+            return found
+        index = build()
+        if places and count(index) >= policy.smallest:
+            _save_first(index, places)
+            # Mapped from the disk it is one copy for all processes.
+            return _load_any(places, is_fresh) or index
+        return index
+
+
+def cached_place(root: str | Path, kind: str, policy: CachePolicy) -> Path | None:
+    """The folder of the index on disk, if there is one."""
+    places = (place / kind for place in _places(root, policy.place))
+    return next((place for place in places if (place / _ABOUT).is_file()), None)
+
+
+def _places(root: str | Path, setting: str) -> list[Path]:
+    """Folders for indexes of this dataset, the preferred one first."""
+    if setting == "off":
+        return []
+    name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    if setting != "auto":
+        return [Path(setting).expanduser() / name]
+    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pycls_fast" / name
+    is_folder = isinstance(root, Path) and root.is_dir()
+    return [root / _FOLDER, general] if is_folder else [general]  # type: ignore[operator]  # a Path, then
+
+
+def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
+    for place in places:
+        index = _load(place)
+        if index is not None and is_fresh(index.stamp):
+            return index
+    return None
+
+
+def _load(place: Path) -> Index | None:
+    """An index that is whole and of this format, else None."""
+    try:
+        about = json.loads((place / _ABOUT).read_text(encoding="utf-8", errors="surrogateescape"))
+        if about["format"] != _FORMAT:
+            return None
+        arrays = {name: map_array(place / f"{name}.npy") for name in about["arrays"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _say(f"the index in {place} cannot be read and is made anew ({error})")
+        return None
+    return Index(arrays, about["more"], about["stamp"])
+
+
+def _save_first(index: Index, places: list[Path]) -> None:
+    reasons = []
+    for place in places:
+        try:
+            _save(index, place)
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror or error}")
+        else:
+            return
+    _say(f"the index could not be kept, the next start makes it again ({'; '.join(reasons)}); see data.index_cache")
+
+
+def _save(index: Index, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
+    try:
+        draft.chmod(0o755)
+        for name, array in index.arrays.items():
+            np.save(draft / f"{name}.npy", array, allow_pickle=False)
+        about = {"format": _FORMAT, "arrays": sorted(index.arrays), "more": index.more, "stamp": index.stamp}
+        text = json.dumps(about, ensure_ascii=False)
+        (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
+        if place.exists():
+            # A folder cannot be replaced in one move. Processes that have the old files mapped keep them.
+            place.rename(draft / "old")
+        draft.rename(place)
+        shutil.rmtree(place / "old", ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def _lock(what: str) -> Iterator[None]:
+    """One process of this user and machine at a time; released when the process ends, however it ends."""
+    folder = Path(tempfile.gettempdir()) / f"pycls_fast-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    # Of 256 files, so that they do not pile up. Two datasets that share one wait for each other, no more.
+    path = folder / hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:2]
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

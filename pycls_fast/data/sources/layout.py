@@ -1,0 +1,253 @@
+"""Which files hold which split, for datasets that are tables or archives; names of classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from pycls_fast.data.sources.splits import quoted
+from pycls_fast.errors import UserError
+
+_SPLIT_OF = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+}
+_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MOST_CLASSES = 1_000_000
+CLASS_LIST = "classes.txt"
+"""One class name a line, beside the data; names labels that are numbers."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of each split, sorted; "all" alone where nothing says which is which."""
+
+    splits: Mapping[str, tuple[str, ...]]
+
+
+def is_remote(place: str) -> bool:
+    """Whether a place is an address (`s3://...`) and not a path."""
+    return "://" in place
+
+
+def find_files(
+    root: str, extensions: Sequence[str], *, train: str | None = None, val: str | None = None
+) -> dict[str, tuple[str, ...]]:
+    """The files of each split: "train" and "val" (and "test"), or "all" when no name tells them apart.
+
+    A file's split is said by a word of its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or of the
+    folders between it and `root` (`validation/0000.parquet`).
+
+    Args:
+        root: a file, a folder or an address of one.
+        extensions: how the names end, e.g. (".tar",).
+        train, val: the files of a split by name instead: a path below `root`, an absolute one or an address, with `*`
+            and `{000..146}`.
+
+    Raises:
+        UserError: no files, a shard that is missing, names that do not tell.
+    """
+    if train is not None:
+        named = {"train": _expand(root, train, "data.train")}
+        if val is not None:
+            named["val"] = _expand(root, val, "data.val")
+        return named if val is not None else {"all": named["train"]}
+    if val is not None:
+        raise UserError("data.val: given without data.train; give both")
+    found = _list_files(root, extensions)
+    if not found:
+        raise UserError(f"there are no {' or '.join(extensions)} files in {root} (see data/README.md)")
+    _check_complete(found)
+    splits: dict[str, list[str]] = {}
+    for file in found:
+        splits.setdefault(_split_of(root, file), []).append(file)
+    if set(splits) == {""}:
+        return {"all": tuple(found)}
+    if "" in splits:
+        raise UserError(
+            f"{root}: {quoted([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train or "
+            "val, but those of other files do; rename them or say which are which with data.train and data.val"
+        )
+    if "val" not in splits and "test" in splits:
+        splits["val"] = splits.pop("test")
+    if "train" not in splits:
+        raise UserError(f"{root}: found files of {quoted(sorted(splits))} but none of train")
+    if "val" not in splits:
+        return {"all": tuple(splits["train"])}
+    return {name: tuple(files) for name, files in splits.items()}
+
+
+def _list_files(root: str, extensions: Sequence[str]) -> list[str]:
+    if is_remote(root):
+        return _list_remote(root, extensions)
+    path = Path(root)
+    if path.is_file():
+        return [str(path)]
+    if not path.is_dir():
+        raise UserError(f"there is no dataset {path.absolute()}")
+    files = (file for file in path.rglob("*") if file.name.endswith(tuple(extensions)))
+    return sorted(
+        str(f) for f in files if not any(part[0] == "." for part in f.relative_to(path).parts) and f.is_file()
+    )
+
+
+def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:
+    if root.endswith(tuple(extensions)):
+        return list(expand_braces(root))
+    from pycls_fast.data.sources.remote import list_files
+
+    return sorted(name for name in list_files(root) if name.endswith(tuple(extensions)))
+
+
+def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
+    place = pattern if is_remote(pattern) else str(Path(root if Path(root).is_dir() else ".") / pattern)
+    if is_remote(root) and not is_remote(pattern) and not Path(pattern).is_absolute():
+        place = f"{root.rstrip('/')}/{pattern}"
+    files: list[str] = []
+    for name in expand_braces(place):
+        if is_remote(name):
+            from pycls_fast.data.sources.remote import list_files
+
+            matching = list_files(name) if "*" in name else [name]
+        else:
+            path = Path(name)
+            anchor = Path(path.anchor)
+            matching = sorted(str(p) for p in anchor.glob(str(path.relative_to(anchor)))) if "*" in name else [name]
+            matching = [file for file in matching if Path(file).is_file()]
+        if not matching:
+            raise UserError(f"{key}: there is no file {name}")
+        files += matching
+    return tuple(files)
+
+
+def expand_braces(text: str) -> tuple[str, ...]:
+    """`a-{08..11}.tar` -> a-08.tar, a-09.tar, a-10.tar, a-11.tar."""
+    found = _BRACES.search(text)
+    if found is None:
+        return (text,)
+    first, last = found.groups()
+    numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+    return tuple(name for n in numbers for name in expand_braces(text[: found.start()] + n + text[found.end() :]))
+
+
+def _split_of(root: str, file: str) -> str:
+    """The split that a file's name says, else that of the folders below `root`, else ""."""
+    parts = PurePosixPath(_below(root, file)).parts
+    # The file's own name has the first word; `test/train-000.tar` is training data.
+    for part in reversed(parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        said = {_SPLIT_OF[word] for word in words if word in _SPLIT_OF}
+        if len(said) > 1:
+            raise UserError(f"{file}: the name says {' and '.join(sorted(said))}; use data.train and data.val")
+        if said:
+            return said.pop()
+    return ""
+
+
+def _below(root: str, file: str) -> str:
+    base = urlsplit(root).path if is_remote(root) else root
+    full = urlsplit(file).path if is_remote(file) else file
+    path = PurePosixPath(full)
+    return str(path.relative_to(base)) if path.is_relative_to(base) and full != base else path.name
+
+
+def _check_complete(files: Sequence[str]) -> None:
+    """Shards that are numbered "00003-of-00010" must all be there."""
+    groups: dict[tuple[str, int, str], set[int]] = {}
+    for file in files:
+        match = _OF_HOW_MANY.fullmatch(file)
+        if match:
+            start, number, total, end = match.groups()
+            groups.setdefault((start, int(total), end), set()).add(int(number))
+    for (start, total, end), numbers in groups.items():
+        missing = [f"{start}{n:05d}-of-{total:05d}{end}" for n in range(total) if n not in numbers]
+        if missing:
+            raise UserError(f"{quoted(missing, 3)}: missing, of {total:,} files; download the rest")
+
+
+def name_classes(
+    labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Class names and int32 labels from labels as they are stored: numbers or names.
+
+    Args:
+        labels: integers, or texts; texts that are all whole numbers count as integers.
+        names: of the classes, where known. Numbers are positions in it; texts must be among them.
+        where: the file, for messages.
+
+    Raises:
+        UserError: labels that are neither, or outside of `names`.
+    """
+    values = np.asarray(labels)
+    if values.dtype.kind not in "iu":
+        values = _whole_numbers(values)
+    if values.dtype.kind in "iu":
+        if len(values) and int(values.min()) < 0:
+            raise UserError(
+                f"{where}: the label {int(values.min())}: labels count from 0 (is this an unlabelled split?)"
+            )
+        count = int(values.max()) + 1 if len(values) else 0
+        if names is None and count > _MOST_CLASSES:
+            raise UserError(f"{where}: the label {count - 1:,}: such numbers are ids; give the classes as names")
+        if names is not None and count > len(names):
+            raise UserError(f"{where}: the label {count - 1} is beyond the {len(names):,} class names")
+        return tuple(names) if names is not None else tuple(map(str, range(count))), values.astype(np.int32)
+    if values.dtype.kind not in "UTO":
+        raise UserError(f"{where}: labels must be whole numbers or names; got {values[:1].tolist()}")
+    texts = values.astype(str)
+    found, positions = np.unique(texts, return_inverse=True)
+    if names is None:
+        return tuple(found.tolist()), positions.astype(np.int32)
+    place = {name: label for label, name in enumerate(names)}
+    unknown = [name for name in found.tolist() if name not in place]
+    if unknown:
+        raise UserError(f"{where}: the label {quoted(unknown)} is not among the {len(names):,} class names")
+    return tuple(names), np.array([place[name] for name in found.tolist()], dtype=np.int32)[positions]
+
+
+def _whole_numbers(values: np.ndarray) -> np.ndarray:
+    """Texts that are all whole numbers as such ("7", not "007"); anything else as it is."""
+    texts = values.astype(str) if values.dtype.kind in "UTO" else None
+    if texts is None or not len(texts):
+        return values
+    found, positions = np.unique(texts, return_inverse=True)
+    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", text) for text in found.tolist()):
+        return values
+    return found.astype(np.int64)[positions]
+
+
+def read_class_list(root: str) -> tuple[str, ...] | None:
+    """The names in `classes.txt` beside the data, if there is one.
+
+    Raises:
+        UserError: a name that comes twice.
+    """
+    if is_remote(root):
+        return None
+    folder = Path(root) if Path(root).is_dir() else Path(root).parent
+    file = folder / CLASS_LIST
+    if not file.is_file():
+        return None
+    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise UserError(f"{file}: {quoted(twice)}: more than once")
+    return tuple(names)
+
+
+def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> UserError:
+    """For a table without a column."""
+    return UserError(
+        f"{what} has no column {column!r}; it has {quoted(sorted(columns), 12)}: choose one with {key}=NAME"
+    )

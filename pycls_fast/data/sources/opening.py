@@ -1,0 +1,122 @@
+"""From the name of a layout to its splits; telling layouts apart by what is on the disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.cifar import is_cifar, open_cifar
+from pycls_fast.data.sources.files import EXTENSIONS
+from pycls_fast.data.sources.folders import open_folder, subfolders
+from pycls_fast.data.sources.hub import open_hub
+from pycls_fast.data.sources.layout import is_remote
+from pycls_fast.data.sources.manifest import open_manifest
+from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.packed import is_packed, open_packed
+from pycls_fast.data.sources.parquet import open_parquet
+from pycls_fast.data.sources.tars import open_tars
+from pycls_fast.errors import UserError
+
+_SUFFIXES = {".tar": "tar", ".csv": "manifest", ".tsv": "manifest", ".parquet": "parquet"}
+_OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
+    "manifest": open_manifest,
+    "parquet": open_parquet,
+    "hub": open_hub,
+    "tar": open_tars,
+    "packed": open_packed,
+}
+_SPLITS = ("train", "val", "valid", "validation", "test", "all")
+
+
+def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
+    """The splits of a dataset by name, "train" and "val" among them.
+
+    Args:
+        kind: "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", or "auto" to look.
+        root: a path; for "hub" a dataset's name, for "tar" perhaps an address.
+
+    Raises:
+        UserError: no such dataset, one in another layout, or one that has mistakes.
+    """
+    found = recognise(root)
+    if kind == "auto":
+        kind = _only(found, root)
+    elif kind != "hub" and found and kind not in found and not (kind == "manifest" and "parquet" in found):
+        others = " or ".join(f"data.source={other}" for other in found)
+        raise UserError(f"{root} is no dataset for data.source={kind}; use {others}")
+    if kind == "folder":
+        return open_folder(root, val_fraction=options.val_fraction, split_seed=options.split_seed, cache=options.cache)
+    if kind == "cifar":
+        return open_cifar(root)
+    return _OPEN[kind](root, options)
+
+
+def recognise(root: str) -> tuple[str, ...]:
+    """The layouts that a place may have, by the names in it; empty when nothing is recognised."""
+    if is_remote(root):
+        return ("tar",)
+    path = Path(root)
+    if path.is_file():
+        kind = _SUFFIXES.get(path.suffix)
+        return (kind,) if kind else ()
+    if not path.is_dir():
+        return ()
+    if is_packed(path) or any(is_packed(path / split) for split in _SPLITS):
+        return ("packed",)
+    if is_cifar(path) or any(path.glob("cifar-*.tar.gz")):
+        return ("cifar",)
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        return ("hub",)
+    near = [path, path / "data", *(path / split for split in _SPLITS)]
+    kinds = {
+        _SUFFIXES[file.suffix]
+        for folder in near
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.suffix in _SUFFIXES and not file.name.startswith(("LOC_", "."))
+    }
+    # Tables beside class folders or shards are lists of something, and the images are what counts.
+    if "parquet" in kinds or "tar" in kinds:
+        kinds.discard("manifest")
+    holds_images = _holds_class_folders(path)
+    if holds_images and "manifest" not in kinds:
+        kinds.clear()
+    if holds_images:
+        kinds.add("folder")
+    return tuple(sorted(kinds))
+
+
+def _holds_class_folders(path: Path) -> bool:
+    """Whether there are folders that could be classes."""
+    folders = subfolders(path)
+    tops = [path / name for name in folders if name in _SPLITS] or [path]
+    for top in tops:
+        for name in subfolders(top)[:3]:
+            if any(file.name.lower().endswith(EXTENSIONS) for file in _some(top / name)):
+                return True
+    return False
+
+
+def _some(folder: Path, limit: int = 50) -> list[Path]:
+    found: list[Path] = []
+    for file in folder.iterdir():
+        found.append(file)
+        if len(found) == limit:
+            break
+    return found
+
+
+def _only(found: tuple[str, ...], root: str) -> str:
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{root} could be {' or '.join(found)}; choose with data.source={found[0]}")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root) and not Path(root).exists():
+        raise UserError(
+            f"there is no dataset folder {Path(root).absolute()}; if that is a dataset of the Hugging Face hub, use "
+            "data.source=hub"
+        )
+    # What class folders should look like is the most useful answer.
+    return "folder"

@@ -1,0 +1,166 @@
+"""The packed format: all images of a split end to end in one file, and a table of where each one is.
+
+    ROOT/train/images.bin     the images: encoded files, or (raw) uint8 pixels, rows of columns of RGB
+    ROOT/train/table.npy      one `ENTRY` per image
+    ROOT/train/names.npy      what the images were called, UTF-8, end to end
+    ROOT/train/name_ends.npy  int64, where each name ends
+    ROOT/train/about.json     format and version, class names, how it was made
+
+`images.bin` is mapped into memory: reading costs no system call where the file is in the page cache, and raw images are
+not even copied. `tools/prepare_data.py pack` writes it (see `pycls_fast/data/packing/`).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycls_fast.data.sources.arrays import Texts, map_array, mapped_state, unmapped_state
+from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.errors import UserError
+
+FORMAT, VERSION = "pycls_fast packed images", 1
+IMAGES, TABLE, NAMES, NAME_ENDS, ABOUT = "images.bin", "table.npy", "names.npy", "name_ends.npy", "about.json"
+
+ENTRY = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("size", "<u4"),
+        ("crc32", "<u4"),
+        ("label", "<i4"),
+        # Of raw images, else 0.
+        ("height", "<u2"),
+        ("width", "<u2"),
+    ]
+)
+"""A line of the table: 24 bytes."""
+
+RAW = "raw"
+
+
+class PackedSource:
+    """The images of one packed split."""
+
+    def __init__(
+        self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts, images: np.ndarray
+    ) -> None:
+        """
+        Args:
+            table: of dtype `ENTRY`.
+            images: uint8, the content of `images.bin`.
+        """
+        self.folder = folder
+        self.about = about
+        self.classes: tuple[str, ...] = tuple(about["classes"])
+        self._is_raw = about["store"] == RAW
+        self._table = table
+        self._names = names
+        self._images = images
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self._table["label"]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        offset, size, _, label, height, width = self._table[index].item()
+        stored = self._images[offset : offset + size]
+        if self._is_raw:
+            return np.asarray(stored).reshape(height, width, 3), label
+        return stored.tobytes(), label
+
+    def checksum_holds(self, index: int) -> bool:
+        """Whether the stored bytes are those that were packed."""
+        entry = self._table[index]
+        offset = int(entry["offset"])
+        stored = self._images[offset : offset + int(entry["size"])]
+        return zlib.crc32(stored.tobytes()) == int(entry["crc32"])
+
+    def name(self, index: int) -> str:
+        return f"{self.folder / IMAGES}[{index}: {self._names[index]}]"
+
+    def describe(self) -> str:
+        how = f"{self.about['how']} in {len(self.classes):,} classes"
+        return f"{len(self):,} packed images ({how}, {len(self._images) / 2**30:.2f} GiB) in {self.folder}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return mapped_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(unmapped_state(state))
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a folder holds a packed split."""
+    return (folder / ABOUT).is_file() and (folder / TABLE).is_file()
+
+
+def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
+    """The packed splits below a folder: `train/` and `val/` (and `test/`), or `all/`, which is split at random.
+
+    Raises:
+        UserError: no packed split there, a half-written or damaged one.
+    """
+    root = Path(root)
+    if is_packed(root):
+        raise UserError(f"{root} is one packed split; give the folder above it, {root.absolute().parent}")
+    folders = {split: root / split for split in ("train", "val", "test", "all") if is_packed(root / split)}
+    if not folders:
+        unfinished = next(iter(root.glob(f"*/{IMAGES}.part")), None)
+        if unfinished is not None:
+            raise UserError(f"{unfinished} is unfinished; run the same tools/prepare_data.py pack again, it goes on")
+        raise UserError(f"{root} holds no packed images; make them with tools/prepare_data.py pack (data/README.md)")
+    opened = {split: open_packed_split(folder) for split, folder in folders.items()}
+    if "all" not in opened and "train" not in opened:
+        raise UserError(f"{root} holds {', '.join(opened)} but no train; pack the training split there too")
+    if set(opened) == {"train"}:
+        opened = {"all": opened["train"]}
+    return as_splits(opened, options, where=str(root))
+
+
+def open_packed_split(folder: Path) -> PackedSource:
+    """One split.
+
+    Raises:
+        UserError: files that are missing, of another version, or cut off.
+    """
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        if about.get("format") != FORMAT or about.get("version") != VERSION:
+            raise UserError(
+                f"{folder}: {about.get('format')!r} version {about.get('version')}; this program reads {FORMAT!r} "
+                f"version {VERSION}"
+            )
+        table = map_array(folder / TABLE)
+        names = Texts(map_array(folder / NAMES), map_array(folder / NAME_ENDS))
+        held = (folder / IMAGES).stat().st_size
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no complete packed split ({error}); pack it again") from error
+    if table.dtype != ENTRY or len(table) != about["count"] or len(names) != about["count"] or not len(table):
+        raise UserError(f"{folder}: the table does not fit {ABOUT}; pack it again")
+    needed = int(table[-1]["offset"]) + int(table[-1]["size"])
+    if held != needed:
+        raise UserError(f"{folder / IMAGES} has {held:,} bytes and should have {needed:,}; copy or pack it again")
+    return PackedSource(folder, about, table, names, np.memmap(folder / IMAGES, np.uint8, "r"))
+
+
+def write_about(folder: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
+    """The last file of a split: with it, it is complete."""
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "count": count,
+        "how": how,
+        **settings,
+        "classes": list(classes),
+    }
+    (folder / ABOUT).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""A progress bar for what takes long before anything can start: indexing, packing, checking."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_PATIENCE = 1.0
+_PLAIN_SECONDS = 10.0
+
+
+@contextmanager
+def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+    """Within the block, calling the result with a number of finished things moves the bar.
+
+    On standard error: a bar on a terminal, that appears after a second, elsewhere a line every ten seconds.
+
+    Args:
+        what: what is being done, e.g. "index /data/imagenet/train".
+        total: things to do, where it is known.
+        unit: what is counted, e.g. "folders".
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    spoken, done = started, 0
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4, transient=True)
+    task = bar.add_task(what, total=total)
+
+    def advance(count: int) -> None:
+        nonlocal spoken, done
+        done += count
+        now = time.monotonic()
+        if not console.is_terminal:
+            if now - spoken >= _PLAIN_SECONDS:
+                spoken = now
+                of = f" of {total:,}" if total else ""
+                rate = done / max(now - started, 1e-9)
+                console.print(f"{what}: {done:,}{of} {unit}, {rate:,.0f}/s", markup=False)
+            return
+        if now - started >= _PATIENCE and not bar.live.is_started:
+            bar.start()
+        bar.update(task, completed=done)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()

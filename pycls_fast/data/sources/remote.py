@@ -1,0 +1,175 @@
+"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec, and a folder that keeps whole files of them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pycls_fast.errors import UserError
+
+_ATTEMPTS = 4
+_FIRST_PAUSE = 0.5
+_BLOCK = 8 * 2**20
+
+T = TypeVar("T")
+
+# A file system's connections and threads do not survive a fork: each process makes its own.
+_file_systems: dict[tuple[int, str], Any] = {}
+
+
+def file_system(address: str) -> tuple[Any, str]:
+    """fsspec's file system of an address, and the path there.
+
+    Raises:
+        UserError: a protocol that is unknown, or whose package is not installed.
+    """
+    import fsspec
+
+    protocol = address.partition("://")[0]
+    key = (os.getpid(), protocol)
+    try:
+        if key not in _file_systems:
+            _file_systems[key] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
+        return _file_systems[key], fsspec.core.strip_protocol(address)
+    except ImportError as error:
+        raise UserError(f"{address}: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{address}: fsspec does not know {protocol}:// ({error})") from error
+
+
+def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> T:
+    """Do something over the network, again after a pause when it fails.
+
+    Raises:
+        FileNotFoundError: at once.
+        UserError: it failed every time; whatever the cause, no image is damaged by it.
+    """
+    for number in range(_ATTEMPTS):
+        try:
+            return action()
+        except (FileNotFoundError, UserError):
+            raise
+        except Exception as error:
+            # File systems raise their own libraries' exceptions here.
+            if number == _ATTEMPTS - 1:
+                text = " ".join(str(error).split()) or type(error).__name__
+                raise UserError(f"{what} failed {_ATTEMPTS} times: {text}") from error
+            time.sleep(pause * 4**number)
+    raise AssertionError("unreachable")
+
+
+def list_files(address: str) -> list[str]:
+    """The addresses of all files below an address, or that match one with `*`.
+
+    Raises:
+        UserError: nothing can be listed there.
+    """
+    files, path = file_system(address)
+    try:
+        found = attempt(f"listing {address}", lambda: files.glob(path) if "*" in path else files.find(path))
+    except FileNotFoundError:
+        found = []
+    return sorted(files.unstrip_protocol(name) for name in found)
+
+
+def stamp_of(address: str) -> list[Any]:
+    """Size and whatever the file system has of a version: changes when the file does.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    files, path = file_system(address)
+    try:
+        about = attempt(f"asking for {address}", lambda: files.info(path))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {address}") from None
+    versions = (about.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
+    return [address, about.get("size"), next((str(version) for version in versions if version is not None), "")]
+
+
+def open_whole(address: str) -> Any:
+    """A file object for reading an address from its beginning to its end."""
+    files, path = file_system(address)
+    return attempt(f"opening {address}", lambda: files.open(path, "rb", block_size=_BLOCK))
+
+
+def read_range(address: str, start: int, size: int) -> bytes:
+    """Bytes of a file.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        UserError: it cannot be reached.
+    """
+    files, path = file_system(address)
+    return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
+
+
+class FileCache:
+    """A folder with copies of whole remote files, shared by all processes of a machine.
+
+    A file is fetched once, by whoever needs it first. Above `limit` bytes those go that were not used for longest.
+    """
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.folder = folder
+        self.limit = limit
+
+    def read_range(self, address: str, start: int, size: int) -> bytes:
+        """Bytes of the local copy, which is made first if need be.
+
+        Raises:
+            FileNotFoundError: the remote file is gone.
+            UserError: it cannot be reached, or the folder cannot be written.
+        """
+        place = self.place(address)
+        for _ in range(_ATTEMPTS):
+            try:
+                with place.open("rb", buffering=0) as file:
+                    os.utime(file.fileno())
+                    return os.pread(file.fileno(), size, start)
+            except FileNotFoundError:
+                # Not yet here, or sent away between two reads.
+                self._fetch(address, place)
+        raise UserError(f"{self.folder}: files go as fast as they come; raise data.shard_cache_gib")
+
+    def place(self, address: str) -> Path:
+        """Where the copy of a file is, or would be."""
+        name = hashlib.sha256(address.encode()).hexdigest()[:16]
+        return self.folder / f"{name}-{address.rpartition('/')[2]}"
+
+    def _fetch(self, address: str, place: Path) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / f".{place.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not place.is_file():
+                    draft = place.with_name(f".{place.name}.part")
+                    files, path = file_system(address)
+                    attempt(f"fetching {address}", lambda: files.get_file(path, str(draft)))
+                    self._make_room(draft.stat().st_size)
+                    draft.rename(place)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            raise UserError(
+                f"data.shard_cache: {self.folder} cannot be written ({error.strerror or error}; "
+                f"{free / 2**30:.1f} GiB free); choose another folder or a data.shard_cache_gib that fits"
+            ) from error
+
+    def _make_room(self, size: int) -> None:
+        if self.limit is None:
+            return
+        held = [(file.stat().st_mtime, file.stat().st_size, file) for file in self.folder.glob("[!.]*")]
+        total = size + sum(own for _, own, _ in held)
+        for _, own, file in sorted(held):
+            if total <= self.limit:
+                return
+            file.unlink(missing_ok=True)
+            total -= own

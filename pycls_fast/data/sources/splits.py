@@ -1,0 +1,173 @@
+"""Parts of a source, and the random split of a dataset that comes without one."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pycls_fast.counter import counter_seed
+from pycls_fast.data.draws import frozen_generator
+from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
+from pycls_fast.data.sources.options import Opening
+from pycls_fast.errors import UserError
+
+
+class Subset:
+    """The images of a source at given positions, in that order."""
+
+    def __init__(self, source: LabelledSource, rows: np.ndarray) -> None:
+        self.source = source
+        # Half the memory where it is enough.
+        self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.source.classes
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.source.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        return self.source.read(int(self.rows[index]))
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.rows[index]))
+
+    def describe(self) -> str:
+        return f"{len(self):,} of {self.source.describe()}"
+
+    @property
+    def prefers_blocks(self) -> bool:
+        return prefers_blocks(self.source)
+
+    @property
+    def block_ends(self) -> np.ndarray | None:
+        ends = block_ends(self.source)
+        if ends is None or np.any(np.diff(self.rows.astype(np.int64)) < 0):
+            return None
+        inside = np.unique(np.searchsorted(self.rows, ends))
+        return inside[inside > 0].astype(np.int64)
+
+
+class Relabelled:
+    """The same images with other labels and class names."""
+
+    def __init__(self, source: LabelledSource, classes: Sequence[str], new_label: np.ndarray) -> None:
+        """
+        Args:
+            new_label: integer, the label here for each label there.
+        """
+        self.source = source
+        self.classes = tuple(classes)
+        self._new_label = new_label
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self._new_label[self.source.labels]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        data, label = self.source.read(index)
+        return data, int(self._new_label[label])
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+    @property
+    def prefers_blocks(self) -> bool:
+        return prefers_blocks(self.source)
+
+    @property
+    def block_ends(self) -> np.ndarray | None:
+        return block_ends(self.source)
+
+
+def like_train(source: LabelledSource, train: Source, *, where: str, train_where: str) -> LabelledSource:
+    """A split labelled by the training split's classes, which must hold all of its own.
+
+    Raises:
+        UserError: classes that training does not have.
+    """
+    if source.classes == train.classes:
+        return source
+    unknown = sorted(set(source.classes) - set(train.classes))
+    if unknown:
+        raise UserError(
+            f"{where}: no images of the class {quoted(unknown)} in {train_where}; add some there or remove it here"
+        )
+    position = {name: label for label, name in enumerate(train.classes)}
+    new_label = np.array([position[name] for name in source.classes], dtype=np.int32)
+    return Relabelled(source, train.classes, new_label)
+
+
+def as_splits(opened: Mapping[str, LabelledSource], options: Opening, *, where: str) -> dict[str, Source]:
+    """The splits of a dataset from the parts that its names tell: "all" is split at random, the others follow "train".
+
+    Raises:
+        UserError: see `split_at_random` and `like_train`.
+    """
+    if "all" in opened:
+        return split_at_random(opened["all"], options.val_fraction, options.split_seed, where=where)
+    train = opened["train"]
+    splits: dict[str, Source] = {"train": train}
+    for name, source in opened.items():
+        if name != "train":
+            splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
+    return splits
+
+
+def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int, *, where: str) -> dict[str, Source]:
+    """Split class by class; at least one image of a class goes to each side.
+
+    Args:
+        val_fraction: the share of each class that is kept for validation, in (0, 1).
+        split_seed: of the draws, which depend on nothing else but class names and the order within a class.
+        where: what to call the dataset in messages.
+
+    Raises:
+        UserError: an impossible fraction, or a class with a single image.
+    """
+    if not 0 < val_fraction < 1:
+        raise UserError(
+            f"val_fraction must lie between 0 and 1 to split {where}, which has no validation split; got {val_fraction}"
+        )
+    labels = np.asarray(source.labels)
+    counts = np.bincount(labels, minlength=len(source.classes))
+    alone = [name for name, count in zip(source.classes, counts, strict=True) if count == 1]
+    if alone:
+        raise UserError(
+            f"{where}: a single image in the class {quoted(alone)}; splitting off a validation set "
+            "takes two: add images, remove the class or provide a validation split"
+        )
+    # Positions class after class, each class in the source's order.
+    in_order = bool(np.all(labels[:-1] <= labels[1:]))
+    by_class = None if in_order else np.argsort(labels, kind="stable")
+    is_val = np.zeros(len(source), dtype=bool)
+    ends = np.cumsum(counts)
+    for name, count, end in zip(source.classes, counts.tolist(), ends.tolist(), strict=True):
+        if count == 0:
+            continue
+        # Seeded by the class's name, so that adding a class leaves the split of the others as it was.
+        seed = counter_seed(split_seed, zlib.crc32(os.fsencode(name)))
+        size = min(max(int(count * val_fraction + 0.5), 1), count - 1)
+        chosen = end - count + frozen_generator(seed).permutation(count)[:size]
+        is_val[chosen if by_class is None else by_class[chosen]] = True
+    return {"train": Subset(source, np.flatnonzero(~is_val)), "val": Subset(source, np.flatnonzero(is_val))}
+
+
+def quoted(names: Sequence[str], limit: int = 5) -> str:
+    """The first few names for a message, with the number of the others."""
+    shown = ", ".join(names[:limit])
+    return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")

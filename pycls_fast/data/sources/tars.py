@@ -1,0 +1,269 @@
+"""Tar shards as webdataset writes them, on a disk or behind fsspec: an index of what lies where, then random access."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pycls_fast.data.sources.arrays import Texts, mapped_state, unmapped_state
+from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.files import EXTENSIONS
+from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
+from pycls_fast.data.sources.layout import find_files, is_remote, name_classes, read_class_list
+from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.progress import progress
+from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, stamp_of
+from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.errors import UserError
+
+_THREADS = 8
+# webdataset's: the key is everything up to the first dot of the file's own name.
+_KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
+
+
+class TarSource:
+    """Images in uncompressed tar files, in the order of files and members."""
+
+    def __init__(
+        self,
+        where: str,
+        classes: Sequence[str],
+        shards: Texts,
+        keys: Texts,
+        arrays: dict[str, np.ndarray],
+        cache: FileCache | None,
+    ) -> None:
+        """
+        Args:
+            where: what to call the dataset in messages.
+            shards: paths or addresses.
+            keys: of the samples, their names within the shard.
+            arrays: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard;
+                `block_ends`, int64: samples up to the end of each shard.
+            cache: keeps whole remote shards; None reads each image over the network by itself.
+        """
+        self.classes = tuple(classes)
+        self.labels = arrays["labels"]
+        self.block_ends = arrays["block_ends"]
+        self._places = arrays["places"]
+        self._where = where
+        self._shards = shards
+        self._keys = keys
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        offset, size = self._places[index].tolist()
+        shard = self._shard(index)
+        if not is_remote(shard):
+            with Path(shard).open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, offset)
+        elif self._cache is not None:
+            data = self._cache.read_range(shard, offset, size)
+        else:
+            data = read_range(shard, offset, size)
+        if len(data) < size:
+            raise OSError(f"{shard} ends before the image does; was it replaced?")
+        return data, int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return f"{self._shard(index)}[{self._keys[index]}]"
+
+    @property
+    def prefers_blocks(self) -> bool:
+        """Shards behind a network are read one after the other."""
+        return is_remote(self._shards[0])
+
+    def _shard(self, index: int) -> str:
+        return self._shards[int(np.searchsorted(self.block_ends, index, side="right"))]
+
+    def describe(self) -> str:
+        files = f"{len(self._shards):,} tar files of {self._where}"
+        return f"{len(self):,} images of {len(self.classes):,} classes in {files}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return mapped_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(unmapped_state(state))
+
+
+def open_tars(root: str, options: Opening) -> dict[str, Source]:
+    """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
+
+    A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
+    name) or in a field of `.json`.
+
+    Args:
+        root: a folder, one file, or an address of either.
+
+    Raises:
+        UserError: missing shards, members or labels.
+    """
+    files = find_files(root, (".tar",), train=options.train, val=options.val)
+    names = read_class_list(root)
+    opened = {split: _open_split(root, split, found, names, options) for split, found in files.items()}
+    return as_splits(opened, options, where=root)
+
+
+def _open_split(
+    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: Opening
+) -> TarSource:
+    label_field, cache = options.label_column, options.cache
+    with ThreadPoolExecutor(_THREADS) as pool:
+        stamp = {
+            "shards": list(pool.map(_stamp, shards)),
+            "label": label_field,
+            "classes": list(names) if names is not None else None,
+        }
+    if is_remote(shards[0]):
+        # Scanning them means reading them all over the network, however few they are.
+        cache = CachePolicy(cache.place, smallest=0)
+    index = load_or_build(
+        root if is_remote(root) else Path(root).absolute(),
+        f"tars_{split}",
+        cache,
+        build=lambda: _build(root, shards, label_field, names, stamp),
+        count=lambda index: len(index.arrays["labels"]),
+        is_fresh=lambda kept: kept == stamp,
+    )
+    keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
+    paths = Texts.of(os.fsencode(shard) for shard in shards)
+    return TarSource(root, index.more["classes"], paths, keys, dict(index.arrays), options.shard_cache)
+
+
+def _stamp(shard: str) -> list[Any]:
+    if is_remote(shard):
+        return stamp_of(shard)
+    status = Path(shard).stat()
+    return [shard, status.st_size, status.st_mtime_ns]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One sample of a shard."""
+
+    key: bytes
+    offset: int
+    size: int
+    label: int | str
+
+
+def _build(
+    root: str, shards: Sequence[str], label_field: str, names: Sequence[str] | None, stamp: dict[str, Any]
+) -> Index:
+    places, labels, keys, counts = [], [], [], []
+    with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {root}", len(shards), "shards") as advance:
+        for found in pool.map(lambda shard: _scan(shard, label_field), shards):
+            places.append(np.array([(s.offset, s.size) for s in found], dtype=np.int64).reshape(-1, 2))
+            labels += [s.label for s in found]
+            keys.append(Texts.of(s.key for s in found))
+            counts.append(len(found))
+            advance(1)
+    if not labels:
+        raise UserError(f"{root}: no images in {len(shards):,} tar files")
+    classes, numbers = name_classes(labels, names=names, where=root)
+    joined = Texts.join(keys)
+    arrays = {
+        "labels": numbers,
+        "places": np.concatenate(places),
+        "keys": joined.data,
+        "key_ends": joined.ends,
+        "block_ends": np.cumsum(counts, dtype=np.int64),
+    }
+    return Index(arrays, {"classes": list(classes)}, stamp)
+
+
+def _scan(shard: str, label_field: str) -> list[_Found]:
+    """The samples of one shard, in its order.
+
+    Raises:
+        UserError: a damaged file, or a sample without image or label.
+    """
+    found = []
+    try:
+        with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
+            for key, members in _samples(file):
+                found.append(_read_sample(shard, key, members, label_field))
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{shard} is damaged after {len(found):,} samples ({error}); download it again") from error
+    except OSError as error:
+        raise UserError(f"{shard} cannot be read: {error.strerror or error}") from error
+    return found
+
+
+_Member = tuple[str, int, int, bytes]
+"""Extension, offset and size of the content, and the content of small members that hold a label."""
+
+
+def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
+    """Runs of members with the same key."""
+    last: str | None = None
+    members: list[_Member] = []
+    # "r:" takes no compression, which would not let us jump to an image.
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            match = _KEY_AND_EXTENSION.match(member.name)
+            if not member.isfile() or match is None or Path(member.name).name[0] == ".":
+                continue
+            key, extension = match[1], match[2].lower()
+            if key != last and members:
+                yield str(last), members
+                members = []
+            last = key
+            content = b""
+            if extension in ("cls", "json"):
+                extracted = tar.extractfile(member)
+                content = extracted.read() if extracted is not None else b""
+            members.append((extension, member.offset_data, member.size, content))
+            # tarfile remembers all members for as long as the file is open.
+            tar.members.clear()  # type: ignore[attr-defined]  # not in typeshed
+        # tarfile takes a header that is cut off for the end.
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("there is no end mark")
+        if members:
+            yield str(last), members
+
+
+def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: str) -> _Found:
+    images = [member for member in members if f".{member[0]}" in EXTENSIONS]
+    extensions = ", ".join(extension for extension, *_ in members)
+    if len(images) != 1:
+        raise UserError(f"{shard}: sample {key} has {len(images)} images, expected one (members: {extensions})")
+    _, offset, size, _ = images[0]
+    return _Found(os.fsencode(key), offset, size, _label(shard, key, members, label_field))
+
+
+def _label(shard: str, key: str, members: Sequence[_Member], label_field: str) -> int | str:
+    contents = {extension: content for extension, _, _, content in members}
+    if "cls" in contents:
+        text = contents["cls"].decode("utf-8", "replace").strip()
+        if text:
+            return text
+    elif "json" in contents:
+        try:
+            value = json.loads(contents["json"])
+        except ValueError as error:
+            raise UserError(f"{shard}: the .json of sample {key} is damaged ({error})") from error
+        label = value.get(label_field) if isinstance(value, dict) else None
+        if isinstance(label, int | str) and not isinstance(label, bool):
+            return label
+        fields = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
+        raise UserError(
+            f"{shard}: the .json of sample {key} has no label {label_field!r} (it has {fields}); choose one with "
+            "data.label_column=NAME"
+        )
+    extensions = ", ".join(extension for extension, *_ in members)
+    raise UserError(f"{shard}: sample {key} has no label in a .cls or .json member (members: {extensions})")

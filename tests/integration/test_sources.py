@@ -1,0 +1,260 @@
+"""Runs from every kind of source, damaged data, `prepare_data.py`, and further evaluation sets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import train
+from pycls_fast.train.score import score
+from tests.integration.runs import TINY, command, records, run_process, under_torchrun
+from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_folder
+from tools import prepare_data
+
+CONTENT = make_content(train=(8, 10, 7), val=(3, 2, 4))
+SETTINGS = (*TINY, "data=auto", "data.global_batch_size=8", "data.num_workers=0", "data.index_cache=off")
+
+
+def run(run_dir: Path, root: Path | str, *overrides: str) -> list[tuple[str, float]]:
+    """Train; every loss and score."""
+    settings = [*SETTINGS, f"data.root={root}", f"run_dir={run_dir}", *overrides]
+    assert train(load_config("vit_digits", settings)) == 0
+    losses = [("train", record["loss"]) for record in records(run_dir, "train")]
+    return losses + [("eval", record["loss"]) for record in records(run_dir, "eval")]
+
+
+def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
+    """The same bits, whatever the layout."""
+    found = {}
+    for kind, write in LAYOUTS.items():
+        overrides = ["augment=inception"] if kind != "hub" else ["augment=inception", "data.source=hub"]
+        root = write(tmp_path / kind, CONTENT)
+        found[kind] = run(tmp_path / f"run_{kind}", root, *overrides)
+    assert len(found["folder"]) >= 8
+    assert all(own == found["folder"] for own in found.values()), found
+
+
+def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
+    root = LAYOUTS["tar"](tmp_path / "tar", CONTENT)
+    full = run(tmp_path / "full", root)
+    blocks = run(tmp_path / "blocks", root, "data.shuffle=blocks", "data.shuffle_buffer=8")
+    assert blocks != full
+    settings = [*SETTINGS, f"data.root={root}", f"run_dir={tmp_path / 'two'}"]
+    settings += ["data.shuffle=blocks", "data.shuffle_buffer=8"]
+    run_process(under_torchrun(command(*settings), ranks=2), cwd=tmp_path)
+    losses = [record["loss"] for record in records(tmp_path / "two", "train")]
+    assert losses == pytest.approx([loss for part, loss in blocks if part == "train"], rel=1e-4)
+    with pytest.raises(UserError, match=r"data.shuffle: full now, but blocks when"):
+        run(tmp_path / "blocks", root, "data.shuffle=full", "data.shuffle_buffer=8")
+    folder = write_folder(tmp_path / "folder", CONTENT)
+    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for shards and row groups"):
+        run(tmp_path / "folder_run", folder, "data.shuffle=blocks")
+
+
+def damage(root: Path) -> tuple[dict[str, str], list[Path]]:
+    """One file of each kind of damage, with a word of what is to be said of it; and files that are only odd."""
+    files = sorted((root / "train").rglob("*.png"))[::100]
+    paths = iter(files)
+    said: dict[str, str] = {}
+
+    def broken(content: bytes, word: str) -> None:
+        path = next(paths)
+        path.write_bytes(content)
+        said[str(path)] = word
+
+    whole = files[0].read_bytes()
+    broken(whole[: len(whole) // 2], "")
+    broken(b"", "empty (0 bytes)")
+    broken(bytes(1000), "zero bytes")
+    broken(b"<!DOCTYPE html><html>404</html>", "HTML")
+    broken(b"%PDF-1.7", "not an image of a known format")
+    bomb = next(paths)
+    Image.new("1", (30_000, 30_000)).save(bomb, "PNG")
+    said[str(bomb)] = "decompression bomb"
+    odd = [next(paths) for _ in range(3)]
+    Image.new("RGB", (1, 1), (9, 9, 9)).save(odd[0], "PNG")
+    frames = [Image.new("P", (8, 8), color) for color in range(3)]
+    frames[0].save(odd[1], "GIF", save_all=True, append_images=frames[1:])
+    Image.new("RGB", (8, 8)).save(odd[2], "JPEG")
+    return said, odd
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, digits: Path) -> tuple[Path, dict[str, str], list[Path]]:
+    """1,000 training images, 1 in 100 damaged or odd."""
+    root = tmp_path / "images"
+    for folder in sorted(digits.iterdir()):
+        for number, path in enumerate(sorted(folder.iterdir())):
+            split = "train" if number < 100 else "val" if number < 105 else None
+            if split is not None:
+                (root / split / folder.name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, root / split / folder.name)
+    said, odd = damage(root)
+    return root, said, odd
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_image_in_a_hundred_is_damaged(
+    tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], workers: int
+) -> None:
+    root, said, odd = damaged
+    overrides = ("data.global_batch_size=50", "schedule.epochs=2", f"data.num_workers={workers}")
+    losses = run(tmp_path / "run", root, *overrides, "augment=inception")
+    assert np.isfinite([loss for _, loss in losses]).all()
+    events = {record["name"]: record["reason"] for record in records(tmp_path / "run", "event")}
+    assert set(events) == set(said)
+    for name, word in said.items():
+        assert word in events[name]
+    assert not {str(path) for path in odd} & set(events)
+    with pytest.raises(UserError, match=r"^data.max_damaged: \d images cannot be read, more than 3:"):
+        run(tmp_path / "few", root, *overrides, "data.max_damaged=3")
+
+
+@pytest.mark.parametrize("how", ["one", "a class"])
+def test_files_that_vanish_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, how: str) -> None:
+    """What was not yet read is reported, nothing hangs, and the run goes on as long as the limit allows."""
+    root = tmp_path / "images"
+    shutil.copytree(digits, root / "train")
+    shutil.copytree(digits, root / "val")
+    gone = sorted((root / "train/7").iterdir())[: 1 if how == "one" else None]
+    real = build.train_loader
+
+    def vanishing(*arguments: object, **options: object) -> object:
+        for number, batch in enumerate(real(*arguments, **options)):  # type: ignore[arg-type]
+            if number == 3:
+                for path in gone:
+                    path.unlink()
+            yield batch
+
+    settings = ["data.global_batch_size=64", "data.num_workers=2", "data.max_damaged=100"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "train_loader", vanishing)
+        if how == "one":
+            run(tmp_path / "run", root, *settings)
+            events = records(tmp_path / "run", "event")
+            assert [event["name"] for event in events] == [str(gone[0])]
+            assert "cannot be read: No such file or directory" in events[0]["reason"]
+        else:
+            with pytest.raises(UserError, match=r"(100: *$|images in a row are damaged|more than 100)"):
+                run(tmp_path / "run", root, *settings)
+
+
+def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0) -> str:
+    """`prepare_data.py` in this process; what it printed."""
+    own = {"mode": arguments[0]}
+    own |= dict(a.split("=", 1) for a in arguments[1:] if not a.startswith("data."))  # type: ignore[arg-type]
+    options = {key: int(value) if value.isdigit() else value for key, value in own.items()}
+    config = load_config("resnet50", ["data.num_workers=0", *(a for a in arguments if a.startswith("data."))])
+    capsys.readouterr()
+    assert prepare_data.main(config, prepare_data.Options(**options)) == expect  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_folder(tmp_path / "folder", CONTENT)
+    pack = ("pack", f"data.root={root}", f"output={tmp_path / 'packed'}", "short_side=12")
+    printed = prepare(*pack, capsys=capsys)
+    assert "25 images" in printed
+    assert f"use it with data.source=packed data.root={tmp_path / 'packed'}" in printed
+    packed = run(tmp_path / "run", tmp_path / "packed")
+    assert packed != run(tmp_path / "other", root)
+    assert prepare(*pack, capsys=capsys) == printed
+
+
+def test_verify_lists_the_damaged(
+    tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, said, _ = damaged
+    printed = prepare("verify", f"data.root={root}", f"output={tmp_path / 'report.json'}", capsys=capsys, expect=2)
+    for name, word in said.items():
+        assert sum(line.startswith(f"{name}: ") and word in line for line in printed.splitlines()) == 1
+    assert f"train: {len(said)} of 1,000 images are damaged" in printed
+    assert "val: 0 of 50 images are damaged" in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
+    prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
+
+
+def test_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(write_folder(tmp_path / "folder", CONTENT))
+    assert "train: 25 images of 3 classes" in prepare("index", f"data.root={root}", capsys=capsys)
+    for split in CONTENT:
+        assert (root / split / ".pycls_fast_index/class_folders/about.json").is_file()
+
+
+def test_preparing_as_a_process(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "folder", CONTENT)
+    arguments = ("pack", f"data.root={root}", "output=packed", "data.num_workers=1", "split=val")
+    done = run_process(command(*arguments, tool="prepare_data", config_name=None), cwd=tmp_path)
+    assert "packed/val: 9 images" in done.stdout
+    arguments = ("pack", f"data.root={root}", "qualty=3")
+    done = run_process(command(*arguments, tool="prepare_data", config_name=None), cwd=tmp_path, expect=2)
+    (line,) = done.stderr.splitlines()
+    assert "did you mean quality?" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pack"], "output: not set; give the folder"),
+        (["verify", "split=dev"], "split: the data has train, val; got dev"),
+        (["index", "data.source=tar"], "use data.source=folder"),
+    ],
+)
+def test_mistakes_of_preparing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    root = write_folder(tmp_path / "folder", CONTENT)
+    with pytest.raises(UserError, match=says):
+        prepare(*arguments, f"data.root={root}", capsys=capsys)
+
+
+def test_further_evaluation_sets(tmp_path: Path) -> None:
+    """Scored as published, and written down with the preprocessing; ReaL from the validation images."""
+    content = make_content(train=(8, 10, 7), val=(3, 2, 4))
+    root = Path(write_folder(tmp_path / "imagenet", content))
+    numbers = {}
+    for number, path in enumerate(sorted((root / "val").rglob("*.JPEG")), start=1):
+        path.rename(path.with_name(f"ILSVRC2012_val_{number:08d}.JPEG"))
+        numbers[number] = CLASSES.index(path.parent.name)
+    run(tmp_path / "run", root)
+    settings = [*SETTINGS, f"weights={tmp_path / 'run'}"]
+
+    def scored(name: str, eval_root: Path, *overrides: str) -> dict[str, object]:
+        own = [*settings, f"data.eval_set={name}", f"data.eval_root={eval_root}", *overrides]
+        assert score(load_config("vit_digits", own), "val", str(tmp_path / "scores.json")) == 0
+        return json.loads((tmp_path / "scores.json").read_text())  # type: ignore[no-any-return]
+
+    assert score(load_config("vit_digits", [*settings, f"data.root={root}"]), "val", str(tmp_path / "val.json")) == 0
+    plain = json.loads((tmp_path / "val.json").read_text())
+    assert plain["preprocessing"].startswith("short side 8 (bilinear), centre 8 x 8, mean 0.485 0.456 0.406")
+    # ReaL with the single right label is top-1 on the validation set; one image without labels is left out.
+    (tmp_path / "real.json").write_text(json.dumps([[numbers[number]] for number in range(1, 10)]))
+    real = scored("real", tmp_path / "real.json", f"data.root={root}")
+    assert (real["top1"], real["count"], real["loss"]) == (plain["top1"], 9, None)
+    every = [[0, 1, 2] for _ in range(8)]
+    (tmp_path / "real.json").write_text(json.dumps([*every, []]))
+    real = scored("real", tmp_path / "real.json", f"data.root={root}")
+    assert (real["top1"], real["count"], real["split"]) == (100.0, 8, "real")
+    # The same images as V2, with folders 0 to 2, score the same; no training data is needed.
+    for label, name in enumerate(CLASSES):
+        shutil.copytree(root / "val" / name, tmp_path / "v2" / str(label))
+    v2 = scored("v2", tmp_path / "v2")
+    assert (v2["top1"], v2["top5"], v2["count"]) == (plain["top1"], plain["top5"], plain["count"])
+    assert v2["loss"] == pytest.approx(plain["loss"])
+    # Among a single class everything is right; Sketch takes all of them.
+    shutil.copytree(root / "val" / CLASSES[2], tmp_path / "a" / CLASSES[2])
+    adversarial = scored("a", tmp_path / "a")
+    assert (adversarial["top1"], adversarial["count"]) == (100.0, 4)
+    assert "1 classes" in str(adversarial["rule"])
+    assert scored("sketch", tmp_path / "a")["rule"] == "best of all 3 classes"
+    with pytest.raises(UserError, match=r"^data.eval_root: not set; give the files of data.eval_set=r"):
+        load_config("vit_digits", [*settings, "data.eval_set=r"])

@@ -1,0 +1,203 @@
+"""One small dataset in every layout: the same images in the same order."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.sources import CachePolicy, Opening, Source, open_splits, scan_classes
+
+NO_CACHE = Opening(cache=CachePolicy("off"))
+CLASSES = ("n01440764", "n02119789", "n09876543")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded image."""
+
+    name: str
+    label: int
+    data: bytes
+
+
+def make_samples(split: str, counts: Sequence[int], seed: int = 0) -> list[Sample]:
+    """Random JPEGs of several sizes, class after class."""
+    generator = np.random.default_rng([seed, len(split)])
+    made = []
+    for label, count in enumerate(counts):
+        for number in range(count):
+            height, width = (int(n) for n in generator.integers(8, 25, 2))
+            pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, "JPEG")
+            made.append(Sample(f"{split}_{label}_{number:04d}.JPEG", label, buffer.getvalue()))
+    return made
+
+
+Content = dict[str, list[Sample]]
+
+
+def make_content(train: Sequence[int] = (4, 7, 5), val: Sequence[int] = (2, 1, 3)) -> Content:
+    """A training and a validation split."""
+    return {"train": make_samples("train", train), "val": make_samples("val", val)}
+
+
+def write_folder(root: Path, content: Content) -> str:
+    for split, samples in content.items():
+        for sample in samples:
+            path = root / split / CLASSES[sample.label] / sample.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(sample.data)
+    return str(root)
+
+
+def write_manifest(root: Path, content: Content, *, extension: str = ".csv") -> str:
+    write_folder(root / "images", content)
+    for split, samples in content.items():
+        rows = [(f"images/{split}/{CLASSES[s.label]}/{s.name}", CLASSES[s.label]) for s in samples]
+        if extension == ".parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            columns = {"path": [path for path, _ in rows], "label": [label for _, label in rows]}
+            pyarrow.parquet.write_table(pyarrow.table(columns), root / f"{split}.parquet")
+            continue
+        with (root / f"{split}{extension}").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if extension == ".tsv" else ",")
+            writer.writerows([("path", "label"), *rows])
+    return str(root)
+
+
+def write_hub_parquet(root: Path, content: Content, *, shards: int = 2, **how: Any) -> str:
+    """As the hub lays datasets out; `how` goes to pyarrow's writer."""
+    import pyarrow
+    import pyarrow.parquet
+
+    how = {"compression": "none", "use_dictionary": False, "row_group_size": 3, **how}
+    (root / "data").mkdir(parents=True)
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    features = {"image": {"_type": "Image"}, "label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    for split, samples in content.items():
+        stored = {"train": "train", "val": "validation"}[split]
+        for number, part in enumerate(np.array_split(np.arange(len(samples)), shards)):
+            chosen = [samples[i] for i in part.tolist()]
+            table = pyarrow.table(
+                {
+                    "image": pyarrow.array([{"bytes": s.data, "path": s.name} for s in chosen], kind),
+                    "label": pyarrow.array([s.label for s in chosen], pyarrow.int64()),
+                }
+            ).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+            name = f"{stored}-{number:05d}-of-{shards:05d}.parquet"
+            pyarrow.parquet.write_table(table, root / "data" / name, **how)
+    return str(root)
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def write_tars(root: Path, content: Content, *, shards: int = 3, label: str = "cls") -> str:
+    """As webdataset's ShardWriter does: `KEY.cls`, `KEY.jpg`."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "classes.txt").write_text("".join(f"{name}\n" for name in CLASSES))
+    for split, samples in content.items():
+        for number, part in enumerate(np.array_split(np.arange(len(samples)), shards)):
+            with tarfile.open(root / f"set-{split}-{number:06d}.tar", "w") as tar:
+                for i in part.tolist():
+                    text = str(samples[i].label)
+                    if label == "json":
+                        add_member(tar, f"{i:06d}.json", json.dumps({"label": samples[i].label, "x": None}).encode())
+                    else:
+                        add_member(tar, f"{i:06d}.cls", text.encode())
+                    add_member(tar, f"{i:06d}.jpg", samples[i].data)
+    return str(root)
+
+
+def write_packed(root: Path, content: Content) -> str:
+    folders = root.with_name(f"{root.name}-folders")
+    write_folder(folders, content)
+    for split in content:
+        pack(scan_classes(folders / split), root / split, PackSettings(), workers=0, title="pack")
+    return str(root)
+
+
+def write_hub(root: Path, content: Content) -> str:
+    import datasets
+
+    datasets.disable_progress_bars()
+    names = {"train": "train", "val": "validation"}
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    made = {
+        names[split]: datasets.Dataset.from_dict(
+            {"image": [{"bytes": s.data, "path": None} for s in samples], "label": [s.label for s in samples]},
+            features=kinds,
+        )
+        for split, samples in content.items()
+    }
+    datasets.DatasetDict(made).save_to_disk(str(root))
+    return str(root)
+
+
+LAYOUTS = {
+    "folder": write_folder,
+    "manifest": write_manifest,
+    "parquet": write_hub_parquet,
+    "tar": write_tars,
+    "packed": write_packed,
+    "hub": write_hub,
+}
+
+
+def open_layout(kind: str, root: Path, content: Content, options: Opening = NO_CACHE) -> dict[str, Source]:
+    """Write a layout and open it."""
+    return open_splits(kind, LAYOUTS[kind](root, content), options)
+
+
+def write_cifar10(root: Path, images_NHWC: np.ndarray, labels: Sequence[int], names: Sequence[str]) -> str:
+    """The pickles of CIFAR-10, with protocol 2 as the original; the last sixth is the test batch."""
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    parts = np.array_split(np.arange(len(labels)), 6)
+    for name, part in zip([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], parts, strict=True):
+        data = np.ascontiguousarray(images_NHWC[part].transpose(0, 3, 1, 2)).reshape(len(part), -1)
+        batch = {
+            b"batch_label": name.encode(),
+            b"labels": [labels[i] for i in part.tolist()],
+            b"data": data,
+            b"filenames": [f"{i}.png".encode() for i in part.tolist()],
+        }
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    meta = {b"num_cases_per_batch": 10000, b"label_names": [n.encode() for n in names], b"num_vis": 3072}
+    (folder / "batches.meta").write_bytes(pickle.dumps(meta, protocol=2))
+    return str(root)
+
+
+def samples_of(source: Source) -> list[tuple[Any, str]]:
+    """(encoded image or pixels' bytes, class name) of every image."""
+    read = (source.read(index) for index in range(len(source)))
+    return [(data if isinstance(data, bytes) else data.tobytes(), source.classes[label]) for data, label in read]
+
+
+def expected(samples: Sequence[Sample]) -> list[tuple[bytes, str]]:
+    return [(sample.data, CLASSES[sample.label]) for sample in samples]
+
+
+def touch_older(root: Path, seconds: float = 10.0) -> None:
+    """Make everything below a folder that much older, as if it had been there for a while."""
+    for path in [root, *root.rglob("*")]:
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - int(seconds * 1e9)))

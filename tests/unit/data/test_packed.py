@@ -1,0 +1,223 @@
+"""The packed format: what is stored, what is checked, and going on after a kill."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pycls_fast.data.packing import PackSettings, pack, packer, verify
+from pycls_fast.data.sources import PackedSource, open_packed, scan_classes
+from pycls_fast.data.sources.packed import ENTRY
+from pycls_fast.errors import UserError
+from tests.integration.runs import ROOT, environment
+from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
+
+CONTENT = make_content()
+
+
+def split(root: Path, name: str = "train") -> PackedSource:
+    source = open_packed(root, NO_CACHE)[name]
+    assert isinstance(source, PackedSource)
+    return source
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Class folders to pack."""
+    return Path(write_folder(tmp_path / "folders", CONTENT))
+
+
+def test_large_images_are_made_smaller_and_small_ones_stay(tmp_path: Path, folder: Path) -> None:
+    for name in ("train", "val"):
+        pack(scan_classes(folder / name), tmp_path / "out" / name, PackSettings(12, 90), workers=0, title="")
+    packed = split(tmp_path / "out")
+    shrunk = 0
+    for index, sample in enumerate(CONTENT["train"]):
+        data, label = packed.read(index)
+        assert isinstance(data, bytes)
+        before = Image.open(io.BytesIO(sample.data)).convert("RGB")
+        after = Image.open(io.BytesIO(data)).convert("RGB")
+        assert label == sample.label
+        if min(before.size) <= 12:
+            assert data == sample.data
+            continue
+        shrunk += 1
+        assert min(after.size) == 12
+        assert max(after.size) == round(max(before.size) * 12 / min(before.size))
+        reference = np.asarray(before.resize(after.size, Image.Resampling.BICUBIC), dtype=float)
+        # JPEG of noise at quality 90.
+        assert np.abs(np.asarray(after, dtype=float) - reference).mean() < 40
+    assert shrunk > 3
+    assert "short side at most 12, JPEG quality 90" in packed.describe()
+
+
+def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: Path) -> None:
+    for name in ("train", "val"):
+        pack(scan_classes(folder / name), tmp_path / "out" / name, PackSettings(store="raw"), workers=0, title="")
+    packed = split(tmp_path / "out")
+    for index, sample in enumerate(CONTENT["train"]):
+        pixels, label = packed.read(index)
+        assert isinstance(pixels, np.ndarray)
+        np.testing.assert_array_equal(pixels, np.asarray(Image.open(io.BytesIO(sample.data)).convert("RGB")))
+        assert label == sample.label
+        assert np.shares_memory(pixels, packed._images)
+
+
+def test_several_processes_write_the_same(tmp_path: Path, folder: Path) -> None:
+    source = scan_classes(folder / "train")
+    for workers in (0, 2):
+        pack(source, tmp_path / f"out{workers}", PackSettings(12), workers=workers, title="")
+    one, other = ((tmp_path / f"out{workers}" / "images.bin").read_bytes() for workers in (0, 2))
+    assert one == other
+
+
+@pytest.mark.parametrize("damage", ["nothing", "half an image", "half a line", "zeros", "no line"])
+def test_a_killed_packing_goes_on(tmp_path: Path, folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was written when it was killed, the result is that of an undisturbed run."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    made: list[int] = []
+    real = packer._make
+
+    def failing(own: object, index: int, *, settings: PackSettings) -> object:
+        made.append(index)
+        if index == 9 and len(made) == 10:
+            raise KeyboardInterrupt
+        return real(source, index, settings=settings)
+
+    monkeypatch.setattr(packer, "_make", failing)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, out, PackSettings(), workers=0, title="")
+    with pytest.raises(UserError, match="is unfinished; run the same"):
+        open_packed(out.parent, NO_CACHE)
+    images, table = out / "images.bin.part", out / "table.part"
+    assert len(table.read_bytes()) == 9 * ENTRY.itemsize
+    if damage == "half an image":
+        os.truncate(images, images.stat().st_size - 5)
+    elif damage == "half a line":
+        with table.open("ab") as file:
+            file.write(b"\1" * 7)
+    elif damage == "zeros":
+        with images.open("r+b") as file:
+            file.seek(-10, os.SEEK_END)
+            file.write(bytes(10))
+    elif damage == "no line":
+        with images.open("ab") as file:
+            file.write(b"the next image")
+    made.clear()
+    pack(source, out, PackSettings(), workers=0, title="")
+    assert made[0] == (8 if damage in ("half an image", "zeros") else 9)
+    pack(scan_classes(folder / "val"), out.parent / "val", PackSettings(), workers=0, title="")
+    assert samples_of(split(out.parent)) == expected(CONTENT["train"])
+    assert not [path for path in out.iterdir() if path.suffix in (".part", ".json") and path.name != "about.json"]
+    made.clear()
+    pack(source, out, PackSettings(), workers=0, title="")
+    assert made == []
+
+
+@pytest.mark.slow
+def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "pack", f"data.root={digits}"]
+    command += [f"output={tmp_path / 'out'}", "data.num_workers=1", "short_side=4"]
+    kills = 0
+    while True:
+        running = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+        part = tmp_path / "out" / "train" / "images.bin.part"
+        before = part.stat().st_size if part.is_file() else 0
+        while running.poll() is None and kills < 3:
+            if part.is_file() and part.stat().st_size > before + 20_000:
+                running.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.002)
+        if running.wait() == 0:
+            break
+    assert kills > 0
+    packed = split(tmp_path / "out")
+    assert all(packed.checksum_holds(index) for index in range(len(packed)))
+    once = subprocess.run([*command[:-3], f"output={tmp_path / 'once'}", *command[-2:]], env=environment(), check=False)
+    assert once.returncode == 0
+    names = ("images.bin", "table.npy", "names.npy")
+    for name in names:
+        assert (tmp_path / "out/train" / name).read_bytes() == (tmp_path / "once/train" / name).read_bytes()
+
+
+def test_another_packing_is_not_gone_on_with(tmp_path: Path, folder: Path) -> None:
+    source, out = scan_classes(folder / "train"), tmp_path / "train"
+    pack(source, out, PackSettings(12), workers=0, title="")
+    with pytest.raises(UserError, match=r"^output: .* already holds other packed images .*short side at most 12"):
+        pack(source, out, PackSettings(14), workers=0, title="")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("all of it")
+    with pytest.raises(UserError, match="is not empty and holds no packed images"):
+        pack(source, tmp_path / "full", PackSettings(), workers=0, title="")
+
+
+def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> None:
+    source = scan_classes(folder / "train")
+    bad = [Path(source.name(index)) for index in (0, 5, 11)]
+    bad[0].write_bytes(b"")
+    bad[1].write_bytes(bad[1].read_bytes()[:200])
+    bad[2].unlink()
+    done = pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="")
+    assert [name for name, _ in done.damaged] == list(map(str, bad))
+    assert done.count == len(source) - 3
+    pack(scan_classes(folder / "val"), tmp_path / "out" / "val", PackSettings(), workers=0, title="")
+    names = [split(tmp_path / "out").name(index) for index in range(done.count)]
+    kept = [sample.name for index, sample in enumerate(CONTENT["train"]) if index not in (0, 5, 11)]
+    assert [name.rpartition("/")[2].rstrip("]") for name in names] == kept
+    assert json.loads((tmp_path / "out/train/about.json").read_text())["damaged"][0] == list(done.damaged[0])
+    # Asked again, it says the same.
+    for path, sample in zip(bad, (CONTENT["train"][i] for i in (0, 5, 11)), strict=True):
+        path.write_bytes(sample.data)
+    assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    root = Path(write_packed(tmp_path / "packed", CONTENT))
+    assert list(verify(split(root), workers=0, title="")) == []
+    offset = int(split(root)._table[3]["offset"])
+    with (root / "train/images.bin").open("r+b") as file:
+        file.seek(offset + 150)
+        file.write(b"\0\1\2")
+    (found,) = verify(split(root), workers=0, title="")
+    assert found.position == 3
+    assert "checksum" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("images.bin", r"images.bin has [\d,]+ bytes and should have [\d,]+; copy or pack it again"),
+        ("table.npy", "no complete packed split"),
+        ("names.npy", "no complete packed split"),
+        ("about.json", "no complete packed split"),
+    ],
+)
+def test_a_file_that_is_cut_off(tmp_path: Path, name: str, pattern: str) -> None:
+    root = Path(write_packed(tmp_path / "packed", CONTENT))
+    path = root / "train" / name
+    os.truncate(path, path.stat().st_size - 9)
+    with pytest.raises(UserError, match=pattern):
+        open_packed(root, NO_CACHE)
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    root = Path(write_packed(tmp_path / "packed", CONTENT))
+    with pytest.raises(UserError, match=f"is one packed split; give the folder above it, {root}"):
+        open_packed(root / "train", NO_CACHE)
+    with pytest.raises(UserError, match="holds no packed images; make them with"):
+        open_packed(tmp_path, NO_CACHE)
+    about = json.loads((root / "val/about.json").read_text())
+    (root / "val/about.json").write_text(json.dumps({**about, "version": 7}))
+    with pytest.raises(UserError, match="version 7; this program reads"):
+        open_packed(root, NO_CACHE)

@@ -1,0 +1,190 @@
+"""The policies against the libraries of their recipes, on the same draws."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.datasets
+import timm.data
+import timm.data.auto_augment
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode, v2
+
+from pycls_fast.build.data import train_transform
+from pycls_fast.config import load_config
+from pycls_fast.data import TrainTransform
+from pycls_fast.data.draws import seeded_torch
+from pycls_fast.data.pictures import PillowPicture
+from pycls_fast.data.policies import Step, timm_rand_augment
+
+MEAN = (0.485, 0.456, 0.406)
+SEEDS = range(60)
+
+
+@pytest.fixture(scope="module")
+def photo() -> Image.Image:
+    path = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
+    return Image.open(path).convert("RGB").resize((96, 64))
+
+
+def recipe(name: str, *overrides: str) -> TrainTransform:
+    """The transform of `configs/augment/NAME.yaml`, by way of the configuration."""
+    config = load_config("resnet50", ["data=synthetic", "data.image_size=64", f"augment={name}", *overrides])
+    return train_transform(config, 64)
+
+
+def policy(name: str, *overrides: str) -> list[Step]:
+    return list(recipe(name, *overrides)._steps)
+
+
+def seeded(step: Step, image: Image.Image, seed: int) -> np.ndarray:
+    with seeded_torch(seed):
+        return np.asarray(step(image))
+
+
+def timm_step(name: str, interpolation: str = "bicubic", **options: Any) -> Any:
+    """What timm's own factory puts behind crop and flip."""
+    _, steps, _ = timm.data.create_transform(
+        64,
+        is_training=True,
+        auto_augment=name,
+        interpolation=interpolation,
+        mean=MEAN,
+        separate=True,
+        **{"color_jitter": None, **options},
+    )
+    return steps
+
+
+def timm_draws(step: Any, image: Image.Image, seed: int) -> np.ndarray | None:
+    """timm's result from the same seeds as ours; None where it fails on this Pillow."""
+    with seeded_torch(seed):
+        inner = int(torch.randint(2**31, ()))
+        random.seed(inner)
+        np.random.seed(inner)
+        try:
+            return np.asarray(step(image))
+        except ValueError as error:
+            if "bits" not in str(error):
+                raise
+            return None
+
+
+@pytest.fixture(autouse=True)
+def global_generators() -> Any:
+    states = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("deit", "rand-m9-mstd0.5-inc1"), ("rsb_a2", "rand-m7-mstd0.5-inc1"), ("timm_ra", "rand-m9-mstd0.5")],
+)
+def test_timm_s_rand_augment(name: str, theirs: str, photo: Image.Image) -> None:
+    """Same draws, same pixels, on every image that timm survives; ours survives all."""
+    (ours,) = policy(name)
+    reference = timm_step(theirs)
+    changed = 0
+    for seed in range(200):
+        result, expected = seeded(ours, photo, seed), timm_draws(reference, photo, seed)
+        if expected is not None:
+            np.testing.assert_array_equal(result, expected, err_msg=str(seed))
+            changed += bool((result != np.asarray(photo)).any())
+    assert changed > 100
+
+
+def test_posterizing_to_nothing_is_black(photo: Image.Image) -> None:
+    """timm asks Pillow for 0 bits at full strength, which Pillow 13 refuses; before, the result was black."""
+    options: dict[str, Any] = {"interpolation": "bilinear", "image_size": 64, "mean": MEAN}
+    step = timm_rand_augment(1, 10, magnitude_std=0.0, increasing=True, probability=1.0, **options)
+    results = [seeded(step, photo, seed) for seed in range(150)]
+    assert any((result == 0).all() for result in results)
+    less = timm.data.auto_augment.posterize(photo, 4)
+    np.testing.assert_array_equal(np.asarray(less), np.asarray(ImageOps.posterize(photo, 4)))
+
+
+def test_three_augment(photo: Image.Image) -> None:
+    """timm's `3a` with the color jitter that DeiT III adds; each of the three comes a third of the time."""
+    three, jitter = policy("deit3")
+    reference = timm_step("3a", color_jitter=0.3)
+    assert [type(step).__name__ for step in reference.transforms] == ["AutoAugment", "ColorJitter"]
+    assert repr(jitter).replace("v2.", "") == repr(v2.ColorJitter(0.3, 0.3, 0.3, 0.0))
+    gray = 0
+    for seed in range(300):
+        result = seeded(three, photo, seed)
+        np.testing.assert_array_equal(result, timm_draws(reference.transforms[0], photo, seed))
+        gray += bool((result == result[:, :, :1]).all())
+    assert gray / 300 == pytest.approx(1 / 3, abs=5 * (2 / 9 / 300) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("trivial", transforms.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)),
+        ("auto_augment", transforms.AutoAugment(interpolation=InterpolationMode.BILINEAR)),
+    ],
+)
+def test_torchvision_s_policies(name: str, theirs: torch.nn.Module, photo: Image.Image) -> None:
+    """The presets of torchvision's reference training use the first generation of its transforms: not the same draws,
+    so their outputs' distributions are compared, by the mean absolute change of an image."""
+    (ours,) = policy(name)
+
+    def changes(step: Any) -> np.ndarray:
+        before = np.asarray(photo).astype(int)
+        return np.array([np.abs(seeded(step, photo, seed) - before).mean() for seed in range(400)])
+
+    mine, reference = changes(ours), changes(theirs)
+    spread = np.sqrt((mine.var() + reference.var()) / 400)
+    assert abs(mine.mean() - reference.mean()) < 4 * spread
+    assert abs((mine == 0).mean() - (reference == 0).mean()) < 0.12
+
+
+def test_auto_augment_of_other_datasets(photo: Image.Image) -> None:
+    steps = {
+        name: policy("auto_augment", f"augment.auto_augment={name}")[0] for name in ("imagenet", "cifar10", "svhn")
+    }
+    for name, step in steps.items():
+        expected = v2.AutoAugment(v2.AutoAugmentPolicy(name), interpolation=InterpolationMode.BILINEAR)
+        for seed in range(20):
+            np.testing.assert_array_equal(seeded(step, photo, seed), seeded(expected, photo, seed))
+
+
+def test_torchvision_s_rand_augment(photo: Image.Image) -> None:
+    (ours,) = policy("inception", "augment.rand_augment={num_ops: 2, magnitude: 9}")
+    expected = v2.RandAugment(2, 9, interpolation=InterpolationMode.BILINEAR)
+    for seed in SEEDS:
+        np.testing.assert_array_equal(seeded(ours, photo, seed), seeded(expected, photo, seed))
+
+
+@pytest.mark.parametrize("name", ["deit", "deit3", "rsb_a2", "timm_ra", "trivial", "auto_augment"])
+def test_only_the_seed_decides(name: str, photo: Image.Image) -> None:
+    transform = recipe(name)
+    first = [transform(PillowPicture(photo), seed) for seed in range(12)]
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    for seed in reversed(range(12)):
+        again = transform(PillowPicture(photo), seed)
+        np.testing.assert_array_equal(again.image_HWC, first[seed].image_HWC)
+        assert again.erase == first[seed].erase
+    after = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    assert after == before, "a global generator was used"
+    assert len({one.image_HWC.tobytes() for one in first}) == 12
+
+
+def test_simple_random_crop_mirrors_the_edge(photo: Image.Image) -> None:
+    """DeiT III's: short side to the size, 4 mirrored pixels around, a random crop."""
+    transform = recipe("none", "augment.crop=pad", "augment.pad_mode=reflect")
+    theirs = v2.RandomCrop(64, padding=4, padding_mode="reflect")
+    for seed in range(20):
+        expected = seeded(theirs, photo.crop((16, 0, 80, 64)), seed)
+        np.testing.assert_array_equal(transform(PillowPicture(photo), seed).image_HWC, expected)

@@ -1,0 +1,170 @@
+"""Every layout gives the same images in the same order, in every process, and each epoch exactly."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pycls_fast.data import (
+    EvalSampler,
+    EvalTransform,
+    ImageDataset,
+    TrainSampler,
+    TrainTransform,
+    block_ends,
+    block_order,
+    make_loader,
+)
+from pycls_fast.data.sources import Source, open_splits, recognise
+from tests.unit.data.layouts import (
+    CLASSES,
+    LAYOUTS,
+    NO_CACHE,
+    expected,
+    make_content,
+    open_layout,
+    samples_of,
+    write_cifar10,
+)
+
+KINDS = sorted(LAYOUTS)
+CONTENT = make_content()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Source]]:
+    """Each layout, opened."""
+    root = tmp_path_factory.mktemp("layouts")
+    found = {kind: open_layout(kind, root / kind, CONTENT) for kind in KINDS}
+    generator = np.random.default_rng(3)
+    images = generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
+    labels = [int(n) for n in generator.integers(0, 3, 60)]
+    found["cifar"] = open_splits("auto", write_cifar10(root / "cifar", images, labels, CLASSES), NO_CACHE)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_content_gives_the_same_samples(opened: dict[str, dict[str, Source]], kind: str) -> None:
+    splits = opened[kind]
+    assert set(splits) == {"train", "val"}
+    for split, source in splits.items():
+        assert source.classes == CLASSES
+        assert len(source) == len(CONTENT[split])
+        assert samples_of(source) == expected(CONTENT[split])
+        names = {source.name(index) for index in range(len(source))}
+        assert len(names) == len(source)
+        assert f"{len(source)}" in source.describe()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Source]], kind: str) -> None:
+    source = opened[kind]["train"]
+    source.read(0)
+    copy = pickle.loads(pickle.dumps(source))
+    assert samples_of(copy) == samples_of(source)
+    assert copy.name(3) == source.name(3)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Source]], kind: str) -> None:
+    source = opened[kind]["train"]
+    for value in vars(source).values():
+        assert not isinstance(value, (list, dict, tuple, set)) or len(value) < len(source)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+def test_a_layout_is_recognised(opened: dict[str, dict[str, Source]], tmp_path: Path, kind: str) -> None:
+    if kind == "cifar":
+        root = write_cifar10(tmp_path, np.zeros((12, 32, 32, 3), np.uint8), [0] * 12, ["a"])
+    else:
+        root = LAYOUTS[kind](tmp_path / kind, CONTENT)
+    assert recognise(root) == (kind,)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranks_and_workers_together_see_exactly_the_epoch(
+    opened: dict[str, dict[str, Source]], kind: str, data: st.DataObject
+) -> None:
+    """Whatever the numbers of ranks before and after a restart, and in whichever order the source is read."""
+    source = opened[kind]["train"]
+    count = len(source)
+    before, after = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    parts = math.lcm(before, after)
+    batch = parts * data.draw(st.integers(1, count // parts))
+    steps_per_epoch = count // batch
+    stop = data.draw(st.integers(0, steps_per_epoch))
+    seed = data.draw(st.integers(0, 2**40))
+    ends = block_ends(source)
+    in_blocks = ends is not None and data.draw(st.booleans())
+    buffer = data.draw(st.integers(1, 2 * count))
+
+    def order(seed: int, epoch: int) -> np.ndarray:
+        assert ends is not None
+        return block_order(seed, epoch, ends, buffer=buffer, global_batch_size=batch)
+
+    seen: Counter[tuple[int, int]] = Counter()
+    for world_size, first, last in ((before, 0, stop), (after, stop, 2 * steps_per_epoch)):
+        for rank in range(world_size):
+            sampler = TrainSampler(
+                count,
+                seed=seed,
+                global_batch_size=batch,
+                rank=rank,
+                world_size=world_size,
+                start_step=first,
+                total_steps=last,
+                order=order if in_blocks else None,
+            )
+            seen.update(key for keys in sampler for key in keys)
+    for epoch in range(2):
+        own = {index: times for (of, index), times in seen.items() if of == epoch}
+        assert len(own) == steps_per_epoch * batch
+        assert set(own.values()) == {1}
+        assert own.keys() <= set(range(count))
+    batch_size = data.draw(st.integers(1, 7))
+    evaluated: Counter[int] = Counter()
+    for rank in range(before):
+        shares = EvalSampler(count, batch_size=batch_size, rank=rank, world_size=before)
+        evaluated.update(index for keys in shares for _, index in keys)
+    assert evaluated == Counter(range(count))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, Source]], kind: str) -> None:
+    """Two epochs through worker processes: the right images, each once, the same as without workers."""
+    source = opened[kind]["train"]
+    count = len(source)
+
+    def batches(workers: int) -> list[tuple[list[int], list[int], bytes]]:
+        transform = TrainTransform(image_size=8)
+        sampler = TrainSampler(count, seed=1, global_batch_size=4, total_steps=2 * (count // 4))
+        loader = make_loader(ImageDataset(source, transform, training=True), sampler, num_workers=workers)
+        return [(b.indices_B.tolist(), b.labels_B.tolist(), b.images_BHWC.numpy().tobytes()) for b in loader]
+
+    alone, shared = batches(0), batches(2)
+    assert alone == shared
+    epoch = [index for indices, _, _ in alone[: count // 4] for index in indices]
+    assert len(set(epoch)) == len(epoch) == count // 4 * 4
+    labels = {index: source.read(index)[1] for index in range(count)}
+    assert all(labels[i] == label for indices, own, _ in alone for i, label in zip(indices, own, strict=True))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
+def test_evaluation_visits_each_image_once(opened: dict[str, dict[str, Source]], kind: str) -> None:
+    source = opened[kind]["val"]
+    seen: Counter[int] = Counter()
+    for rank in range(3):
+        sampler = EvalSampler(len(source), batch_size=2, rank=rank, world_size=3)
+        dataset = ImageDataset(source, EvalTransform(image_size=8), training=False)
+        for batch in make_loader(dataset, sampler, num_workers=0):
+            seen.update(batch.indices_B.tolist())
+    assert seen == Counter(range(len(source)))

@@ -1,0 +1,308 @@
+"""Manifests, Parquet files of the hub, and datasets through `datasets`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pycls_fast.data import block_ends
+from pycls_fast.data.sources import CachePolicy, Opening, Source, open_splits
+from pycls_fast.data.sources.parquet import ParquetSource
+from pycls_fast.errors import UserError
+from tests.unit.data.layouts import (
+    CLASSES,
+    NO_CACHE,
+    expected,
+    make_content,
+    samples_of,
+    write_hub,
+    write_hub_parquet,
+    write_manifest,
+)
+
+CONTENT = make_content()
+
+
+def opened(kind: str, root: Path | str, **options: object) -> dict[str, Source]:
+    return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
+
+
+def mistake(kind: str, root: Path | str, **options: object) -> str:
+    with pytest.raises(UserError) as caught:
+        opened(kind, root, **options)
+    (line,) = caught.value.lines
+    return line
+
+
+# Manifests
+
+
+@pytest.mark.parametrize("extension", [".csv", ".tsv", ".parquet"])
+def test_manifests_of_every_kind(tmp_path: Path, extension: str) -> None:
+    splits = opened("manifest", write_manifest(tmp_path, CONTENT, extension=extension))
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+
+
+def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
+    rows = ["file,kind,split,other"]
+    for number, split in enumerate(["train", "val", "train", "test", "validation"]):
+        (tmp_path / f"{number}.jpg").write_bytes(CONTENT["train"][number].data)
+        rows.append(f"{number}.jpg,{'ab'[number % 2]},{split},x")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    splits = opened("auto", tmp_path / "list.csv", path_column="file", label_column="kind")
+    assert [splits[name].name(0) for name in ("train", "val", "test")] == [
+        str(tmp_path / f"{n}.jpg") for n in (0, 1, 3)
+    ]
+    assert [label for _, label in samples_of(splits["val"])] == ["b", "a"]
+    assert splits["test"].classes == ("a", "b")
+    (tmp_path / "list.csv").write_text("file,kind,split\nx.jpg,a,never\n")
+    assert "the column split says 'never'" in mistake(
+        "manifest", tmp_path / "list.csv", path_column="file", label_column="kind"
+    )
+
+
+def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:
+    lines = [f"/images/{number}.jpg,{number % 3}" for number in range(60)]
+    (tmp_path / "all.csv").write_text("path,label\n" + "\n".join(lines))
+    splits = opened("manifest", tmp_path, val_fraction=0.25)
+    train, val = ([s.name(i) for i in range(len(s))] for s in (splits["train"], splits["val"]))
+    assert sorted(train + val) == sorted(f"/images/{number}.jpg" for number in range(60))
+    assert [sum(splits["val"].labels == label) for label in range(3)] == [5, 5, 5]  # type: ignore[attr-defined]
+    # The order of the table within each part.
+    assert train == sorted(train, key=lambda name: int(Path(name).stem))
+
+
+def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,2\nb.jpg,0\n")
+    (tmp_path / "val.csv").write_text("path,label\nc.jpg,1\n")
+    assert opened("manifest", tmp_path)["val"].classes == ("0", "1", "2")
+    (tmp_path / "classes.txt").write_text("cat\ndog\nemu\n\n")
+    assert opened("manifest", tmp_path)["train"].classes == ("cat", "dog", "emu")
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,3\n")
+    assert "the label 3 is beyond the 3 class names" in mistake("manifest", tmp_path)
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,gnu\n")
+    assert "the label gnu is not among the 3 class names" in mistake("manifest", tmp_path)
+    (tmp_path / "classes.txt").write_text("cat\ncat\n")
+    assert "cat: more than once" in mistake("manifest", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty; its first line names the columns"),
+        ("path,label\n", "has no rows"),
+        ("file,label\na,b\n", "has no column 'path'; it has file, label: choose one with data.path_column=NAME"),
+        ("path,kind\na,b\n", "has no column 'label'; it has kind, path: choose one with data.label_column=NAME"),
+        ("path,label\na,b,c\n", "line 2 has 3 values for 2 columns"),
+        ("path,label\na,x\nb,\n", "row 2 below the header has no path or no label"),
+        ("path,label\na,x\nb,-1\nc,-2\n", "a single image in the class"),
+        ("path,label\nb,-1\nc,0\n", "the label -1: labels count from 0"),
+        ("path,label\nb,1\nc,100200300\n", "such numbers are ids"),
+    ],
+)
+def test_manifests_with_mistakes(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "list.csv").write_text(text)
+    assert says in mistake("manifest", tmp_path / "list.csv")
+
+
+def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,cat\n")
+    (tmp_path / "val.csv").write_text("path,label\na.jpg,dog\n")
+    assert "no images of the class dog in train" in mistake("manifest", tmp_path)
+
+
+def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
+    options = {"cache": CachePolicy(str(tmp_path / "index"), smallest=0), "val_fraction": 0.5}
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\n")
+    assert len(opened("manifest", tmp_path / "list.csv", **options)["train"]) == 1
+    (kept,) = (tmp_path / "index").rglob("about.json")
+    inode = kept.stat().st_ino
+    opened("manifest", tmp_path / "list.csv", **options)
+    assert kept.stat().st_ino == inode
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\nc.jpg,x\nd.jpg,x\n")
+    assert len(opened("manifest", tmp_path / "list.csv", **options)["train"]) == 2
+
+
+# Parquet
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "as datasets writes it": {},
+    "one row group": {"row_group_size": 1000},
+    "small pages": {"row_group_size": 1000, "write_batch_size": 1, "data_page_size": 600},
+    "pages of version 2": {"data_page_version": "2.0"},
+    "with checksums": {"write_page_checksum": True},
+    "with a page index": {"write_page_index": True},
+    "snappy": {"compression": "snappy"},
+    "zstd": {"compression": "zstd"},
+    "dictionary": {"use_dictionary": True},
+    "another encoding": {"column_encoding": {"image.bytes": "DELTA_LENGTH_BYTE_ARRAY"}},
+}
+IN_PLACE = {"as datasets writes it", "one row group", "small pages", "pages of version 2", "with checksums"}
+IN_PLACE |= {"with a page index"}
+
+
+@pytest.mark.parametrize("how", sorted(LAYOUTS))
+def test_parquet_however_it_was_written(tmp_path: Path, how: str) -> None:
+    splits = opened("parquet", write_hub_parquet(tmp_path, CONTENT, **LAYOUTS[how]))
+    for split, samples in CONTENT.items():
+        source = splits[split]
+        assert isinstance(source, ParquetSource)
+        assert bool((source._places[:, 0] >= 0).all()) == (how in IN_PLACE), "read where they lie"
+        assert samples_of(source) == expected(samples)
+        # In any order.
+        for index in (5, 0, 3, 1, 5):
+            assert source.read(index) == (samples[index].data, samples[index].label)
+    assert splits["train"].name(8) == f"{tmp_path}/data/train-00001-of-00002.parquet[0]"
+    if how == "as datasets writes it":
+        assert block_ends(splits["train"]).tolist() == [3, 6, 8, 11, 14, 16]  # type: ignore[union-attr]
+
+
+def test_parquet_that_datasets_wrote(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    for split, samples in CONTENT.items():
+        rows = {
+            "image": [{"bytes": s.data, "path": None} for s in samples],
+            "label": [s.label for s in samples],
+        }
+        made = datasets.Dataset.from_dict(rows, features=kinds)
+        made.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
+    splits = opened("auto", tmp_path)
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+
+
+def test_missing_values(tmp_path: Path) -> None:
+    write_hub_parquet(tmp_path, CONTENT, shards=1)
+    path = tmp_path / "data/train-00000-of-00001.parquet"
+    table = pyarrow.parquet.read_table(path)
+    rows = table.to_pylist()
+    rows[2]["image"] = None
+    rows[4]["image"]["bytes"] = None
+    changed = pyarrow.Table.from_pylist(rows, schema=table.schema)
+    pyarrow.parquet.write_table(changed, path, compression="none", use_dictionary=False, row_group_size=4)
+    source = opened("parquet", tmp_path)["train"]
+    for index, sample in enumerate(CONTENT["train"]):
+        if index in (2, 4):
+            with pytest.raises(OSError, match="no bytes in this row"):
+                source.read(index)
+        else:
+            assert source.read(index) == (sample.data, sample.label)
+
+
+def write(path: Path, columns: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
+    data = [sample.data for sample in CONTENT["train"][:4]]
+    write(tmp_path / "train.parquet", {"jpeg": data, "kind": ["b", "a", "b", "a"]})
+    write(tmp_path / "test.parquet", {"jpeg": data[:1], "kind": ["b"]})
+    splits = opened("parquet", tmp_path, label_column="kind")
+    assert samples_of(splits["train"]) == list(zip(data, ["b", "a", "b", "a"], strict=True))
+    assert samples_of(splits["val"]) == [(data[0], "b")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "says"),
+    [
+        ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),
+        ({"path": ["a"], "label": [1]}, {}, "no column holds images"),
+        ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "x, z all hold images; choose one with data.image_column=NAME"),
+        ({"x": [b"1"], "label": [1]}, {"image_column": "y"}, "has no column 'y'; it has label, x"),
+        ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "the column label holds no images"),
+        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "rows without a label"),
+        ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "labels must be whole numbers or names"),
+        ({"x": pyarrow.array([], pyarrow.binary()), "label": pyarrow.array([], pyarrow.int64())}, {}, "no rows"),
+    ],
+)
+def test_parquet_with_mistakes(tmp_path: Path, columns: dict[str, Any], options: dict[str, str], says: str) -> None:
+    write(tmp_path / "train.parquet", columns)
+    assert says in mistake("parquet", tmp_path, **options)
+
+
+def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
+    write_hub_parquet(tmp_path, CONTENT, shards=3)
+    first, second = sorted((tmp_path / "data").glob("train-*"))[:2]
+    first.unlink()
+    assert f"{first}: missing, of 3 files; download the rest" in mistake("parquet", tmp_path)
+    first.write_bytes(second.read_bytes()[:-30])
+    assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
+
+
+def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
+    write_hub_parquet(tmp_path, CONTENT, shards=2)
+    path = tmp_path / "data/train-00001-of-00002.parquet"
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
+    assert "other class names than in" in mistake("parquet", tmp_path)
+
+
+# The hub
+
+
+def test_a_saved_dataset_without_validation_is_split(tmp_path: Path) -> None:
+    import datasets
+
+    write_hub(tmp_path / "both", CONTENT)
+    datasets.load_from_disk(str(tmp_path / "both"))["train"].save_to_disk(str(tmp_path / "one"))
+    splits = opened("auto", tmp_path / "one", val_fraction=0.25)
+    assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"train": "training"}, "data.train: {root} has no split training; it has train, validation"),
+        ({"label_column": "kind"}, "has no column 'kind'; it has image, label"),
+        ({"image_column": "label"}, "has no column 'label'; it has image"),
+    ],
+)
+def test_datasets_with_mistakes(tmp_path: Path, options: dict[str, str], says: str) -> None:
+    root = write_hub(tmp_path / "hub", CONTENT)
+    assert says.format(root=root) in mistake("hub", root, **options)
+
+
+def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*arguments: object) -> None:
+        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (offline)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    assert "nobody/nothing cannot be loaded by datasets (ConnectionError: Couldn't reach" in mistake(
+        "hub", "nobody/nothing"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert "use data.source=hub" in mistake("auto", "nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"), [("parquet", "pyarrow.parquet", "parquet"), ("hub", "datasets", "hub")]
+)
+def test_packages_that_are_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str, extra: str
+) -> None:
+    write_hub_parquet(tmp_path, CONTENT)
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    assert f"pip install 'pycls_fast[{extra}]'" in mistake(kind, tmp_path / "data" if kind == "parquet" else "a/b")
+
+
+def test_files_named_for_two_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train_and_val.parquet", {"x": [b"1"], "label": [1]})
+    assert "the name says train and val" in mistake("parquet", tmp_path)
+
+
+def test_options_are_the_documented_ones() -> None:
+    assert set(vars(Opening())) >= {"train", "val", "path_column", "image_column", "label_column", "cache"}
+    assert os.sep == "/"

@@ -1,0 +1,249 @@
+"""Tar shards: webdataset's own, on disk and behind fsspec, whole and broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from pycls_fast.data import block_ends, block_order, prefers_blocks
+from pycls_fast.data.sources import CachePolicy, FileCache, Source, open_splits
+from pycls_fast.data.sources import remote as remote_files
+from pycls_fast.errors import UserError
+from tests.unit.data.layouts import (
+    CLASSES,
+    NO_CACHE,
+    add_member,
+    expected,
+    make_content,
+    samples_of,
+    write_tars,
+)
+
+CONTENT = make_content()
+JPEG = CONTENT["train"][0].data
+
+
+def open_tars(root: Path | str, **options: object) -> dict[str, Source]:
+    return open_splits("tar", str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
+
+
+def test_shards_of_webdatasets_own_writer(tmp_path: Path) -> None:
+    import webdataset
+
+    for split, samples in CONTENT.items():
+        writer = webdataset.ShardWriter(str(tmp_path / f"imagenet-{split}-%06d.tar"), maxcount=5, verbose=0)
+        with writer as sink:
+            for index, sample in enumerate(samples):
+                sink.write({"__key__": f"{index:08d}", "jpg": sample.data, "cls": sample.label})
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    splits = open_tars(tmp_path)
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+    assert splits["train"].name(5) == f"{tmp_path}/imagenet-train-000001.tar[00000005]"
+    assert block_ends(splits["train"]).tolist() == [5, 10, 15, 16]  # type: ignore[union-attr]
+    assert not prefers_blocks(splits["train"])
+
+
+def test_labels_in_json_and_names_with_dots_and_folders(tmp_path: Path) -> None:
+    write_tars(tmp_path, CONTENT, label="json")
+    assert samples_of(open_tars(tmp_path)["train"]) == expected(CONTENT["train"])
+    with tarfile.open(tmp_path / "other.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for key, kind in (("a/x", "dog"), ("b.c/x", "cat"), (f"{'long' * 60}/y", "dog"), ("z", "cat")):
+            add_member(tar, f"{key}.JPG", JPEG)
+            add_member(tar, f"{key}.json", json.dumps({"kind": kind}).encode())
+    with pytest.raises(UserError, match="neither the name nor a folder says train or val"):
+        open_tars(tmp_path)
+    (tmp_path / "classes.txt").unlink()
+    splits = open_tars(tmp_path, train="other.tar", val="other.tar", label_column="kind")
+    assert samples_of(splits["train"]) == [(JPEG, kind) for kind in ("dog", "cat", "dog", "cat")]
+    names = [splits["train"].name(index).partition("[")[2] for index in range(4)]
+    assert names == ["a/x]", "b.c/x]", f"{'long' * 60}/y]", "z]"]
+
+
+def test_braces_and_stars(tmp_path: Path) -> None:
+    write_tars(tmp_path, CONTENT)
+    named = open_tars(tmp_path, train="set-train-{000000..000002}.tar", val="set-val-*.tar")
+    assert samples_of(named["train"]) == expected(CONTENT["train"])
+    assert samples_of(named["val"]) == expected(CONTENT["val"])
+    with pytest.raises(UserError, match=r"^data.train: there is no file .*set-train-000003.tar"):
+        open_tars(tmp_path, train="set-train-{000000..000003}.tar", val="set-val-*.tar")
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            add_member(tar, name, data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("members", "pattern"),
+    [
+        ({"x.jpg": JPEG}, r"sample x has no label in a .cls or .json member \(members: jpg\)"),
+        ({"x.cls": b"1"}, r"sample x has 0 images, expected one \(members: cls\)"),
+        ({"x.cls": b"1", "x.jpg": JPEG, "x.png": JPEG}, r"sample x has 2 images, expected one"),
+        ({"x.json": b'{"y": 1}', "x.jpg": JPEG}, r"no label 'label' \(it has y\); choose one with data.label_column"),
+        ({"x.json": b"{", "x.jpg": JPEG}, r"the .json of sample x is damaged"),
+        ({"x.cls": b"-1", "x.jpg": JPEG}, r"the label -1"),
+        ({"x.cls": b" ", "x.jpg": JPEG}, r"sample x has no label"),
+        ({}, r"no images in 1 tar files"),
+    ],
+)
+def test_samples_that_are_incomplete(tmp_path: Path, members: dict[str, bytes], pattern: str) -> None:
+    tar_of(tmp_path / "train.tar", members)
+    with pytest.raises(UserError, match=pattern):
+        open_tars(tmp_path)
+
+
+def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
+    whole = tar_of(tmp_path / "train.tar", {"a.cls": b"0", "a.jpg": JPEG, "b.cls": b"1", "b.jpg": JPEG}).read_bytes()
+    blocks = len(whole.rstrip(b"\0")) // 512 + 1
+    for size in [*range(1, blocks * 512, 300), *range(512, blocks * 512, 512)]:
+        (tmp_path / "train.tar").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"train.tar is damaged after \d samples .*; download it again"):
+            open_tars(tmp_path)
+    (tmp_path / "train.tar").write_bytes(b"<html>" * 1000)
+    with pytest.raises(UserError, match="is damaged after 0 samples"):
+        open_tars(tmp_path)
+
+
+def test_compressed_tars_are_not_shards(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w:gz") as tar:
+        add_member(tar, "x.jpg", JPEG)
+    with pytest.raises(UserError, match=r"train.tar is damaged after 0 samples"):
+        open_tars(tmp_path)
+
+
+def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
+    write_tars(tmp_path, CONTENT)
+    source = open_tars(tmp_path)["train"]
+    os.truncate(tmp_path / "set-train-000000.tar", 1000)
+    with pytest.raises(OSError, match="ends before the image does"):
+        source.read(1)
+    (tmp_path / "set-train-000000.tar").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.read(1)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[str]:
+    """The shards at an address."""
+    files = fsspec.filesystem("memory")
+    for path in Path(write_tars(tmp_path / "local", CONTENT)).glob("*.tar"):
+        files.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    yield "memory://bucket"
+    files.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
+    cache = FileCache(tmp_path / "shards", None) if cached else None
+    policy = CachePolicy(str(tmp_path / "index"))
+    splits = open_tars(memory, cache=policy, shard_cache=cache)
+    plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
+    assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
+    assert prefers_blocks(splits["train"])
+    assert len(list((tmp_path / "shards").glob("*.tar"))) == (3 if cached else 0)
+    # The index is kept however small it is, and made anew when a shard changes.
+    assert len(list((tmp_path / "index").rglob("about.json"))) == 2
+    fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
+    with pytest.raises(UserError, match="is damaged"):
+        open_tars(memory, cache=policy)
+
+
+def test_the_folder_of_shards_keeps_to_its_limit(tmp_path: Path, memory: str) -> None:
+    size = fsspec.filesystem("memory").size("/bucket/set-train-000000.tar")
+    cache = FileCache(tmp_path / "shards", int(2.5 * size))
+    source = open_tars(memory, shard_cache=cache)["train"]
+    for epoch in range(2):
+        for index in range(len(source)):
+            assert source.read(index)[0] == CONTENT["train"][index].data, epoch
+            assert len(list((tmp_path / "shards").glob("*.tar"))) <= 2
+
+
+def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_tars(memory)["train"]
+    monkeypatch.setattr(remote_files.time, "sleep", lambda seconds: None)
+    files = type(remote_files.file_system(memory)[0])
+    real, calls = files.cat_file, []
+
+    def flaky(self: object, *arguments: object, **options: object) -> bytes:
+        calls.append(1)
+        if len(calls) % 3:
+            raise ConnectionError("reset by peer")
+        return real(self, *arguments, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(files, "cat_file", flaky)
+    assert source.read(0)[0] == CONTENT["train"][0].data
+    assert len(calls) == 3
+
+    def broken(self: object, *arguments: object, **options: object) -> bytes:
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(files, "cat_file", broken)
+    # No image is damaged by that: the run stops.
+    with pytest.raises(UserError, match=r"reading memory://.* failed 4 times: reset by peer"):
+        source.read(0)
+
+
+def test_addresses_that_are_nowhere(memory: str) -> None:
+    with pytest.raises(UserError, match=r"there are no .tar files in memory://nowhere"):
+        open_tars("memory://nowhere")
+    with pytest.raises(UserError, match=r"there is no file memory://bucket/x-000001.tar"):
+        open_tars(memory, train="x-{000001..000002}.tar", val="x-000003.tar")
+    with pytest.raises(UserError, match=r"nonsense"):
+        open_tars("nonsense://bucket")
+
+
+def test_block_order_reads_few_shards_at_a_time() -> None:
+    """Each rank of 4 touches a quarter of the shards, in runs; every epoch has another order."""
+    sizes = np.random.default_rng(0).integers(80, 120, 256)
+    ends = np.cumsum(sizes)
+    count, batch = int(ends[-1]), 256
+    order = block_order(1, 0, ends, buffer=640, global_batch_size=batch)
+    np.testing.assert_array_equal(np.sort(order), np.arange(count))
+    assert not np.array_equal(order, block_order(1, 1, ends, buffer=640, global_batch_size=batch))
+    np.testing.assert_array_equal(order, block_order(1, 0, ends, buffer=640, global_batch_size=batch))
+    steps = count // batch
+    shard = np.searchsorted(ends, order[: steps * batch], side="right").reshape(steps, 4, batch // 4)
+    for rank in range(4):
+        own = shard[:, rank]
+        assert len(np.unique(own)) <= 256 // 4 + 17, "about a quarter, and the ends of 16 lanes"
+        for first in range(0, steps - 5, 5):
+            # 16 lanes, of which each needs the shard it is in and the next.
+            assert len(np.unique(own[first : first + 5])) <= 16 * 3
+    # Shards come in another order in each epoch.
+    other = block_order(1, 1, ends, buffer=640, global_batch_size=batch)
+    first, second = (set(np.searchsorted(ends, own[:batch], side="right").tolist()) for own in (order, other))
+    assert len(first & second) < len(first) / 2
+    # Within a lane the shard's own order is gone.
+    lane = order[: steps * batch].reshape(steps, batch)[:, :4].reshape(-1)
+    assert np.mean(np.diff(lane) == 1) < 0.3
+
+
+def test_block_order_with_one_block_or_odd_batches() -> None:
+    for ends, batch in (([7], 3), ([1, 2, 3], 1), ([5, 5, 9], 9), ([40], 32)):
+        order = block_order(0, 0, np.array(ends), buffer=4, global_batch_size=batch)
+        np.testing.assert_array_equal(np.sort(order), np.arange(ends[-1]))
+
+
+def test_members_beside_the_samples_are_passed_over(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for name, data in (("README", b"x"), ("./._a.jpg", b"x"), ("a.jpg", JPEG), ("a.cls", b"0"), ("b.jpg", JPEG)):
+            add_member(tar, name, data)
+        folder = tarfile.TarInfo("folder.d")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        add_member(tar, "b.cls", b"1")
+        add_member(tar, "c.jpg", JPEG)
+        add_member(tar, "c.cls", b"0")
+    splits = open_tars(tmp_path, train="train.tar", val="train.tar")
+    assert [label for _, label in samples_of(splits["train"])] == ["0", "1", "0"]

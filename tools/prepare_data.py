@@ -1,0 +1,97 @@
+"""Prepare a dataset: `python tools/prepare_data.py pack|verify|index data.root=PATH [key=value ...]`.
+
+pack     write the splits to output=FOLDER in one file each, for data.source=packed; run again it goes on
+         short_side=320 quality=95   make larger images smaller first     store=raw   decoded pixels
+verify   read and decode every image, and list the damaged ones (status 2 when there are any)
+index    list the files of a large dataset once and keep the list, so that runs start in a second
+
+All take data.source and the keys that go with it, split=train for one split, data.num_workers (left out: all cores).
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.errors import UserError
+
+MODES = ("pack", "verify", "index")
+
+
+class Options(Section):
+    """Keys of this tool alone; `output` is a folder for `pack`, a JSON file for `verify`."""
+
+    mode: Literal["pack", "verify", "index"] | None = None
+    output: str | None = None
+    split: str | None = None
+    short_side: Annotated[int, Field(gt=0)] | None = None
+    quality: Annotated[int, Field(ge=1, le=100)] = 95
+    store: Literal["encoded", "raw"] = "encoded"
+    filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+
+
+def main(config: RunConfig, options: Options) -> int:
+    """Open the splits and do what was asked with each."""
+    if options.mode is None:
+        raise UserError(
+            f"mode: not given; say what to do first: tools/prepare_data.py {'|'.join(MODES)} data.root=PATH"
+        )
+    if options.mode == "pack" and options.output is None:
+        raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
+    # torch takes seconds to import; a mistake in the configuration is told before that.
+    from pycls_fast import build
+
+    with build.world(config) as world:
+        splits = build.sources(config, world, index_all=options.mode == "index")
+    if options.split is not None and options.split not in splits:
+        raise UserError(f"split: the data has {', '.join(splits)}; got {options.split}")
+    chosen = {name: source for name, source in splits.items() if options.split in (None, name)}
+    for name, source in chosen.items():
+        print(f"{name}: {source.describe()}")
+    workers = build.num_workers(config)
+    if options.mode == "pack":
+        return pack_splits(chosen, options, workers)
+    return verify_splits(chosen, options, workers) if options.mode == "verify" else 0
+
+
+def pack_splits(splits: dict, options: Options, workers: int) -> int:
+    """Write each split, and say what could not be used."""
+    from pycls_fast.data.packing import PackSettings, pack
+
+    assert options.output is not None
+    settings = PackSettings(options.short_side, options.quality, options.store, options.filter)
+    root = Path(options.output).expanduser()
+    for name, source in splits.items():
+        packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
+        for image, reason in packed.damaged:
+            print(f"warning: {image}: {reason}; left out")
+        print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+    print(f"use it with data.source=packed data.root={root}")
+    return 0
+
+
+def verify_splits(splits: dict, options: Options, workers: int) -> int:
+    """List the damaged images."""
+    from pycls_fast.data.packing import verify
+
+    report: dict[str, dict[str, object]] = {}
+    for name, source in splits.items():
+        damaged = []
+        for image in verify(source, workers=workers, title=f"verify {name}"):
+            print(f"{image.name}: {image.reason}", flush=True)
+            damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
+        print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
+        report[name] = {"images": len(source), "damaged": damaged}
+    if options.output is not None:
+        Path(options.output).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 2 if any(split["damaged"] for split in report.values()) else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1] in MODES:
+        sys.argv[1] = f"mode={sys.argv[1]}"
+    # The experiment's data group looks at what is there; the rest of it plays no part.
+    command_line(main, default="resnet50", options=Options)
