@@ -118,7 +118,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
         return None
     if ends is None:
         raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
-    # The sampler repeats the images of this order; lanes are cut so that a rank's share of a repeated batch is its own.
+    # The sampler repeats images of this order; lanes are cut so that a rank keeps to its own in the repeated batch.
     repeats = config.augment.repeats
     batch = config.data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch

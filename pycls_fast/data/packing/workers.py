@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 from pycls_fast.data.sources import Source
@@ -64,7 +66,16 @@ def _start(source: Source, function: Callable[[Source, int], Any]) -> None:
     global _worker
     # The main process decides what an interrupt means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = (source, function)
+
+
+def _end_with_parent() -> None:
+    """A worker holds both ends of its queue, so it would wait forever for a parent that was killed."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(chunk: Sequence[int]) -> list[Any]:

@@ -125,23 +125,33 @@ def test_a_killed_packing_goes_on(tmp_path: Path, folder: Path, damage: str, mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "pack", f"data.root={digits}"]
     command += [f"output={tmp_path / 'out'}", "data.num_workers=1", "short_side=4"]
     kills = 0
+    orphans: list[str] = []
     while True:
         running = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
         part = tmp_path / "out" / "train" / "images.bin.part"
         before = part.stat().st_size if part.is_file() else 0
-        while running.poll() is None and kills < 3:
+        while running.poll() is None and kills < 2:
             if part.is_file() and part.stat().st_size > before + 20_000:
+                (workers,) = Path(f"/proc/{running.pid}/task").glob(f"{running.pid}/children")
+                orphans += workers.read_text().split()
                 running.send_signal(signal.SIGKILL)
                 kills += 1
                 break
             time.sleep(0.002)
-        if running.wait() == 0:
+        status = running.wait()
+        assert status in (0, -signal.SIGKILL)
+        if status == 0:
             break
     assert kills > 0
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in orphans if Path(f"/proc/{pid}").exists()], "workers outlive the killed process"
     packed = split(tmp_path / "out")
     assert all(packed.checksum_holds(index) for index in range(len(packed)))
     once = subprocess.run([*command[:-3], f"output={tmp_path / 'once'}", *command[-2:]], env=environment(), check=False)
