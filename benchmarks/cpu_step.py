@@ -127,14 +127,17 @@ PLAIN = (
 )  # fmt: skip
 
 
-def our_step(
-    subject: Subject, overrides: Sequence[str], batch: int, image_size: int = 224
-) -> tuple[Step, RunConfig]:
+def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size: int = 224) -> tuple[Step, RunConfig]:
     """The step of `tools/train_net.py` on one batch of uint8 images."""
     config = load_config(
         subject.config,
-        [*PLAIN, *overrides, f"data.global_batch_size={batch}", f"data.image_size={image_size}",
-         f"model.num_classes={CLASSES}"],
+        [
+            *PLAIN,
+            *overrides,
+            f"data.global_batch_size={batch}",
+            f"data.image_size={image_size}",
+            f"model.num_classes={CLASSES}",
+        ],
     )
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     build.set_backend(config, world.device)
