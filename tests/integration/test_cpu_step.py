@@ -32,14 +32,14 @@ def test_record_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "--batch",
         "2",
         "--rounds",
-        "3",
+        "2",
         "--choosing-rounds",
         "1",
     ]
     assert cpu_step.main([*arguments, "--no-compile", "--out", str(tmp_path)]) == 0
     whole = json.loads((tmp_path / "cpu_step.json").read_text(encoding="utf-8"))
     assert whole["settings"]["batch"] == 2
-    assert whole["environment"]["versions"]["torch"] == torch.__version__
+    assert set(whole["environment"]) >= {"processor", "versions", "threads", "command"}
     (record,) = whole["models"]
     assert len(record["tried"]) == len(cpu_step.vit_peers(compiled=False)) == 6
     medians = [statistics.median(peer["seconds"]) for peer in record["tried"]]
@@ -49,7 +49,7 @@ def test_record_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(record["peers"]) == {with_float32, record["tried"][0]["name"]}
     results = {result["name"]: result for result in record["results"]}
     assert set(results) == {*cpu_step.OURS, *record["peers"]}
-    assert all(len(result["seconds"]) == 3 for result in results.values())
+    assert all(len(result["seconds"]) == 2 for result in results.values())
     text = (tmp_path / "cpu_step.md").read_text(encoding="utf-8")
     for name in (*results, *(peer["name"] for peer in record["tried"])):
         assert f"| {name} |" in text

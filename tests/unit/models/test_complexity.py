@@ -63,6 +63,12 @@ def test_pooled_vit_is_the_count_by_hand(attention: str) -> None:
     assert found == by_hand("S", 16, token=False)
 
 
+@pytest.mark.parametrize("qkv", ["separate", "fused"])
+def test_kernels_written_as_products_are_counted_alike(qkv: str) -> None:
+    made = partial(vit, "S", attention="products", linear="products", patches="product", qkv=qkv)
+    assert complexity(made, image_size=224) == by_hand("S", 16, token=True)
+
+
 @pytest.mark.parametrize(
     ("build", "weights"),
     [
