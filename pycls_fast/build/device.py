@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.config.schema import RunConfig, TimmModel, ViTModel
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
@@ -60,12 +60,29 @@ def _impossible(config: RunConfig, chosen: Switches, device: speed.Device) -> It
             "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
         )
     yield from _impossible_compiled(chosen)
+    if isinstance(config.model, TimmModel):
+        yield from _impossible_for_timm(config)
     if not isinstance(config.model, ViTModel):
         return
     if level(config).float8 and chosen[SwitchName.QKV] == "fused":
         yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
     if attention in ("sdpa_flash", "sdpa_cudnn") and device == "cuda" and level(config).compute == "float32":
         yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
+
+
+def _impossible_for_timm(config: RunConfig) -> Iterator[str]:
+    """A line for each switch set by hand that reaches into our own modules, of which timm's model has none."""
+    by_hand = config.speed.chosen()
+    for switch in speed.CATALOGUE:
+        value = by_hand.get(switch.name, switch.reference)
+        if "timm" not in switch.applies_to and value != switch.reference:
+            yield (
+                f"speed.{switch.name}: {value} is for {' and '.join(switch.applies_to)} of this project and not for "
+                f"model.kind=timm; use speed.{switch.name}={switch.reference}"
+            )
+    attention = by_hand.get(SwitchName.ATTENTION, "sdpa")
+    if attention not in ("reference", "sdpa"):
+        yield f"speed.attention: timm's models choose between reference and sdpa; got {attention}; use sdpa"
 
 
 def _impossible_compiled(chosen: Switches) -> Iterator[str]:

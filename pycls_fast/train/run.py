@@ -206,7 +206,8 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         )
     network = build.model(config, build.num_classes(config, sources["train"]), switches)
     if config.weights is not None:
-        load_weights(network, Path(config.weights), classes=sources["train"].classes)
+        origin = load_weights(network, config.weights, classes=sources["train"].classes, allow=config.weights_allow)
+        display.table("weights", origin.fitted.table())
     counted = complexity(network, image_size=config.data.image_size)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, world, switches, steps_per_epoch)
