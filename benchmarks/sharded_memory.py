@@ -144,8 +144,8 @@ def page(model: str, rows: dict[str, dict[str, Any]]) -> str:
         "",
         f"Made by `python benchmarks/sharded_memory.py --model {model}` on a CPU ({platform.machine()}), gloo, torch "
         f"{torch.__version__}, AdamW, float32.",
-        "Counted: the rank's weights, gradients and optimizer state. Peaks: resident memory above that before the model",
-        "was built, "
+        "Counted: the rank's weights, gradients and optimizer state. Peaks: resident memory above that before the "
+        "model was built, "
         f"the largest of the ranks, over the building and over {STEPS} steps with one image of 32 pixels a rank: "
         "activations are next to nothing,",
         "gathered blocks, buckets and temporaries are in it. ddp needs the same on any number of ranks.",

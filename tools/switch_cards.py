@@ -16,7 +16,9 @@ _HEAD = """\
 Made by `python tools/switch_cards.py` from `pycls_fast/speed.py`; change it there.
 
 `speed=reference` sets every switch to its first value, the plain twin; `speed=fast` to the best one known for the
-device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device cannot run is an error that names another.
+device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device
+cannot run is an error that names another.
+
 What a value owes its reference: `identical`, the same bits; `rounding`, the same mathematics in another order;
 `training`, it changes what is learned, and its accuracy has to be measured.
 """

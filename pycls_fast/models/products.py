@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
         return torch.bmm(attention_bNM, values_bME).view(queries_BHNE.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]  # untyped in torch
+    @once_differentiable
     def backward(ctx: Any, gradient_BHNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries_bNE, keys_bME, values_bME, attention_bNM = ctx.saved_tensors
         batch = gradient_BHNE.shape[:2]
@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(features, weight_OI, bias_O)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]  # untyped in torch
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         features, weight_OI = ctx.saved_tensors
         needs_features, needs_weight, needs_bias = ctx.needs_input_grad

@@ -16,14 +16,14 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
 from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import find_checkpoint, load_weights
+from pycls_fast.train.weights import find_weights, load_weights
 
 
 def score(config: RunConfig, split: str, output: str | None) -> int:
     """Evaluate `config.weights` on a split of the configured data and print top-1, top-5, loss and count.
 
     Args:
-        config: the model, the data and the preprocessing; `weights` names a checkpoint or a run folder.
+        config: the model, the data and the preprocessing; `weights` names a run folder or another source.
         split: "train", "val", or "test" where the data has one.
         output: a JSON file for the numbers.
 
@@ -31,8 +31,8 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         UserError: weights or a split that do not exist or do not fit.
     """
     if config.weights is None:
-        raise UserError("weights: not set; give a run folder or a checkpoint as weights=PATH")
-    checkpoint = find_checkpoint(Path(config.weights).expanduser())
+        raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
+    found = find_weights(config.weights)
     with build.world(config) as world:
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
@@ -42,7 +42,9 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
             raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
         source = sources[split]
         network = build.model(config, build.num_classes(config, source), switches)
-        origin = load_weights(network, checkpoint, classes=source.classes, world=world)
+        origin = load_weights(
+            network, found, classes=source.classes, allow=config.weights_allow, for_training=False, world=world
+        )
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         build.lower(config, network, world.device)
         with display:
@@ -60,7 +62,10 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         for name, reason in result.damaged:
             display.warn(f"{name}: {reason}; not counted")
         record: dict[str, Any] = {"split": split, "weights": origin.kind, **result.record()}
-        display.note(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+        step = "" if origin.step is None else f", step {origin.step}"
+        display.note(f"{origin.path} ({origin.kind} weights{step})")
+        if origin.fitted.adapted or origin.fitted.left_out:
+            display.table("weights", origin.fitted.table())
         display.table(
             f"{source.describe()}",
             [

@@ -57,8 +57,8 @@ CASES = [
 ]
 # What fits the time of every change: the strategies on as few ranks as show them, with what adds up microbatches.
 QUICK = [chosen for chosen in CASES if chosen[3] == 4]
-# Largest difference of parameters and losses. bfloat16 rounds to 4e-3; ranks add up their rounded gradients, one process
-# the gradients of all its images, rounded once.
+# Largest difference of parameters and losses. bfloat16 rounds to 4e-3; ranks add up their rounded gradients, one
+# process the gradients of all its images, rounded once.
 TOLERANCE = {"fp32": 1e-5, "bf16_params": 3e-3}
 
 
