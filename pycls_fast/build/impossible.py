@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.config.schema import RunConfig, TimmModel, ViTModel
 from pycls_fast.precision import LEVELS
-from pycls_fast.speed import Device, SwitchName
+from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
 Switches = Mapping[SwitchName, str]
 """The value in force of every performance switch."""
@@ -33,8 +33,12 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     yield from _order(config, chosen)
     if chosen[SwitchName.CUDA_GRAPHS] == "on":
         yield from _recorded(config, chosen)
+    if isinstance(config.model, TimmModel):
+        yield from _for_timm(config)
     if not isinstance(config.model, ViTModel):
         return
+    if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
+        yield "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; leave it out"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
         yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
@@ -45,6 +49,21 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
         and LEVELS[config.precision.name].compute == "float32"
     ):
         yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
+
+
+def _for_timm(config: RunConfig) -> Iterator[str]:
+    """A line for each switch set by hand that reaches into our own modules, of which timm's model has none."""
+    by_hand = config.speed.chosen()
+    for switch in CATALOGUE:
+        value = by_hand.get(switch.name, switch.reference)
+        if "timm" not in switch.applies_to and value != switch.reference:
+            yield (
+                f"speed.{switch.name}: {value} is for {' and '.join(switch.applies_to)} of this project and not for "
+                f"model.kind=timm; use speed.{switch.name}={switch.reference}"
+            )
+    attention = by_hand.get(SwitchName.ATTENTION, "sdpa")
+    if attention not in ("reference", "sdpa"):
+        yield f"speed.attention: timm's models choose between reference and sdpa; got {attention}; use sdpa"
 
 
 def _compiled(chosen: Switches) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from pycls_fast import optim, parallel
+from pycls_fast import models, optim, parallel
 from pycls_fast.build.device import DTYPES, Switches, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
-from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
+from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
@@ -61,9 +61,21 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
             heads=settings.heads,
             mlp_width=settings.mlp_width,
             num_classes=classes,
+            stem=settings.stem,
+            stem_widths=settings.stem_widths,
+            stem_strides=settings.stem_strides,
+            class_token=settings.class_token,
+            registers=settings.registers,
             classifier=settings.classifier,
+            classifier_norm=settings.classifier_norm,
+            pre_logits=settings.pre_logits,
             positions=settings.positions,
+            position_tokens=settings.position_tokens,
+            layer_scale=settings.layer_scale,
+            qk_norm=settings.qk_norm,
+            norm_eps=settings.norm_eps,
             drop_path=settings.drop_path,
+            drop_path_rule=settings.drop_path_rule,
             attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema
             layout=chosen[SwitchName.LAYOUT],  # type: ignore[arg-type]
             qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
@@ -72,14 +84,50 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
             patches=chosen[SwitchName.PATCHES],  # type: ignore[arg-type]
             drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )
+    if isinstance(settings, TimmModel):
+        return _timm_model(config, settings, classes, chosen)
     assert isinstance(settings, ResNetModel)
     return ResNet(
         depth=settings.depth,
         num_classes=classes,
         stem=settings.stem,
+        shortcut=settings.shortcut,
+        groups=settings.groups,
+        width_per_group=settings.width_per_group,
         zero_init_last_gamma=settings.zero_init_last_gamma,
         drop_path=settings.drop_path,
     )
+
+
+def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> nn.Module:
+    network = models.TimmModel(
+        name=settings.name,
+        num_classes=classes,
+        image_size=config.data.image_size,
+        drop_path=settings.drop_path,
+        options=settings.options,
+        attention="reference" if chosen[SwitchName.ATTENTION] == "reference" else "sdpa",
+    )
+    by_hand = config.speed.chosen()
+    wrong = []
+    if SwitchName.ATTENTION in by_hand and not network.has_fused_attention:
+        wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; leave it out")
+    needs_units = {
+        "speed.recompute": ("off", by_hand.get(SwitchName.RECOMPUTE, "off")),
+        "speed.compile": ("model", by_hand.get(SwitchName.COMPILE, "off").replace("off", "model")),
+        "optim.layer_decay": ("null", "null" if config.optim.layer_decay is None else str(config.optim.layer_decay)),
+        "optim.name": ("adamw", "adamw" if config.optim.name != "muon" else "muon"),
+    }
+    if not network.units():
+        wrong += [
+            f"{key}: {value} works on repeated blocks that take one tensor, and timm's {settings.name} has none; use "
+            f"{key}={instead}"
+            for key, (instead, value) in needs_units.items()
+            if value != instead
+        ]
+    if wrong:
+        raise UserError(*wrong)
+    return network
 
 
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:

@@ -16,7 +16,7 @@ from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
-from pycls_fast.models import ClassToken, LearnedPositions
+from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
 from pycls_fast.optim.ema import Live
 from pycls_fast.speed import SwitchName
 
@@ -102,7 +102,9 @@ def parameter_groups(config: RunConfig, network: nn.Module) -> list[optim.Group]
         decay_norms=settings.decay_norms,
         decay_biases=settings.decay_biases,
         decay_embeddings=settings.decay_embeddings,
-        embeddings=(ClassToken, LearnedPositions),
+        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
+        embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
+        scales=(LayerScale,),
         units=network.units(),  # type: ignore[operator]  # every model names its units
         layer_decay=settings.layer_decay,
         split_hidden=isinstance(settings, schema.Muon),

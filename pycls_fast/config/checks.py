@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
@@ -35,8 +36,15 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
         if model.positions == "sincos2d" and model.width % 4:
             yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
-    if isinstance(model, ResNetModel) and model.stem == "imagenet" and size < 32:
-        yield "data.image_size", f"{size} is too small for model.stem=imagenet (32 at least); use model.stem=small"
+        yield from _vit_parts(model)
+    if isinstance(model, ResNetModel):
+        if model.stem != "small" and size < 32:
+            yield (
+                "data.image_size",
+                f"{size} is too small for model.stem={model.stem} (32 at least); use model.stem=small",
+            )
+        if model.depth in (18, 34) and (model.groups, model.width_per_group) != (1, 64):
+            yield "model.groups", f"depth {model.depth} has no bottleneck blocks to group or widen; use model.depth=50"
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
 
@@ -52,6 +60,25 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
     if data.eval_set is not None and data.eval_root is None:
         yield "data.eval_root", f"not set; give the files of data.eval_set={data.eval_set} as data.eval_root=PATH"
+
+
+def _vit_parts(model: ViTModel) -> Iterator[tuple[str, str]]:
+    if model.stem == "conv":
+        if not model.stem_widths or len(model.stem_widths) != len(model.stem_strides):
+            yield (
+                "model.stem_strides",
+                f"needs one stride for each of model.stem_widths, one at least; got {len(model.stem_strides)} for "
+                f"{len(model.stem_widths)}",
+            )
+        elif math.prod(model.stem_strides) != model.patch_size:
+            yield (
+                "model.stem_strides",
+                f"must multiply to model.patch_size={model.patch_size}; got {math.prod(model.stem_strides)}",
+            )
+    elif model.stem_widths or model.stem_strides:
+        yield "model.stem_widths", "has no effect with model.stem=patch; use model.stem=conv or leave it out"
+    if model.classifier == "token" and model.class_token is False:
+        yield "model.class_token", "model.classifier=token reads it; use model.class_token=true or classifier=pooled"
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -45,7 +45,11 @@ class Section(BaseModel):
 
 
 class ViTModel(Section):
-    """Vision Transformer (Dosovitskiy et al., 2021); sizes are in `configs/model/vit_*.yaml`."""
+    """Vision Transformer (Dosovitskiy et al., 2021); sizes are in `configs/model/vit_*.yaml`.
+
+    `models.VisionTransformer` says what each key means. `stem: conv` has convolutions of `stem_widths` and
+    `stem_strides`; `layer_scale` is the start of its factors; `pre_logits` the width of a tanh layer before the head.
+    """
 
     kind: Literal["vit"]
     patch_size: PositiveInt = 16
@@ -53,19 +57,47 @@ class ViTModel(Section):
     depth: PositiveInt
     heads: PositiveInt
     mlp_width: PositiveInt
-    classifier: Literal["token", "pooled"] = "token"
+    stem: Literal["patch", "conv"] = "patch"
+    stem_widths: tuple[PositiveInt, ...] = ()
+    stem_strides: tuple[PositiveInt, ...] = ()
+    class_token: bool | None = None
+    registers: Annotated[int, Field(ge=0)] = 0
+    classifier: Literal["token", "pooled", "map"] = "token"
+    classifier_norm: Literal["before_pool", "after_pool"] | None = None
+    pre_logits: PositiveInt | None = None
     positions: Literal["learned", "sincos2d"] = "learned"
+    position_tokens: Literal["all", "patches"] = "all"
+    layer_scale: PositiveFloat | None = None
+    qk_norm: bool = False
+    norm_eps: PositiveFloat = 1e-6
     drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    drop_path_rule: Literal["linear", "constant"] = "linear"
     num_classes: PositiveInt | None = None
 
 
 class ResNetModel(Section):
-    """ResNet (He et al., 2016) with the stride in the 3x3 convolution of bottleneck blocks."""
+    """ResNet (He et al., 2016) with the stride in the 3x3 convolution of bottleneck blocks.
+
+    `groups` and `width_per_group` make a ResNeXt or a Wide ResNet, `stem: deep` with `shortcut: pool` a ResNet-D.
+    """
 
     kind: Literal["resnet"]
-    depth: Literal[18, 34, 50, 101, 152]
-    stem: Literal["imagenet", "small"] = "imagenet"
+    depth: Literal[18, 26, 34, 50, 101, 152, 200]
+    stem: Literal["imagenet", "deep", "small"] = "imagenet"
+    shortcut: Literal["conv", "pool"] = "conv"
+    groups: PositiveInt = 1
+    width_per_group: PositiveInt = 64
     zero_init_last_gamma: bool = True
+    drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    num_classes: PositiveInt | None = None
+
+
+class TimmModel(Section):
+    """Any model of timm by its name, with new weights; `options` go to its constructor under timm's names."""
+
+    kind: Literal["timm"]
+    name: Text
+    options: dict[str, bool | int | float | str | None] = {}
     drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     num_classes: PositiveInt | None = None
 
@@ -396,14 +428,19 @@ class Runtime(Section):
 
 
 class RunConfig(Section):
-    """One run, whole. `run_dir=None` is `runs/<config_name>/<time>`."""
+    """One run, whole. `run_dir=None` is `runs/<config_name>/<time>`.
+
+    `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME` or `torchvision:NAME`;
+    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of another shape.
+    """
 
     config_name: Text
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     run_dir: Text | None = None
     resume: Text = "auto"
     weights: Text | None = None
-    model: Annotated[ViTModel | ResNetModel, Field(discriminator="kind")]
+    weights_allow: tuple[Text, ...] = ()
+    model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()
     loss: Loss = Loss()

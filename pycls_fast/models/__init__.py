@@ -18,16 +18,22 @@ from pycls_fast.models.foreign import (
 )
 from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, SinCos2dPositions
 from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens
 
 __all__ = [
     "ATTENTION",
     "ClassToken",
     "Complexity",
     "DropPath",
+    "LayerScale",
     "LearnedPositions",
+    "MapPooling",
+    "RegisterTokens",
     "ResNet",
     "SinCos2dPositions",
+    "TimmModel",
     "VisionTransformer",
     "complexity",
     "from_timm_vit",

@@ -56,11 +56,12 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int, i
         in_channels: channels of the image.
     """
     if isinstance(model, nn.Module):
-        meta_model = _on_meta(model)
+        meta_model = meta_copy(model)
     else:
         with torch.device("meta"):
             meta_model = model()
-    meta_model.eval()
+    # Parameters that modules hand on as arguments would have the counter wait for their gradients.
+    meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
     image_BCHW = torch.empty(1, in_channels, image_size, image_size, device="meta", dtype=dtype)
     flops, activations = FlopCounterMode(display=False), _ActivationCounter()
@@ -74,8 +75,8 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int, i
     )
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the module tree whose tensors are on the meta device; the originals are never copied."""
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a module tree whose tensors are on the meta device; the originals are never copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")

@@ -29,6 +29,7 @@ Layout = Literal["batch_first", "batch_second"]
 Qkv = Literal["separate", "fused"]
 Patches = Literal["convolution", "product"]
 DropPathCompute = Literal["multiply", "skip"]
+DropPathRule = Literal["linear", "constant"]
 
 
 def batch_dimension(layout: Layout) -> int:
@@ -123,12 +124,23 @@ def _to(device: torch.device, host: Tensor) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """One rate per block, rising linearly from 0 in the first to `rate` in the last.
+def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> list[float]:
+    """One rate per block, the last one's being `rate`.
 
-    The linear decay rule of Huang et al. 2016 (section 3), started at 0 as in timm's models. A single block
-    gets 0.
+    Args:
+        rate: probability of the last block.
+        depth: number of blocks.
+        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0
+            as in timm's models; a single block gets 0. "constant": the same in each, as DeiT III has it (Touvron
+            et al. 2022, `models_v2.py` of its code).
+
+    Raises:
+        UserError: an unknown rule.
     """
+    if rule not in get_args(DropPathRule):
+        raise UserError(f"drop_path_rule: must be one of {', '.join(get_args(DropPathRule))}; got {rule}")
+    if rule == "constant":
+        return [rate] * depth
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
@@ -230,14 +242,14 @@ class LearnedPositions(nn.Module):
 
 
 class SinCos2dPositions(nn.Module):
-    """Adds fixed sines and cosines of each token's column and row; a class token gets zeros.
+    """Adds fixed sines and cosines of each patch's column and row; other tokens get zeros.
 
     `value` is not saved in checkpoints: it follows from the arguments, and `reset_parameters` sets it.
 
     Args:
         rows, columns: the grid of patches.
         width: D, a multiple of 4 and at least 8.
-        class_token: whether token 0 is a class token.
+        extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
         layout: of the features.
 
     Raises:
@@ -247,21 +259,26 @@ class SinCos2dPositions(nn.Module):
     value: Tensor
 
     def __init__(
-        self, rows: int, columns: int, width: int, *, class_token: bool, layout: Layout = "batch_first"
+        self,
+        rows: int,
+        columns: int,
+        width: int,
+        *,
+        extra_tokens: int = 0,
+        layout: Layout = "batch_first",
     ) -> None:
         super().__init__()
         self.batch_dim = batch_dimension(layout)
         if width % 4 or width < 8:
             raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
-        self.rows, self.columns, self.class_token = rows, columns, class_token
-        self.register_buffer("value", torch.empty(rows * columns + class_token, width), persistent=False)
+        self.rows, self.columns = rows, columns
+        self.extra_tokens = extra_tokens
+        self.register_buffer("value", torch.empty(rows * columns + extra_tokens, width), persistent=False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         grid = sincos2d(self.rows, self.columns, self.value.shape[1])
-        if self.class_token:
-            grid = F.pad(grid, (0, 0, 1, 0))
-        self.value.copy_(grid)
+        self.value.copy_(F.pad(grid, (0, 0, self.extra_tokens, 0)))
 
     def forward(self, features_BND: Tensor) -> Tensor:
         # Not cast: under autocast the sum is float32, as with learned positions, and the residual stream
@@ -302,6 +319,9 @@ class Attention(nn.Module):
             3 D^2 numbers read and written, 1 / (B N) of the product's operations.
         keys: only the first so many tokens are attended to, those behind them are padding. None for all.
         linear: kernel of the four linear layers, a key of `products.LINEAR`.
+        qk_norm: norm the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
+            Transformers to 22 Billion Parameters, 2023, section 2.1; with scale and shift, as in timm).
+        norm_eps: of these two norms.
 
     Raises:
         UserError: width is not a multiple of heads, or an unknown name.
@@ -317,6 +337,8 @@ class Attention(nn.Module):
         qkv: Qkv = "separate",
         keys: int | None = None,
         linear: LinearName = "torch",
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -333,6 +355,8 @@ class Attention(nn.Module):
         self.query = linear_layer(width, width, linear)
         self.key = linear_layer(width, width, linear)
         self.value = linear_layer(width, width, linear)
+        self.query_norm = nn.LayerNorm(width // heads, eps=norm_eps) if qk_norm else None
+        self.key_norm = nn.LayerNorm(width // heads, eps=norm_eps) if qk_norm else None
         self.projection = linear_layer(width, width, linear)
 
     def reset_parameters(self) -> None:
@@ -341,6 +365,9 @@ class Attention(nn.Module):
         for linear in (self.query, self.key, self.value, self.projection):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
+        for norm in (self.query_norm, self.key_norm):
+            if norm is not None:
+                norm.reset_parameters()
 
     def forward(self, features_BND: Tensor) -> Tensor:
         """(B, N, D) -> (B, N, D), or (N, B, D) -> (N, B, D)."""
@@ -350,7 +377,24 @@ class Attention(nn.Module):
             queries_BHNE = self._split(self.query(features_BND))
             keys_BHNE = self._split(self.key(features_BND))
             values_BHNE = self._split(self.value(features_BND))
+        queries_BHNE, keys_BHNE = self._normed(queries_BHNE, keys_BHNE)
         return self.projection(self._merge(self.kernel(queries_BHNE, keys_BHNE, values_BHNE)))
+
+    def attend(self, query_D: Tensor, features_BND: Tensor) -> Tensor:
+        """One query, the same for all samples, attends to the features: (D,), (B, N, D) or (N, B, D) -> (B, D)."""
+        keys_BHNE, values_BHNE = self._split(self.key(features_BND)), self._split(self.value(features_BND))
+        # (D,) -> (H, 1, E) -> (B, H, 1, E)
+        queries_BH1E = self.query(query_D).view(self.heads, 1, -1).expand(keys_BHNE.shape[0], -1, -1, -1)
+        queries_BH1E, keys_BHNE = self._normed(queries_BH1E, keys_BHNE)
+        # (B, H, 1, E) -> (B, H * E)
+        return self.projection(self.kernel(queries_BH1E, keys_BHNE, values_BHNE).flatten(1))
+
+    def _normed(self, queries_BHNE: Tensor, keys_BHNE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.query_norm is None or self.key_norm is None:
+            return queries_BHNE, keys_BHNE
+        # Under autocast a norm answers in float32; the kernels want one format for all three.
+        queries, keys = self.query_norm(queries_BHNE), self.key_norm(keys_BHNE)
+        return queries.to(queries_BHNE.dtype), keys.to(keys_BHNE.dtype)
 
     def _joined(self, features_BND: Tensor) -> list[Tensor]:
         """Queries, keys and values (B, H, N, E) of one product."""

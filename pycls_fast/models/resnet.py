@@ -6,7 +6,7 @@ Shape letters: B batch, C channels, H height, W width of the maps, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +15,35 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.layers import DropPath, drop_path_rates
 
-Stem = Literal["imagenet", "small"]
-Depth = Literal[18, 34, 50, 101, 152]
+Stem = Literal["imagenet", "deep", "small"]
+ShortcutKind = Literal["conv", "pool"]
+Depth = Literal[18, 26, 34, 50, 101, 152, 200]
 
 
-def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
+def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
     """A convolution that keeps the map's size at stride 1; without bias, for a norm follows it."""
     padding = kernel_size // 2
-    return nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False)
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, groups=groups, bias=False)
 
 
 class Shortcut(nn.Module):
-    """Brings a block's input to the shape of its output: 1x1 convolution and norm (option B of the paper)."""
+    """Brings a block's input to the shape of its output: 1x1 convolution and norm (option B of the paper).
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    `kind` says what makes maps smaller: the stride of the convolution, "conv", or a 2x2 mean before it, "pool", which
+    skips no pixel (He et al., Bag of Tricks, 2019, figure 2, ResNet-D).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, kind: ShortcutKind) -> None:
         super().__init__()
-        self.conv = _conv(in_channels, out_channels, 1, stride)
+        pooled = kind == "pool" and stride > 1
+        # Odd sides are rounded up, as the strided convolutions of the branch do it.
+        self.pool = nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False) if pooled else None
+        self.conv = _conv(in_channels, out_channels, 1, 1 if pooled else stride)
         self.norm = nn.BatchNorm2d(out_channels)
 
     def forward(self, maps_BCHW: Tensor) -> Tensor:
+        if self.pool is not None:
+            maps_BCHW = self.pool(maps_BCHW)
         return self.norm(self.conv(maps_BCHW))
 
 
@@ -42,23 +52,35 @@ class ResidualBlock(nn.Module):
 
     Args:
         in_channels: C of the input.
-        channels: C of the branch's inner maps.
+        channels: what the output's channels are a multiple of, 64 in the first stage.
         stride: factor by which the block makes maps smaller.
         drop_path: probability that the branch is dropped for a sample in training.
+        groups, width_per_group: see `ResNet`.
+        shortcut: see `Shortcut`.
     """
 
     expansion: int
-    """Channels of the output for each inner channel."""
+    """The output has this times `channels`."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int, drop_path: float) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int,
+        drop_path: float,
+        *,
+        groups: int = 1,
+        width_per_group: int = 64,
+        shortcut: ShortcutKind = "conv",
+    ) -> None:
         super().__init__()
         out_channels = channels * self.expansion
-        self._build_branch(in_channels, channels, stride)
+        self._build_branch(in_channels, channels, stride, groups, width_per_group)
         same_shape = stride == 1 and in_channels == out_channels
-        self.shortcut = None if same_shape else Shortcut(in_channels, out_channels, stride)
+        self.shortcut = None if same_shape else Shortcut(in_channels, out_channels, stride, shortcut)
         self.drop_path = DropPath(drop_path)
 
-    def _build_branch(self, in_channels: int, channels: int, stride: int) -> None:
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
         raise NotImplementedError
 
     def branch(self, maps_BCHW: Tensor) -> Tensor:
@@ -78,7 +100,7 @@ class BasicBlock(ResidualBlock):
 
     expansion = 1
 
-    def _build_branch(self, in_channels: int, channels: int, stride: int) -> None:
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
         self.conv1 = _conv(in_channels, channels, 3, stride)
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv2 = _conv(channels, channels, 3)
@@ -102,12 +124,13 @@ class Bottleneck(ResidualBlock):
 
     expansion = 4
 
-    def _build_branch(self, in_channels: int, channels: int, stride: int) -> None:
-        self.conv1 = _conv(in_channels, channels, 1)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = _conv(channels, channels, 3, stride)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.conv3 = _conv(channels, channels * self.expansion, 1)
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
+        inner = channels * width_per_group // 64 * groups
+        self.conv1 = _conv(in_channels, inner, 1)
+        self.norm1 = nn.BatchNorm2d(inner)
+        self.conv2 = _conv(inner, inner, 3, stride, groups)
+        self.norm2 = nn.BatchNorm2d(inner)
+        self.conv3 = _conv(inner, channels * self.expansion, 1)
         self.norm3 = nn.BatchNorm2d(channels * self.expansion)
 
     def branch(self, maps_BCHW: Tensor) -> Tensor:
@@ -119,14 +142,29 @@ class Bottleneck(ResidualBlock):
         return self.norm3
 
 
-# Table 1 of the paper: kind of block, and blocks in each of the four stages.
+# Table 1 of the paper: kind of block, and blocks in each of the four stages. 200: He et al., Identity Mappings, 2016,
+# and pycls; 26: timm.
 LAYOUTS: dict[int, tuple[type[ResidualBlock], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
+    26: (Bottleneck, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
     101: (Bottleneck, (3, 4, 23, 3)),
     152: (Bottleneck, (3, 8, 36, 3)),
+    200: (Bottleneck, (3, 24, 36, 3)),
 }
+
+
+class ConvNorm(nn.Module):
+    """3x3 convolution, norm, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv = _conv(in_channels, out_channels, 3, stride)
+        self.norm = nn.BatchNorm2d(out_channels)
+
+    def forward(self, maps_BCHW: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(maps_BCHW)), inplace=True)
 
 
 class ConvStem(nn.Module):
@@ -134,7 +172,8 @@ class ConvStem(nn.Module):
 
     Args:
         in_channels: C of the images.
-        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side is left).
+        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side is left). "deep":
+            three 3x3 with 32, 32 and 64 channels for the 7x7 (He et al., Bag of Tricks, 2019, figure 2, ResNet-C).
             "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
             4.2, 64 wide).
 
@@ -144,14 +183,25 @@ class ConvStem(nn.Module):
 
     def __init__(self, in_channels: int, kind: Stem) -> None:
         super().__init__()
-        if kind not in ("imagenet", "small"):
-            raise UserError(f"stem: must be one of imagenet, small; got {kind}")
-        self.conv = _conv(in_channels, 64, 7, 2) if kind == "imagenet" else _conv(in_channels, 64, 3)
+        if kind not in get_args(Stem):
+            raise UserError(f"stem: must be one of {', '.join(get_args(Stem))}; got {kind}")
+        self.deep = nn.ModuleList()
+        """What the deep stem alone has before the last convolution."""
+        if kind == "deep":
+            self.deep.extend([ConvNorm(in_channels, 32, 2), ConvNorm(32, 32, 1)])
+        self.conv = {
+            "imagenet": lambda: _conv(in_channels, 64, 7, 2),
+            "deep": lambda: _conv(32, 64, 3),
+            "small": lambda: _conv(in_channels, 64, 3),
+        }[kind]()
         self.norm = nn.BatchNorm2d(64)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if kind == "imagenet" else None
+        self.pool = None if kind == "small" else nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        maps_BCHW = F.relu(self.norm(self.conv(images_BCHW)), inplace=True)
+        maps_BCHW = images_BCHW
+        for layer in self.deep:
+            maps_BCHW = layer(maps_BCHW)
+        maps_BCHW = F.relu(self.norm(self.conv(maps_BCHW)), inplace=True)
         return maps_BCHW if self.pool is None else self.pool(maps_BCHW)
 
 
@@ -159,17 +209,21 @@ class ResNet(nn.Module):
     """A residual network with batch norm, mean pooling and a linear classifier.
 
     Args:
-        depth: layers with weights: 18, 34, 50, 101 or 152.
+        depth: layers with weights: 18, 26, 34, 50, 101, 152 or 200.
         num_classes: K.
         in_channels: C of the images.
-        stem: "imagenet", or "small" for images up to 64 pixels; see `ConvStem`.
+        stem: "imagenet", "deep", or "small" for images up to 64 pixels; see `ConvStem`.
+        shortcut: "conv", or "pool"; with stem="deep" it makes a ResNet-D; see `Shortcut`.
+        groups: of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
+        width_per_group: their channels in each group in the first stage, twice as many in each one after it: 64 in a
+            ResNet, 4 in ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
         zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
             shortcut (Goyal et al. 2017, section 5.1).
         drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
             linearly.
 
     Raises:
-        UserError: a depth or stem that does not exist.
+        UserError: a depth, stem or shortcut that does not exist, or groups where blocks have no bottleneck.
     """
 
     head_name = "head"
@@ -181,12 +235,19 @@ class ResNet(nn.Module):
         num_classes: int,
         in_channels: int = 3,
         stem: Stem = "imagenet",
+        shortcut: ShortcutKind = "conv",
+        groups: int = 1,
+        width_per_group: int = 64,
         zero_init_last_gamma: bool = True,
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         if depth not in LAYOUTS:
             raise UserError(f"depth: must be one of {', '.join(map(str, LAYOUTS))}; got {depth}")
+        if shortcut not in get_args(ShortcutKind):
+            raise UserError(f"shortcut: must be one of {', '.join(get_args(ShortcutKind))}; got {shortcut}")
+        if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
+            raise UserError(f"groups: depth {depth} has no bottleneck blocks to group or widen; use depth 50 or more")
         self.zero_init_last_gamma = zero_init_last_gamma
         block_type, block_counts = LAYOUTS[depth]
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
@@ -202,7 +263,17 @@ class ResNet(nn.Module):
                 blocks = nn.Sequential()
                 for index in range(count):
                     stride = 2 if stage > 0 and index == 0 else 1
-                    blocks.append(block_type(width, channels, stride, next(rates)))
+                    blocks.append(
+                        block_type(
+                            width,
+                            channels,
+                            stride,
+                            next(rates),
+                            groups=groups,
+                            width_per_group=width_per_group,
+                            shortcut=shortcut,
+                        )
+                    )
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
@@ -230,6 +301,11 @@ class ResNet(nn.Module):
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
                 yield module, _zero_scale if module in zeroed else _identity
         yield self.head, _small_normal
+
+    @property
+    def first_conv_name(self) -> str:
+        """Qualified name of the one layer that sees the image."""
+        return "stem.deep.0.conv" if len(self.stem.deep) else "stem.conv"
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The residual blocks with their qualified names, in forward order."""

@@ -5,7 +5,8 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import AttentionName
+from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.layers import (
     Attention,
     ClassToken,
     DropPath,
     DropPathCompute,
+    DropPathRule,
     Layout,
     LearnedPositions,
     Mlp,
@@ -30,13 +33,20 @@ from pycls_fast.models.layers import (
     drop_path_rates,
 )
 from pycls_fast.models.products import LinearName
+from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
 
-Classifier = Literal["token", "pooled"]
+Stem = Literal["patch", "conv"]
+Classifier = Literal["token", "pooled", "map"]
+ClassifierNorm = Literal["before_pool", "after_pool"]
 Positions = Literal["learned", "sincos2d"]
+PositionTokens = Literal["all", "patches"]
 
 
 class Block(nn.Module):
-    """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3)."""
+    """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
+
+    `layer_scale` is the start of the branches' learned factors, None for none; the rest as in `VisionTransformer`.
+    """
 
     def __init__(
         self,
@@ -46,6 +56,8 @@ class Block(nn.Module):
         *,
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
+        layer_scale: float | None = None,
+        qk_norm: bool = False,
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
         qkv: Qkv = "separate",
@@ -55,9 +67,21 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = Attention(width, heads, attention=attention, layout=layout, qkv=qkv, keys=keys, linear=linear)
+        self.attention = Attention(
+            width,
+            heads,
+            attention=attention,
+            layout=layout,
+            qkv=qkv,
+            keys=keys,
+            linear=linear,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+        )
+        self.scale1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width, linear=linear)
+        self.scale2 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
 
     def reset_parameters(self) -> None:
@@ -65,10 +89,21 @@ class Block(nn.Module):
         self.attention.reset_parameters()
         self.norm2.reset_parameters()
         self.mlp.reset_parameters()
+        for scale in (self.scale1, self.scale2):
+            if scale is not None:
+                scale.reset_parameters()
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        features_BND = self.drop_path.residual(features_BND, lambda part: self.attention(self.norm1(part)))
-        return self.drop_path.residual(features_BND, lambda part: self.mlp(self.norm2(part)))
+        features_BND = self.drop_path.residual(features_BND, self._attention_branch)
+        return self.drop_path.residual(features_BND, self._mlp_branch)
+
+    def _attention_branch(self, features_BND: Tensor) -> Tensor:
+        branch_BND = self.attention(self.norm1(features_BND))
+        return branch_BND if self.scale1 is None else self.scale1(branch_BND)
+
+    def _mlp_branch(self, features_BND: Tensor) -> Tensor:
+        branch_BND = self.mlp(self.norm2(features_BND))
+        return branch_BND if self.scale2 is None else self.scale2(branch_BND)
 
 
 class VisionTransformer(nn.Module):
@@ -83,13 +118,24 @@ class VisionTransformer(nn.Module):
         mlp_width: width between the MLP's two layers.
         num_classes: K.
         in_channels: C.
-        classifier: what the head sees. "token": a class token, after the final norm. "pooled": no class
-            token; the mean over the patch tokens, then the norm, as timm's `global_pool="avg"` does (its
-            `fc_norm`; the released JAX code and pycls norm before the mean, which is another function with
-            the same parameters).
+        stem: "patch", or "conv": `vit_parts.TokenConvStem`, whose strides multiply to patch_size.
+        stem_widths, stem_strides: of the conv stem's 3x3 convolutions.
+        class_token: whether there is one; None: with classifier="token" alone. MAE's fine-tuning keeps it beside
+            the mean over the patches.
+        registers: number of register tokens; see `vit_parts.RegisterTokens`.
+        classifier: what the head sees. "token": the class token. "pooled": the mean over the patch tokens. "map":
+            attention pooling over them, `vit_parts.MapPooling`.
+        classifier_norm: where the final norm is. "after_pool": on the one vector, as timm's `fc_norm` and MAE;
+            "before_pool": on every token, as the released JAX code and pycls. None: "before_pool" for "map", else
+            "after_pool". For "token" the two are the same function.
+        pre_logits: width of a layer with tanh before the head, None for none (big_vision's `rep_size`).
         positions: "learned", or fixed "sincos2d"; see `layers`.
-        drop_path: probability that the last block's branches are dropped for a sample; earlier blocks less,
-            linearly.
+        position_tokens: "all" tokens get a position, or "patches" alone (DeiT III, big_vision; timm's
+            `no_embed_class`).
+        layer_scale: start of the learned factors of the branches (`vit_parts.LayerScale`), None for none.
+        qk_norm: norm queries and keys; see `layers.Attention`.
+        drop_path: probability that the last block's branches are dropped for a sample.
+        drop_path_rule: rates of the blocks before it; see `layers.drop_path_rates`.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
         attention: kernel that computes the attention; all of them do the same mathematics.
         layout: order of the features inside, "batch_first" (B, N, D) or "batch_second" (N, B, D); images, logits
@@ -120,9 +166,20 @@ class VisionTransformer(nn.Module):
         mlp_width: int,
         num_classes: int,
         in_channels: int = 3,
+        stem: Stem = "patch",
+        stem_widths: Sequence[int] = (),
+        stem_strides: Sequence[int] = (),
+        class_token: bool | None = None,
+        registers: int = 0,
         classifier: Classifier = "token",
+        classifier_norm: ClassifierNorm | None = None,
+        pre_logits: int | None = None,
         positions: Positions = "learned",
+        position_tokens: PositionTokens = "all",
+        layer_scale: float | None = None,
+        qk_norm: bool = False,
         drop_path: float = 0.0,
+        drop_path_rule: DropPathRule = "linear",
         norm_eps: float = 1e-6,
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
@@ -135,29 +192,46 @@ class VisionTransformer(nn.Module):
         super().__init__()
         if image_size % patch_size:
             raise UserError(f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}")
-        if classifier not in get_args(Classifier):
-            raise UserError(f"classifier: must be one of {', '.join(get_args(Classifier))}; got {classifier}")
-        if positions not in get_args(Positions):
-            raise UserError(f"positions: must be one of {', '.join(get_args(Positions))}; got {positions}")
+        _check_name("stem", stem, Stem)
+        _check_name("classifier", classifier, Classifier)
+        _check_name("classifier_norm", classifier_norm, ClassifierNorm, optional=True)
+        _check_name("positions", positions, Positions)
+        _check_name("position_tokens", position_tokens, PositionTokens)
+        if stem == "conv" and math.prod(stem_strides) != patch_size:
+            raise UserError(
+                f"stem_strides: must multiply to the patch size {patch_size}; got {math.prod(stem_strides)}"
+            )
+        has_token = classifier == "token" if class_token is None else class_token
+        if classifier == "token" and not has_token:
+            raise UserError("class_token: classifier=token reads it; use class_token=true or classifier=pooled")
         self.image_size = image_size
+        self.classifier = classifier
+        self.classifier_norm = classifier_norm or ("before_pool" if classifier == "map" else "after_pool")
+        self.position_tokens = position_tokens
+        self.extra_tokens = has_token + registers
         self.batch_dim = batch_dimension(layout)
-        has_token = classifier == "token"
         side = image_size // patch_size
-        self.tokens = side * side + has_token
+        self.tokens = side * side + self.extra_tokens
         self.padding = -self.tokens % sequence_padding
+        placed = self.extra_tokens if position_tokens == "all" else 0
 
         # Built without memory and filled once, by `initialise`: torch's own layers would draw values first
         # that are thrown away, and a model built on the meta device would then not get the values of a direct
         # build.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.stem = PatchStem(in_channels, patch_size, width, layout=layout, patches=patches)
+            self.stem: PatchStem | TokenConvStem
+            if stem == "patch":
+                self.stem = PatchStem(in_channels, patch_size, width, layout=layout, patches=patches)
+            else:
+                self.stem = TokenConvStem(in_channels, stem_widths, stem_strides, width, layout=layout)
             self.class_token = ClassToken(width, layout=layout) if has_token else None
+            self.registers = RegisterTokens(registers, width, layout=layout) if registers else None
             self.positions: LearnedPositions | SinCos2dPositions
             if positions == "learned":
-                self.positions = LearnedPositions(self.tokens, width, layout=layout)
+                self.positions = LearnedPositions(side * side + placed, width, layout=layout)
             else:
-                self.positions = SinCos2dPositions(side, side, width, class_token=has_token, layout=layout)
+                self.positions = SinCos2dPositions(side, side, width, extra_tokens=placed, layout=layout)
             self.blocks = nn.ModuleList(
                 Block(
                     width,
@@ -165,6 +239,8 @@ class VisionTransformer(nn.Module):
                     mlp_width,
                     drop_path=rate,
                     norm_eps=norm_eps,
+                    layer_scale=layer_scale,
+                    qk_norm=qk_norm,
                     attention=attention,
                     layout=layout,
                     qkv=qkv,
@@ -172,10 +248,16 @@ class VisionTransformer(nn.Module):
                     linear=linear,
                     drop_path_compute=drop_path_compute,
                 )
-                for rate in drop_path_rates(drop_path, depth)
+                for rate in drop_path_rates(drop_path, depth, drop_path_rule)
             )
             self.norm = nn.LayerNorm(width, eps=norm_eps)
-            self.head = nn.Linear(width, num_classes)
+            self.pooling = None
+            if classifier == "map":
+                self.pooling = MapPooling(
+                    width, heads, mlp_width, norm_eps=norm_eps, attention=attention, layout=layout
+                )
+            self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
+            self.head = nn.Linear(pre_logits or width, num_classes)
         self.to_empty(device=device)
         self.initialise()
 
@@ -183,8 +265,8 @@ class VisionTransformer(nn.Module):
         """Set every parameter and buffer as the paper's released code does.
 
         That is google-research/vision_transformer, `models_vit.py`: xavier-uniform matrices, with zero biases
-        in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches; positions N(0, 0.02); class token
-        and head zero.
+        in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`; positions N(0, 0.02);
+        class token and head zero. The parts of `vit_parts` follow the code they are from.
 
         Draws from the default generator of the parameters' device: the same seed gives the same values, on a
         model just built as on one that was built on the meta device and given memory with `to_empty`.
@@ -198,10 +280,18 @@ class VisionTransformer(nn.Module):
         A part reads and writes its own module alone, so that each can be filled, cut over ranks and dropped before the
         next one takes memory.
         """
-        for module in (self.stem, self.class_token, self.positions, *self.blocks, self.norm):
+        tokens = (self.class_token, self.registers, self.positions)
+        for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
                 yield module, _reset
+        if self.pre_logits is not None:
+            yield self.pre_logits, _lecun_normal
         yield self.head, _zero
+
+    @property
+    def first_conv_name(self) -> str:
+        """Qualified name of the one layer that sees the image."""
+        return "stem.projection" if isinstance(self.stem, PatchStem) else "stem.convs.0"
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The repeated blocks with their qualified names, in forward order."""
@@ -216,17 +306,28 @@ class VisionTransformer(nn.Module):
         if images_BCHW.shape[-2:] != (self.image_size, self.image_size):
             found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
             raise ValueError(f"built for images of {self.image_size} x {self.image_size} pixels; got {found}")
-        features_BND = self.stem(images_BCHW)
-        # Contiguous from here on, which joining the token makes them anyway: sums keep the strides of what is
-        # added, so every block would have to copy otherwise.
-        token = self.class_token
-        features_BND = token(features_BND) if token is not None else features_BND.contiguous()
-        features_BND = self.positions(features_BND)
+        features_BND = self._embed(self.stem(images_BCHW))
         if self.padding:
             features_BND = self._pad(features_BND)
         for block in self.blocks:
             features_BND = block(features_BND)
-        return self.head(self._pool(features_BND))
+        features_BD = self._pool(features_BND)
+        if self.pre_logits is not None:
+            features_BD = torch.tanh(self.pre_logits(features_BD))
+        return self.head(features_BD)
+
+    def _embed(self, features_BND: Tensor) -> Tensor:
+        """The patches, with positions, behind the class token and the registers; contiguous."""
+        only_patches = self.position_tokens == "patches"
+        if only_patches:
+            features_BND = self.positions(features_BND)
+        for token in (self.registers, self.class_token):
+            if token is not None:
+                features_BND = token(features_BND)
+        # Joining tokens makes the features contiguous; without any they have to be made so: sums keep the strides of
+        # what is added, so every block would have to copy otherwise.
+        features_BND = features_BND.contiguous()
+        return features_BND if only_patches else self.positions(features_BND)
 
     def _pad(self, features_BND: Tensor) -> Tensor:
         # (B, N, D) -> (B, N + padding, D), or (N, B, D) -> (N + padding, B, D)
@@ -234,18 +335,33 @@ class VisionTransformer(nn.Module):
         return F.pad(features_BND, last)
 
     def _pool(self, features_BND: Tensor) -> Tensor:
-        # The norm acts on each token alone: norming only the class token is norming all and taking it.
         token_dim = 1 - self.batch_dim
-        if self.class_token is not None:
+        if self.classifier == "token":
+            # The norm acts on each token alone: norming only the class token is norming all and taking it.
             return self.norm(features_BND.select(token_dim, 0))
-        features_BND = features_BND.narrow(token_dim, 0, self.tokens)
-        return self.norm(features_BND.mean(dim=token_dim))
+        patch_tokens = self.tokens - self.extra_tokens
+        features_BND = features_BND.narrow(token_dim, self.extra_tokens, patch_tokens)
+        before = self.classifier_norm == "before_pool"
+        if before:
+            features_BND = self.norm(features_BND)
+        pooled_BD = features_BND.mean(dim=token_dim) if self.pooling is None else self.pooling(features_BND)
+        return pooled_BD if before else self.norm(pooled_BD)
 
 
 def _reset(module: Any) -> None:
     module.reset_parameters()
 
 
+def _lecun_normal(linear: nn.Linear) -> None:
+    lecun_normal_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
 def _zero(head: nn.Linear) -> None:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
+
+
+def _check_name(key: str, value: str | None, names: object, *, optional: bool = False) -> None:
+    if value not in get_args(names) and not (optional and value is None):
+        raise UserError(f"{key}: must be one of {', '.join(get_args(names))}; got {value}")

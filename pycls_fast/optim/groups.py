@@ -6,7 +6,7 @@ matrices are hidden ones (both by the model's units).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,8 @@ def parameter_groups(
     decay_biases: bool = False,
     decay_embeddings: bool = False,
     embeddings: Sequence[type[nn.Module]] = (),
+    embedding_names: Collection[str] = (),
+    scales: Sequence[type[nn.Module]] = (),
     units: Units = (),
     layer_decay: float | None = None,
     split_hidden: bool = False,
@@ -38,6 +40,8 @@ def parameter_groups(
         decay_biases: decay biases of other layers.
         decay_embeddings: decay parameters of the `embeddings` modules (class token, positions).
         embeddings: module types that count as embeddings.
+        embedding_names: parameters that do so too, for models whose tokens and positions are no modules of their own.
+        scales: module types that count as normalisations.
         units: the model's repeated blocks in forward order (`model.units()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
@@ -49,7 +53,7 @@ def parameter_groups(
     inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
     last = len(units) + 1
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
-    for kind, parameter in _kinds(model, tuple(embeddings)):
+    for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales)):
         hidden = kind == "weight" and parameter.ndim >= 2 and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not flags[kind])
         found.setdefault(key, []).append(parameter)
@@ -95,16 +99,21 @@ def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
     return found
 
 
-def _kinds(model: nn.Module, embeddings: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Parameter]]:
+def _kinds(
+    model: nn.Module,
+    embeddings: tuple[type[nn.Module], ...],
+    embedding_names: Collection[str],
+    norms: tuple[type[nn.Module], ...],
+) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[nn.Parameter] = set()
-    for module in model.modules():
+    for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, NORMS):
+            if isinstance(module, norms):
                 yield "norm", parameter
-            elif isinstance(module, embeddings):
+            elif isinstance(module, embeddings) or f"{owner}.{name}" in embedding_names:
                 yield "embedding", parameter
             else:
                 yield ("bias" if name == "bias" else "weight"), parameter

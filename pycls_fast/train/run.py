@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -194,15 +193,25 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
-    def load(network: nn.Module | FlatShards) -> None:
-        if config.weights is not None:
-            load_weights(network, Path(config.weights), classes=sources["train"].classes, world=world)
+    def load(filled: nn.Module | FlatShards) -> None:
+        if config.weights is None:
+            return
+        flat = filled if isinstance(filled, FlatShards) else None
+        origin = load_weights(
+            build.model(config, classes, switches, empty=True) if isinstance(filled, FlatShards) else filled,
+            config.weights,
+            classes=sources["train"].classes,
+            allow=config.weights_allow,
+            world=world,
+            into=flat,
+        )
+        display.table("weights", origin.fitted.table())
 
     if not sharded:
         load(network)
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
-    largest_unit = max(sum(p.numel() for p in unit.parameters()) for _, unit in units)
+    largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, world, switches, steps_per_epoch, load)
     whole = config.schedule.epochs * steps_per_epoch

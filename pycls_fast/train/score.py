@@ -19,15 +19,17 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
 from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import find_checkpoint, load_weights, open_weights
+from pycls_fast.train.weights import find_weights, load_weights, open_weights
 
 
-def _scored(config: RunConfig, split: str, checkpoint: Path, world: World) -> EvalSet:
+def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
     """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
     if config.data.eval_set is not None:
-        classes = open_weights(checkpoint, world=world).classes
+        # Other projects' files do not name classes.
+        named = isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors")
+        classes = open_weights(Path(found), world=world).classes if named else None
         if classes is None:
-            raise UserError(f"weights: {checkpoint} does not name its classes, which data.eval_set goes by")
+            raise UserError(f"weights: {found} does not name its classes, which data.eval_set goes by")
         return build.eval_set(config, classes, world)
     sources = build.sources(config, world)
     if split not in sources:
@@ -43,7 +45,7 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print what it scored.
 
     Args:
-        config: the model, the data and the preprocessing; `weights` names a checkpoint or a run folder.
+        config: the model, the data and the preprocessing; `weights` names a run folder or another source.
         split: "train", "val", or "test" where the data has one.
         output: a JSON file for the numbers.
 
@@ -51,16 +53,18 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         UserError: weights or a split that do not exist or do not fit.
     """
     if config.weights is None:
-        raise UserError("weights: not set; give a run folder or a checkpoint as weights=PATH")
-    checkpoint = find_checkpoint(Path(config.weights).expanduser())
+        raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
+    found = find_weights(config.weights)
     with build.world(config) as world:
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
-        scored = _scored(config, split, checkpoint, world)
+        scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
         network = build.model(config, build.num_classes(config, source), switches)
-        origin = load_weights(network, checkpoint, classes=source.classes, world=world)
+        origin = load_weights(
+            network, found, classes=source.classes, allow=config.weights_allow, for_training=False, world=world
+        )
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         build.lower(config, network, world.device)
         with display:
@@ -87,7 +91,10 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
             "preprocessing": preprocessing,
             "rule": scored.rule,
         }
-        display.note(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+        step = "" if origin.step is None else f", step {origin.step}"
+        display.note(f"{origin.path} ({origin.kind} weights{step})")
+        if origin.fitted.adapted or origin.fitted.left_out:
+            display.table("weights", origin.fitted.table())
         display.table(
             f"{source.describe()}",
             [

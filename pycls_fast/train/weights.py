@@ -1,9 +1,9 @@
-"""Weights from files: a checkpoint, the best one of a run folder, an exported file."""
+"""Weights from files: a checkpoint, the best one of a run folder, a file or a model of another project."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
 from pycls_fast.optim import assign, local, local_slices
 from pycls_fast.parallel import FlatShards, World
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.checkpoint_tensors import Spec
+from pycls_fast.train.pretrained import fit_weights, other_class
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights came from: the file, "model" or "ema", and the step they were saved at (None: the file is mute)."""
+    """Where weights came from: the file or the hub's name, "model" or "ema", and the step they were saved at (None: the
+    source is mute)."""
 
-    path: Path
+    path: Path | str
     kind: str
     step: int | None
 
@@ -41,47 +44,68 @@ class Weights:
     fill: Callable[[Mapping[str, Tensor]], None]
 
 
+@dataclass(frozen=True)
+class Loaded(Origin):
+    """Where the weights of a network came from, and what was done to make them fit."""
+
+    fitted: foreign.Fitted
+
+
 def load_weights(
-    network: nn.Module | FlatShards, source: Path, *, classes: tuple[str, ...], world: World = ALONE
-) -> Origin:
-    """Load saved weights into the network, the average (EMA) where there is one; all ranks call this.
+    network: nn.Module,
+    source: str | Path,
+    *,
+    classes: tuple[str, ...],
+    allow: Sequence[str] = (),
+    for_training: bool = True,
+    world: World = ALONE,
+    into: FlatShards | None = None,
+) -> Loaded:
+    """Load weights into the network, the average (EMA) where there is one; all ranks call this.
+
+    Of our checkpoints and safetensors files that fit as they are each rank reads its part alone. All else is read whole
+    by every rank, and adapted.
 
     Args:
         network: changed in place; its tensors may be sharded.
-        source: see `find_checkpoint`.
-        classes: class names of the data, in the order of the outputs; they have to be those of the checkpoint.
+        source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
+            another project, `timm:NAME` or `torchvision:NAME`.
+        classes: class names of the data, in the order of the outputs.
+        allow: names of tensors that need not fit; see `foreign.fit`.
+        for_training: other classes than the source's get a fresh head; else they are an error.
         world: the ranks.
+        into: what holds the weights instead, if they were flattened; the network, of which the shapes alone are taken,
+            may then be without memory.
 
     Raises:
-        UserError: no such file, or weights that do not fit the model or the data.
+        UserError: no such source, or weights that do not fit the model or the data.
     """
-    weights = open_weights(find_checkpoint(source.expanduser()), world=world)
-    path = weights.origin.path
-    state = network.state_dict()
-    own = {name: tuple(value.shape) for name, value in state.items()}
-    saved = {name: spec.shape for name, spec in weights.specs.items()}
-    wrong = [name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)]
-    if wrong:
-        name = min(wrong)
-        raise UserError(
-            f"weights: {path} does not fit the model: {len(wrong)} tensors differ, the first is {name} with shape "
-            f"{saved.get(name)} there and {own.get(name)} here"
-        )
-    if weights.classes is not None and weights.classes[: len(classes)] != classes:
-        pairs = enumerate(zip(weights.classes, classes, strict=False))
-        place, (before, now) = next(
-            ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(weights.classes), ("", ""))
-        )
-        raise UserError(
-            f"weights: {path} was trained on other classes than data.root has: output {place} was {before or 'none'} "
-            f"and is {now or 'one more'}"
-        )
-    with torch.no_grad():
-        weights.fill(state)
-    if isinstance(network, FlatShards):
+    found = find_weights(source)
+    state = network.state_dict() if into is None else into.state_dict()
+    ours = _opened(found, world)
+    if ours is not None and _fits_as_it_is(ours, state, classes):
+        with torch.no_grad():
+            ours.fill(state)
+        kind, step = ours.origin.kind, ours.origin.step
+        fitted = foreign.Fitted(str(found), foreign.OURS, kind, step, loaded=list(ours.specs))
+    else:
+        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else foreign.read_weights(str(found))
+        fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
+        for name, tensor in fitted.tensors.items():
+            assign(state[name], tensor)
+    if into is not None:
         # What it gave were copies.
-        network.load_state_dict(state)
-    return weights.origin
+        into.load_state_dict(state)
+    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted)
+
+
+def find_weights(source: str | Path) -> Path | str:
+    """The checkpoint or file that a source means, or the source itself if it is a hub's name.
+
+    Raises:
+        UserError: there is none.
+    """
+    return str(source) if foreign.is_hub(str(source)) else find_checkpoint(Path(source).expanduser())
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -102,10 +126,39 @@ def find_checkpoint(path: Path) -> Path:
     found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is None:
         raise UserError(
-            f"weights: {path} is no checkpoint and no run folder with one; give a run folder, a checkpoint "
-            "(RUN/checkpoints/best) or a .safetensors file"
+            f"weights: {path} is no file of weights and no run folder with a checkpoint; give a run folder, a "
+            "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME or "
+            "torchvision:NAME"
         )
     return found.resolve()
+
+
+def _opened(found: Path | str, world: World) -> Weights | None:
+    """A checkpoint of ours, or a safetensors file of anyone's; None: a file that is read whole in any case."""
+    if isinstance(found, str) or (found.is_file() and found.suffix != ".safetensors"):
+        return None
+    return open_weights(found, world=world)
+
+
+def _fits_as_it_is(weights: Weights, state: Mapping[str, Tensor], classes: tuple[str, ...]) -> bool:
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    saved = {name: tuple(spec.shape) for name, spec in weights.specs.items()}
+    return saved == shapes and other_class(weights.classes, classes) is None
+
+
+def _read_whole(weights: Weights) -> foreign.ReadWeights:
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in weights.specs.items()}
+    weights.fill(tensors)
+    origin = weights.origin
+    return foreign.ReadWeights(
+        str(origin.path),
+        foreign.OURS,
+        tensors,
+        part=origin.kind,
+        classes=weights.classes,
+        step=origin.step,
+        plain=tensors,
+    )
 
 
 def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Weights:
@@ -149,9 +202,10 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no dictionary
-            specs = {name: Spec(tuple(part.get_shape()), _dtype(part.get_dtype())) for name, part in slices.items()}
+            kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
+    specs = {name: Spec(shape, _dtype(path, kind)) for name, (shape, kind) in kinds.items()}
     saved = about.get("weights", "model")
     if kind not in ("auto", saved):
         raise UserError(f"{path}: holds the weights of the {saved}, not of the {kind}")
@@ -168,11 +222,13 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
     return Weights(Origin(path, saved, step), specs, classes, config, fill)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(path: Path, name: str) -> torch.dtype:
     """Of the names that safetensors uses: F32, BF16, I64, BOOL, ..."""
     kinds = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool"}
     letters = name.rstrip("0123456789")
-    found: torch.dtype = getattr(torch, kinds[letters] + name.removeprefix(letters))
+    found = getattr(torch, kinds.get(letters, "") + name.removeprefix(letters), None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"weights: {path} holds tensors of {name}; save them as F32, BF16 or F16")
     return found
 
 

@@ -286,5 +286,5 @@ def test_starts_from_weights(tmp_path: Path, digits: Path) -> None:
     run(tmp_path / "second", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1")
     first, second = (records(tmp_path / name, "train") for name in ("first", "second"))
     assert second[0]["loss"] < first[0]["loss"] - 0.2
-    with pytest.raises(UserError, match=r"weights: .* does not fit the model: .* tensors differ"):
+    with pytest.raises(UserError, match=r"weights: .* does not fit the model: other shapes: "):
         run(tmp_path / "third", digits, f"weights={tmp_path / 'first'}", "model.width=64")

@@ -42,7 +42,7 @@ def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Sw
         assert switch.requires.get(value, device) == device
     assert set(switch.requires) <= set(switch.values) - {switch.reference}
     assert switch.numerics in typing.get_args(speed.Numerics)
-    assert set(switch.applies_to) <= {"vit", "resnet"}
+    assert set(switch.applies_to) <= {"vit", "resnet", "timm"}
     assert switch.applies_to
     for text in (switch.note, switch.mathematics, switch.helps, switch.hurts, switch.source, switch.ran):
         assert text.endswith("."), text

@@ -32,6 +32,14 @@ BASE = {
         ["model.width=16", "model.depth=3", "model.mlp_width=24", "model.heads=2", "model.patch_size=4"],
     ),
     "resnet": ("resnet_digits", ["model.depth=18"]),
+    "timm": (
+        "vit_digits",
+        [
+            "model=timm",
+            "model.name=vit_tiny_patch16_224",
+            "model.options={patch_size: 4, embed_dim: 16, depth: 3, num_heads: 2, mlp_ratio: 1.5}",
+        ],
+    ),
 }
 COMMON = [
     "speed.preset=reference",

@@ -14,7 +14,7 @@ from pycls_fast import build, speed
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS, is_global
 from pycls_fast.config.messages import known_keys, section_keys
-from pycls_fast.config.schema import ResNetModel, ViTModel
+from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.models import complexity
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -110,6 +110,7 @@ def test_a_group_file_holds_known_keys_and_can_be_chosen(group: str, name: str) 
     )
     base = "vit_ti16" if wants_vit else "resnet_digits"
     also = ["parallel=single"] if group == "speed" else []
+    also += ["model.name=resnet18"] if (group, name) == ("model", "timm") else []
     config = load_config(base, ["data.root=/nowhere", f"{group}={name}", *also])
     chosen = getattr(config, group).model_dump(mode="json")
     own = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8")).get(group, {})
@@ -197,7 +198,50 @@ def test_every_key_is_read_by_the_code() -> None:
         assert f"SwitchName.{name.name}]" in code, name
 
 
-@pytest.mark.parametrize("kind", [ViTModel, ResNetModel])
+# Millions of parameters with 1,000 classes, billions of multiply-adds at 224 px, as published: Xiao et al. 2021, Table
+# 2 (operations cut off, not rounded); README_revenge.md of DeiT III; pycls, dev/model_complexity.json; torchvision's
+# documentation; timm's model cards; H/14: Zhai et al., Scaling Vision Transformers, 2022, Table 2.
+FAMILY = {
+    "vit_p_1gf": (4.8, 1.1),
+    "vit_p_4gf": (18.5, 3.9),
+    "vit_p_18gf": (86.6, 17.5),
+    "vit_p_36gf": (178.4, 35.9),
+    "vit_c_1gf": (4.6, 1.1),
+    "vit_c_4gf": (17.8, 4.0),
+    "vit_c_18gf": (81.6, 17.7),
+    "vit_c_36gf": (167.8, 35.0),
+    "vit_h14": (632.0, 167.3),
+    "deit3_s16": (22.0, 4.6),
+    "deit3_b16": (86.6, 17.5),
+    "deit3_l16": (304.4, 61.6),
+    "deit3_h14": (632.1, 167.3),
+    "resnext50_32x4d": (25.0, 4.2),
+    "resnext101_32x4d": (44.2, 8.0),
+    "resnext101_32x8d": (88.8, 16.4),
+    "resnext101_64x4d": (83.5, 15.5),
+    "wide_resnet50_2": (68.9, 11.4),
+    "wide_resnet101_2": (126.9, 22.8),
+    "resnet50d": (25.6, 4.3),
+    "resnet101d": (44.6, 8.1),
+    "resnet152d": (60.2, 11.8),
+    "regnetx_4gf": (22.1, 4.0),
+    "regnety_4gf": (20.6, 4.0),
+    "efficientnet_b0": (5.3, 0.4),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_model_file_is_the_published_model(name: str) -> None:
+    config = load_config("vit_ti16", ["data.root=/nowhere", f"model={name}"])
+    with torch.device("meta"):
+        model = build.model(config, 1000, build.switches(config, torch.device("cpu")))
+    counted = complexity(model, image_size=224)
+    parameters, billions = FAMILY[name]
+    assert counted.parameters / 1e6 == pytest.approx(parameters, abs=0.11)
+    assert billions - 0.06 <= counted.forward_flops / 2e9 < billions + 0.1
+
+
+@pytest.mark.parametrize("kind", [ViTModel, ResNetModel, TimmModel])
 def test_the_kinds_of_a_model_have_the_common_keys(kind: type[BaseModel]) -> None:
     assert {"kind", "drop_path", "num_classes"} <= set(kind.model_fields)
 

@@ -22,7 +22,7 @@ def fill_random(model: nn.Module, seed: int = 0) -> nn.Module:
             tensor.fill_(int(torch.randint(1, 100, (), generator=generator)))
         elif name.endswith("running_var"):
             tensor.copy_(0.5 + normal(tensor).abs())
-        elif tensor.ndim >= 2 and not name.startswith("positions"):
+        elif tensor.ndim >= 2 and not name.startswith(("positions", "registers")):
             tensor.copy_(1.5 * normal(tensor) / tensor[0].numel() ** 0.5)
         elif "norm" in name and name.endswith("weight"):
             tensor.copy_(1 + 0.3 * normal(tensor))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.models import Complexity, ResNet, VisionTransformer, complexity
+from pycls_fast.models import Complexity, ResNet, TimmModel, VisionTransformer, complexity
 
 # Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
 # table 1 (Ti, S).
@@ -114,6 +114,99 @@ def test_pycls_publishes_the_same_for_resnet(depth: Any, activations: int, flops
     assert found.activations == activations - 64 * 56 * 56
     assert found.forward_flops == 2 * (flops - 1000)
     assert found.parameters == parameters
+
+
+EARLY = {
+    # ViT_P: width, depth, heads, MLP width; ViT_C: the stem as well (pycls, branch vitconfigs).
+    "P-1": ((192, 12, 3, 576), ()),
+    "P-4": ((384, 12, 6, 1152), ()),
+    "P-18": ((768, 12, 12, 3072), ()),
+    "P-36": ((1024, 14, 16, 4096), ()),
+    "C-1": ((192, 11, 3, 576), ((24, 48, 96, 192), (2, 2, 2, 2))),
+    "C-4": ((384, 11, 6, 1152), ((48, 96, 192, 384), (2, 2, 2, 2))),
+    "C-18": ((768, 11, 12, 3072), ((64, 128, 128, 256, 256, 512), (2, 2, 1, 2, 1, 2))),
+    "C-36": ((1024, 13, 16, 4096), ((64, 128, 128, 256, 256, 512), (2, 2, 1, 2, 1, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gigaflops", "parameters", "activations"),
+    # Xiao et al. 2021, arXiv 2106.14881, table 2; its operations are cut off behind the first digit, not rounded.
+    [
+        ("P-1", 1.1, 4.8, 5.5),
+        ("P-4", 3.9, 18.5, 11.1),
+        ("P-18", 17.5, 86.6, 24.0),
+        ("P-36", 35.9, 178.4, 37.3),
+        ("C-1", 1.1, 4.6, 5.7),
+        ("C-4", 4.0, 17.8, 11.3),
+        ("C-18", 17.7, 81.6, 24.1),
+        ("C-36", 35.0, 167.8, 36.7),
+    ],
+)
+def test_early_convolutions_publishes_the_same(
+    name: str, gigaflops: float, parameters: float, activations: float
+) -> None:
+    (width, depth, heads, mlp_width), stem = EARLY[name]
+    kwargs: dict[str, Any] = {"stem": "conv", "stem_widths": stem[0], "stem_strides": stem[1]} if stem else {}
+    sizes = {"image_size": 224, "patch_size": 16, "width": width, "depth": depth, "heads": heads}
+    found = complexity(
+        partial(VisionTransformer, **sizes, mlp_width=mlp_width, num_classes=1000, **kwargs), image_size=224
+    )
+    assert found.parameters / 1e6 == pytest.approx(parameters, abs=0.051)
+    assert gigaflops - 0.05 <= found.forward_flops / 2e9 < gigaflops + 0.1
+    assert found.activations / 1e6 == pytest.approx(activations, rel=0.01, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "weights"),
+    [
+        ({"depth": 50, "groups": 32, "width_per_group": 4}, torchvision.models.ResNeXt50_32X4D_Weights.IMAGENET1K_V1),
+        ({"depth": 101, "groups": 32, "width_per_group": 8}, torchvision.models.ResNeXt101_32X8D_Weights.IMAGENET1K_V1),
+        ({"depth": 101, "groups": 64, "width_per_group": 4}, torchvision.models.ResNeXt101_64X4D_Weights.IMAGENET1K_V1),
+        ({"depth": 50, "width_per_group": 128}, torchvision.models.Wide_ResNet50_2_Weights.IMAGENET1K_V1),
+        ({"depth": 101, "width_per_group": 128}, torchvision.models.Wide_ResNet101_2_Weights.IMAGENET1K_V1),
+    ],
+)
+def test_torchvision_publishes_the_same_for_grouped_and_wide(kwargs: dict[str, Any], weights: Any) -> None:
+    found = complexity(partial(ResNet, num_classes=1000, **kwargs), image_size=224)
+    assert found.parameters == weights.meta["num_params"]
+    assert found.forward_flops / 2e9 == pytest.approx(weights.meta["_ops"], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("build", "peer"),
+    [
+        (partial(ResNet, depth=50, num_classes=1000, stem="deep", shortcut="pool"), "resnet50d"),
+        (partial(ResNet, depth=200, num_classes=1000, stem="deep", shortcut="pool"), "resnet200d"),
+        (partial(vit, "H", 14), "vit_huge_patch14_224"),
+        (partial(vit, "L", layer_scale=1e-4, position_tokens="patches"), "deit3_large_patch16_224"),
+        (partial(vit, "B", classifier="map"), "vit_base_patch16_siglip_224"),
+    ],
+)
+def test_timms_models_count_the_same(build: Any, peer: str) -> None:
+    options = {"num_classes": 1000, "image_size": 224}
+    # Their written-out attention, as everywhere in counting.
+    theirs = complexity(partial(TimmModel, name=peer, **options), image_size=224)
+    assert complexity(build, image_size=224) == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "flops", "activations"),
+    # pycls, dev/model_complexity.json, configs/dds_baselines.
+    [
+        ("regnetx_040", 22_118_248, 3_964_499_816, 12_201_608),
+        ("regnety_040", 20_646_656, 3_973_301_344, 12_287_200),
+        ("efficientnet_b0", 5_288_548, 385_825_092, 6_748_036),
+    ],
+)
+def test_pycls_publishes_the_same_for_regnets_and_efficientnets_of_timm(
+    name: str, parameters: int, flops: int, activations: int
+) -> None:
+    """But for one operation for each bias, which its definition adds."""
+    found = complexity(partial(TimmModel, name=name, num_classes=1000), image_size=224)
+    assert found.parameters == parameters
+    assert found.forward_flops / 2 == pytest.approx(flops, rel=1e-4)
+    assert found.activations == pytest.approx(activations, rel=2e-3)
 
 
 class _Devices(TorchDispatchMode):

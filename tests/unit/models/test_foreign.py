@@ -67,7 +67,8 @@ def test_missing_and_unexpected_keys_are_named_in_both_directions(name: str) -> 
     ours = dict(build().state_dict())
     for convert, state in ((to_theirs, ours), (to_ours, to_theirs(ours))):
         for lost in (next(iter(state)), list(state)[len(state) // 2], list(state)[-1]):
-            if "num_batches_tracked" in lost:
+            # Without a class token it is another model of the same family.
+            if "num_batches_tracked" in lost or lost in ("cls_token", "class_token.value"):
                 continue
             broken = {key: tensor for key, tensor in state.items() if key != lost}
             with pytest.raises(UserError, match=f"weights: missing for a .*{lost.replace('.', '[.]')}"):

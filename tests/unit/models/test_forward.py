@@ -37,10 +37,22 @@ MODELS: dict[str, Callable[..., Model]] = {
     "vit-pooled-sincos2d": lambda **kwargs: VisionTransformer(
         **VIT | kwargs, classifier="pooled", positions="sincos2d"
     ),
+    "vit-conv-stem": lambda **kwargs: VisionTransformer(
+        **VIT | kwargs, stem="conv", stem_widths=(6, 8, 12), stem_strides=(2, 2, 2), layer_scale=0.3
+    ),
+    "vit-map": lambda **kwargs: VisionTransformer(
+        **VIT | kwargs, classifier="map", registers=2, qk_norm=True, position_tokens="patches", attention="sdpa"
+    ),
+    "vit-mean-with-token": lambda **kwargs: VisionTransformer(
+        **VIT | kwargs, classifier="pooled", class_token=True, classifier_norm="before_pool", pre_logits=20
+    ),
     "resnet18": lambda **kwargs: resnet(stem="small", **kwargs),
+    "resnet50d": lambda **kwargs: resnet(
+        depth=50, stem="deep", shortcut="pool", groups=2, width_per_group=16, **kwargs
+    ),
     "resnet50": lambda **kwargs: resnet(depth=50, **kwargs),
 }
-BLOCKS = {"vit": 3, "vit-sdpa": 3, "vit-pooled-sincos2d": 3, "resnet18": 8, "resnet50": 16}
+BLOCKS = {name: 3 for name in MODELS if name.startswith("vit")} | {"resnet18": 8, "resnet50": 16, "resnet50d": 16}
 
 
 @pytest.fixture(params=MODELS)
@@ -193,7 +205,7 @@ def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
         (lambda: MODELS["vit"](image_size=33), "image_size: must be a multiple of the patch size 8; got 33"),
         (lambda: MODELS["vit"](heads=5), "heads: the width 24 must be a multiple of it; got 5"),
         (lambda: MODELS["vit"](drop_path=1.5), "drop_path: must be at least 0 and below 1; got 1.5"),
-        (lambda: MODELS["vit"](classifier="map"), "classifier: must be one of token, pooled; got map"),
+        (lambda: MODELS["vit"](classifier="mean"), "classifier: must be one of token, pooled, map; got mean"),
         (lambda: MODELS["vit"](positions="rope"), "positions: must be one of learned, sincos2d; got rope"),
         (
             lambda: MODELS["vit"](attention="fast"),
@@ -208,8 +220,31 @@ def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
             lambda: MODELS["vit"](width=6, positions="sincos2d"),
             "positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got 6",
         ),
-        (lambda: resnet(depth=20), "depth: must be one of 18, 34, 50, 101, 152; got 20"),
-        (lambda: resnet(stem="big"), "stem: must be one of imagenet, small; got big"),
+        (
+            lambda: MODELS["vit"](classifier_norm="both"),
+            "classifier_norm: must be one of before_pool, after_pool; got both",
+        ),
+        (
+            lambda: MODELS["vit"](class_token=False),
+            "class_token: classifier=token reads it; use class_token=true or classifier=pooled",
+        ),
+        (lambda: MODELS["vit"](stem="conv"), "stem_strides: must multiply to the patch size 8; got 1"),
+        (
+            lambda: MODELS["vit"](stem="conv", stem_widths=(4,), stem_strides=(2, 4)),
+            "stem_strides: stem=conv needs one stride for each of stem_widths, one at least; "
+            "got 2 strides for 1 widths",
+        ),
+        (
+            lambda: MODELS["vit"](drop_path_rule="cosine"),
+            "drop_path_rule: must be one of linear, constant; got cosine",
+        ),
+        (lambda: resnet(shortcut="none"), "shortcut: must be one of conv, pool; got none"),
+        (
+            lambda: resnet(groups=2),
+            "groups: depth 18 has no bottleneck blocks to group or widen; use depth 50 or more",
+        ),
+        (lambda: resnet(depth=20), "depth: must be one of 18, 26, 34, 50, 101, 152, 200; got 20"),
+        (lambda: resnet(stem="big"), "stem: must be one of imagenet, deep, small; got big"),
     ],
 )
 def test_user_errors(build: Callable[[], Model], line: str) -> None:

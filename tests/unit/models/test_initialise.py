@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer
 from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.vit import Block
 
 WIDTH, MLP_WIDTH = 192, 512
 
 
-def vit(classifier: str = "token", positions: str = "learned") -> VisionTransformer:
+def vit(classifier: str = "token", positions: str = "learned", **kwargs: Any) -> VisionTransformer:
     return VisionTransformer(
+        **kwargs,
         image_size=64,
         patch_size=8,
         width=WIDTH,
@@ -31,11 +33,19 @@ def vit(classifier: str = "token", positions: str = "learned") -> VisionTransfor
     )
 
 
-MODELS: dict[str, Callable[[], VisionTransformer | ResNet]] = {
+CONV = {"stem": "conv", "stem_widths": (32, 64, 96), "stem_strides": (2, 2, 2)}
+MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmModel]] = {
     "vit": vit,
     "vit-pooled-sincos2d": lambda: vit("pooled", "sincos2d"),
     "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
+    "vit-conv-stem": lambda: vit(**CONV),
+    "vit-all-parts": lambda: vit("map", registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64),
     "resnet18": lambda: ResNet(depth=18, num_classes=10),
+    "resnext50d": lambda: ResNet(
+        depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool", zero_init_last_gamma=True
+    ),
+    "timm-vit": lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=10, image_size=32, options={"depth": 2}),
+    "timm-regnet": lambda: TimmModel(name="regnety_002", num_classes=10),
     "resnet50": lambda: ResNet(depth=50, num_classes=10, stem="small", zero_init_last_gamma=False),
 }
 
@@ -114,6 +124,32 @@ def test_vit_values_follow_the_papers_code() -> None:
         for norm in (block.norm1, block.norm2):
             assert torch.equal(norm.weight, torch.ones(WIDTH))
             assert_zero(norm.bias)
+
+
+def test_the_values_of_the_other_parts() -> None:
+    torch.manual_seed(0)
+    model = vit("map", registers=200, layer_scale=0.1, qk_norm=True, pre_logits=300)
+    assert model.registers is not None
+    assert model.registers.value.std().item() == pytest.approx(1e-6, rel=0.02)
+    assert model.pooling is not None
+    assert_uniform(model.pooling.attention.query.weight, math.sqrt(6 / (2 * WIDTH)))
+    assert 0 < model.pooling.probe.abs().max() <= math.sqrt(6 / (1 + WIDTH))
+    assert model.pooling.probe.std().item() == pytest.approx(math.sqrt(2 / (1 + WIDTH)), rel=0.15)
+    assert model.pre_logits is not None
+    assert model.pre_logits.weight.std().item() == pytest.approx(WIDTH**-0.5, rel=0.02)
+    assert_zero(model.pre_logits.bias)
+    for _, block in model.units():
+        assert isinstance(block, Block)
+        for scale in (block.scale1, block.scale2):
+            assert scale is not None
+            assert torch.equal(scale.value, torch.full((WIDTH,), 0.1))
+        for norm in (block.attention.query_norm, block.attention.key_norm):
+            assert norm is not None
+            assert torch.equal(norm.weight, torch.ones(WIDTH // 3))
+    conv = vit(**CONV).stem
+    for layer, width in zip((*conv.convs, conv.projection), (32, 64, 96, WIDTH), strict=True):
+        gain = 1.0 if layer is conv.projection else 2.0
+        assert layer.weight.std().item() == pytest.approx(math.sqrt(gain / width), rel=0.05)
 
 
 @pytest.mark.parametrize("depth", [18, 50])

@@ -13,9 +13,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from pycls_fast.models import VisionTransformer
 from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, PatchStem, SinCos2dPositions
+from pycls_fast.parallel.recompute import recompute_units
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
+# The other parts, each of them in one of these.
+FAMILY: dict[str, dict[str, Any]] = {
+    "conv-stem": {"stem": "conv", "stem_widths": (8, 12), "stem_strides": (2, 2), "layer_scale": 0.3},
+    "registers": {"registers": 3, "qk_norm": True, "classifier": "pooled", "class_token": True, "pre_logits": 12},
+    "map": {"classifier": "map", "registers": 2, "position_tokens": "patches", "drop_path_rule": "constant"},
+    "map-after": {"classifier": "map", "classifier_norm": "after_pool", "positions": "sincos2d", "class_token": True},
+    "before": {"classifier": "pooled", "classifier_norm": "before_pool", "position_tokens": "patches", "registers": 1},
+}
 OTHERS = [("batch_second", "separate"), ("batch_first", "fused"), ("batch_second", "fused")]
 
 
@@ -65,6 +74,40 @@ def test_same_function_gradients_and_dropped_samples_in_float64(
     assert list(found) == list(exact)
     for name in exact:
         torch.testing.assert_close(found[name], exact[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"layout": "batch_second", "attention": "sdpa"},
+        {"qkv": "fused", "attention": "sdpa_math"},
+        {"layout": "batch_second", "qkv": "fused", "attention": "sdpa_flash"},
+        {"drop_path_compute": "skip"},
+        {"drop_path_compute": "skip", "layout": "batch_second", "qkv": "fused", "attention": "sdpa"},
+    ],
+    ids=lambda switches: "-".join(switches.values()),
+)
+def test_switches_of_every_part_in_float64(
+    name: str, switches: dict[str, str], randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    plain = randomise(vit(**FAMILY[name], drop_path=0.6).double())
+    other = randomise(vit(**FAMILY[name], drop_path=0.6, **switches).double())
+    exact, found = train_once(plain, images()), train_once(other, images())
+    assert list(found) == list(exact)
+    for key in exact:
+        torch.testing.assert_close(found[key], exact[key], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_of_every_part_is_exact(
+    name: str, recompute: Any, randomise: Callable[[nn.Module], nn.Module]
+) -> None:
+    plain, other = (randomise(vit(**FAMILY[name], drop_path=0.6).double()) for _ in range(2))
+    recompute_units(other.units(), recompute=recompute)  # type: ignore[operator]
+    exact, found = train_once(plain, images()), train_once(other, images())
+    assert all(torch.equal(found[key], exact[key]) for key in exact)
 
 
 @pytest.mark.parametrize(("layout", "qkv"), OTHERS)
@@ -121,7 +164,7 @@ def test_the_parts_differ_by_a_transposition_alone(
         if positions is LearnedPositions:
             added: Any = LearnedPositions(17, WIDTH, layout=layout)  # type: ignore[arg-type]
         else:
-            added = SinCos2dPositions(SIDE, SIDE, WIDTH, class_token=True, layout=layout)  # type: ignore[arg-type]
+            added = SinCos2dPositions(SIDE, SIDE, WIDTH, extra_tokens=1, layout=layout)  # type: ignore[arg-type]
         added.reset_parameters()
         stem, token = PatchStem(3, 4, WIDTH, layout=layout), ClassToken(WIDTH, layout=layout)  # type: ignore[arg-type]
         return nn.Sequential(*(randomise(part) for part in (stem, token, added))).double()

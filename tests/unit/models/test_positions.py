@@ -22,7 +22,7 @@ def expected_position(row: int, column: int, width: int) -> list[float]:
 @pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(3, 5, 8), (4, 4, 24)])
 def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, class_token: bool) -> None:
-    module = SinCos2dPositions(rows, columns, width, class_token=class_token).double()
+    module = SinCos2dPositions(rows, columns, width, extra_tokens=int(class_token)).double()
     module.reset_parameters()
     expected = [expected_position(row, column, width) for row in range(rows) for column in range(columns)]
     if class_token:
@@ -36,7 +36,7 @@ def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, class_toke
 @pytest.mark.parametrize("width", [4, 10, 0])
 def test_sincos2d_needs_four_parts_of_two_frequencies(width: int) -> None:
     with pytest.raises(UserError, match="positions=sincos2d: needs a width"):
-        SinCos2dPositions(2, 2, width, class_token=False)
+        SinCos2dPositions(2, 2, width)
 
 
 def test_class_token_comes_first_and_positions_follow_the_tokens() -> None:
@@ -53,7 +53,7 @@ def test_class_token_comes_first_and_positions_follow_the_tokens() -> None:
 
 
 def test_each_owns_one_tensor_called_value() -> None:
-    for module in (ClassToken(8), LearnedPositions(3, 8), SinCos2dPositions(2, 2, 8, class_token=True)):
+    for module in (ClassToken(8), LearnedPositions(3, 8), SinCos2dPositions(2, 2, 8, extra_tokens=1)):
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         assert list(tensors) == ["value"]
 

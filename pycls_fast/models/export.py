@@ -1,0 +1,227 @@
+"""Models as files for other programs: safetensors in our names, a folder for timm, ONNX, torch.export.
+
+What leaves carries its class names and its preprocessing. ONNX and torch.export have the normalisation inside: they
+take the cropped images as bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.foreign import to_timm_resnet, to_timm_vit
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.vit import VisionTransformer
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file says of its model.
+
+    Attributes:
+        classes: names of the outputs, in their order.
+        image_size: side of the square images in pixels.
+        mean, std: of each channel, as fractions of 255.
+        crop_ratio: side of the crop as a part of the resized image's shorter side, at evaluation.
+        interpolation: of that resizing.
+        step: of the run at which the weights were saved.
+        weights: "model" or "ema".
+    """
+
+    classes: Sequence[str]
+    image_size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    crop_ratio: float = 0.875
+    interpolation: str = "bilinear"
+    step: int | None = None
+    weights: str = "model"
+
+    def texts(self) -> dict[str, str]:
+        """As names and texts, which is what all of the formats can hold."""
+        preprocessing = {k: v for k, v in asdict(self).items() if k not in ("classes", "step", "weights")}
+        texts = {"classes": json.dumps(list(self.classes)), "preprocessing": json.dumps(preprocessing)}
+        return texts | {"weights": self.weights} | ({} if self.step is None else {"step": str(self.step)})
+
+
+class Deployable(nn.Module):
+    """The model behind its normalisation: bytes (B, C, H, W), uint8, RGB -> logits (B, K), float32."""
+
+    mean_C11: Tensor
+    std_C11: Tensor
+
+    def __init__(self, model: nn.Module, about: About) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).cpu().float().eval()
+        self.register_buffer("mean_C11", 255.0 * torch.tensor(about.mean).view(-1, 1, 1))
+        self.register_buffer("std_C11", 255.0 * torch.tensor(about.std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
+
+
+def to_safetensors(model: nn.Module, path: Path, about: About) -> None:
+    """One file in our names, with the texts of `about` in its header; `weights=` reads it."""
+    from safetensors.torch import save_file
+
+    save_file(_saved(model.state_dict()), path, about.texts())
+
+
+def to_timm(model: nn.Module, folder: Path, about: About) -> None:
+    """A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, of the same function.
+
+    Raises:
+        UserError: a model that timm does not have.
+    """
+    from safetensors.torch import save_file
+
+    architecture, arguments, state = timm_form(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_saved(state), folder / "model.safetensors", {"format": "pt", **about.texts()})
+    size = [len(about.mean), about.image_size, about.image_size]
+    config = {
+        "architecture": architecture,
+        "num_classes": len(about.classes),
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "num_classes": len(about.classes),
+            "input_size": size,
+            "mean": list(about.mean),
+            "std": list(about.std),
+            "crop_pct": about.crop_ratio,
+            "interpolation": about.interpolation,
+            "label_names": list(about.classes),
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def timm_form(model: nn.Module) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """timm's name for a model, the arguments that make it this one, and its tensors in timm's names.
+
+    Raises:
+        UserError: a model that timm does not have, with the option in the way.
+    """
+    state = dict(model.state_dict())
+    if isinstance(model, TimmModel):
+        return model.name, model.arguments, {name.removeprefix("network."): value for name, value in state.items()}
+    if isinstance(model, ResNet):
+        return _timm_resnet(model, state)
+    assert isinstance(model, VisionTransformer)
+    return _timm_vit(model, state)
+
+
+def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    block: Any = model.blocks[0]
+    width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
+    if hidden != int(width * (hidden / width)):
+        raise UserError(f"model.mlp_width: {hidden} is no multiple of {width} that timm can be told")
+    for is_in_the_way, key in (
+        ("stem.convs.0.weight" in state, "model.stem=conv"),
+        (model.pre_logits is not None, "model.pre_logits"),
+        (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
+    ):
+        if is_in_the_way:
+            raise UserError(f"format: timm's vision transformer has no {key}; export as safetensors, onnx or program")
+    # Fixed positions are learned ones that nobody trains any more.
+    state.setdefault("positions.value", model.positions.value.detach())
+    pooled_norm = model.classifier != "token" and model.classifier_norm == "after_pool"
+    arguments = {
+        "img_size": model.image_size,
+        "patch_size": state["stem.projection.weight"].shape[-1],
+        "in_chans": state["stem.projection.weight"].shape[1],
+        "embed_dim": width,
+        "depth": len(model.blocks),
+        "num_heads": block.attention.heads,
+        "mlp_ratio": hidden / width,
+        "qk_norm": block.attention.query_norm is not None,
+        "init_values": None if block.scale1 is None else block.scale1.start,
+        "class_token": model.class_token is not None,
+        "reg_tokens": 0 if model.registers is None else model.registers.value.shape[0],
+        "no_embed_class": model.position_tokens == "patches",
+        "global_pool": {"token": "token", "pooled": "avg", "map": "map"}[model.classifier],
+        "fc_norm": pooled_norm,
+    }
+    return "vit_base_patch16_224", arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")
+
+
+def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    if model.stem.pool is None:
+        raise UserError("format: timm's resnet has no model.stem=small; export as safetensors, onnx or program")
+    bottleneck = "stages.0.0.conv3.weight" in state
+    first = state["stages.0.0.conv2.weight"].shape
+    groups = first[0] // first[1] if bottleneck else 1
+    pooled = any(block.shortcut is not None and block.shortcut.pool is not None for _, block in model.units())  # type: ignore[union-attr]
+    arguments: dict[str, Any] = {
+        "layers": [len(stage) for stage in model.stages],  # type: ignore[arg-type]
+        "in_chans": state[f"{model.first_conv_name}.weight"].shape[1],
+        "cardinality": groups,
+        "base_width": first[0] // groups if bottleneck else 64,
+        "avg_down": pooled,
+    }
+    if len(model.stem.deep):
+        arguments |= {"stem_type": "deep", "stem_width": 32}
+    name = "resnet50" if bottleneck else "resnet18"
+    return name, arguments, to_timm_resnet(state, shortcut="pool" if pooled else "conv")
+
+
+def to_onnx(model: nn.Module, path: Path, about: About) -> None:
+    """An ONNX file: `images` (B, C, size, size), uint8 -> `logits` (B, K), with the texts of `about` in its metadata.
+
+    Raises:
+        UserError: onnxscript is missing.
+    """
+    try:
+        import onnxscript  # noqa: F401  # what torch's exporter writes with
+    except ImportError as error:
+        raise UserError("format: onnx needs onnxscript; pip install 'pycls_fast[onnx]'") from error
+    program = torch.onnx.export(
+        _exported(model, about),
+        dynamo=True,
+        input_names=["images"],
+        output_names=["logits"],
+        # The step-by-step report of the exporter is not what somebody asks for who wants a file.
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props.update(about.texts())
+    program.save(path)
+
+
+def to_program(model: nn.Module, path: Path, about: About) -> None:
+    """A program of torch.export (`.pt2`): `images` (B, C, size, size), uint8 -> logits, the texts as extra files."""
+    torch.export.save(_exported(model, about), path, extra_files=about.texts())
+
+
+def _exported(model: nn.Module, about: About) -> torch.export.ExportedProgram:
+    channels = len(about.mean)
+    images = torch.zeros(2, channels, about.image_size, about.image_size, dtype=torch.uint8)
+    with torch.no_grad():
+        return torch.export.export(
+            Deployable(model, about), (images,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
+        )
+
+
+def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous and each with memory of its own, as safetensors wants it."""
+    return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+
+
+FORMATS: dict[str, Callable[[nn.Module, Path, About], None]] = {
+    "safetensors": to_safetensors,
+    "timm": to_timm,
+    "onnx": to_onnx,
+    "program": to_program,
+}
+"""What a tool may offer: name of the format -> function of model, path and what to say of it."""
+SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "program": ".pt2"}
+"""Of the path that each writes; timm's is a folder."""

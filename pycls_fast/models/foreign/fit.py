@@ -1,0 +1,289 @@
+"""Weights of one model put into another that differs in classes, channels, image or patch size."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.foreign import pycls, timm
+from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
+from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.vit import VisionTransformer
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Fitted:
+    """Tensors for a network, and what had to be done to them.
+
+    Attributes:
+        tensors: by the network's names; what is not among them is left as it is.
+        loaded: names of those that are the file's as they were.
+        adapted: names of the others, and how.
+        fresh: names left as they are, and why.
+        left_out: names in the file that the network has no place for, and why that is right.
+    """
+
+    source: str
+    layout: str
+    part: str = ""
+    step: int | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    loaded: list[str] = field(default_factory=list)
+    adapted: dict[str, str] = field(default_factory=dict)
+    fresh: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows (what, which) for the screen: a short table of what was loaded, adapted and left fresh."""
+        what = self.layout + (f", {self.part}" if self.part else "")
+        rows = [("file", f"{self.source} ({what})"), ("loaded", f"{len(self.loaded)} tensors")]
+        rows += [("adapted", f"{name}: {how}") for name, how in self.adapted.items()]
+        rows += [("left fresh", line) for line in _grouped(self.fresh)]
+        rows += [("not used", line) for line in _grouped(self.left_out)]
+        return rows
+
+
+def _grouped(found: Mapping[str, str]) -> list[str]:
+    """Names with the same reason on one line, the first three of them."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in found.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {reason}"
+        for reason, names in by_reason.items()
+    ]
+
+
+def fit(read: ReadWeights, network: nn.Module, *, allow: Sequence[str] = ()) -> Fitted:
+    """Tensors for the network's names and shapes.
+
+    Another number of classes leaves the head fresh; positions are interpolated, patches and the first convolution
+    resampled as timm does it. All else that does not fit is an error.
+
+    Args:
+        read: what a source holds.
+        network: of this package; its values are not looked at and not changed, so that it may be without memory.
+        allow: names, with * for any part of one, of the file or of the network, that may be missing, unexpected or of
+            another shape: such tensors of the network are left fresh, such ones of the file are not used.
+
+    Raises:
+        UserError: what does not fit, a line for each kind, with the names to allow.
+    """
+    shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    fitted = Fitted(read.source, read.layout, read.part, read.step)
+    fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
+    tensors, unknown = _in_names_of(network, read, shapes)
+    head: str = network.head_name  # type: ignore[assignment]  # every model names its head
+    _fit_head(tensors, shapes, head, fitted)
+    if isinstance(network, VisionTransformer):
+        _fit_norm(tensors, network, read, head, fitted)
+        _fit_tokens(tensors, network, shapes, fitted)
+        _fit_positions(tensors, network, shapes, fitted)
+        _fit_patches(tensors, shapes, fitted)
+    _fit_channels(tensors, network, shapes, fitted)
+    _settle(tensors, unknown, shapes, fitted, allow)
+    return fitted
+
+
+def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple[dict[str, Tensor], list[str]]:
+    """The file's tensors by the network's names, and the names of those that have none."""
+    if not isinstance(network, TimmModel):
+        if read.layout == OTHER:
+            names = ", ".join(list(read.plain)[:3])
+            raise UserError(f"weights: {read.source} is of no kind that is known; its first names are {names}")
+        return dict(read.tensors), list(read.unknown)
+    if read.layout == OURS and any(name.startswith("network.") for name in read.tensors):
+        return dict(read.tensors), []
+    state: Mapping[str, Tensor] = read.plain
+    own = {name.removeprefix("network.") for name in shapes}
+    if read.layout in ("Google's vision transformer", "torchvision vision transformer", pycls.VIT):
+        state = timm.to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+    elif "s1.b1.f.a.weight" in state:
+        state = pycls.regnet_in_timm_names(state)
+    if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
+        state = _filtered_by_timm(network, state)
+    return {f"network.{name}": tensor for name, tensor in state.items()}, []
+
+
+def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What timm itself does to older files of a model, and to positions of another size."""
+    import importlib
+
+    module: Any = importlib.import_module(type(network.network).__module__)
+    for name in ("checkpoint_filter_fn", "_filter_fn"):
+        if hasattr(module, name):
+            return dict(getattr(module, name)(dict(state), network.network))
+    return state
+
+
+def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted) -> None:
+    weight = f"{head}.weight"
+    if weight in tensors and tuple(tensors[weight].shape) == shapes[weight]:
+        return
+    if weight in tensors and tensors[weight].shape[0] == shapes[weight][0] and "pre_logits.weight" not in shapes:
+        # As many classes on other features is no other task but another model; `_settle` says so.
+        return
+    before = f"{tensors[weight].shape[0]} classes in the file" if weight in tensors else "none in the file"
+    for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
+        dropped = tensors.pop(name, None)
+        if name in shapes:
+            fitted.fresh[name] = f"{shapes[weight][0]} classes, {before}"
+        elif dropped is not None:
+            fitted.left_out[name] = "goes with the head"
+
+
+def _fit_norm(
+    tensors: dict[str, Tensor], network: VisionTransformer, read: ReadWeights, head: str, fitted: Fitted
+) -> None:
+    """The final norm has the same name wherever it is, but not the same statistics."""
+    pooled = network.classifier != "token"
+    here = "after_pool" if pooled and network.classifier_norm == "after_pool" else "every_token"
+    if read.norm in (None, here):
+        return
+    if f"{head}.weight" not in tensors:
+        there = "every token" if read.norm == "every_token" else "the pooled features"
+        for name in ("norm.weight", "norm.bias"):
+            tensors.pop(name, None)
+            fitted.fresh[name] = f"the file's is of {there}"
+        return
+    if read.norm == "after_pool":
+        wanted = "model.classifier=pooled model.classifier_norm=after_pool"
+    else:
+        wanted = "model.classifier_norm=before_pool, or model.classifier=token where the file has a class token"
+    raise UserError(f"weights: {read.source} has its final norm elsewhere than the model; use {wanted}")
+
+
+def _fit_tokens(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
+    """Positions of tokens moved into the tokens, or zeros for them, where only one side has positions for tokens."""
+    if "positions.value" not in tensors or "positions.value" not in shapes:
+        return
+    rows = tensors["positions.value"]
+    extra = _extra_tokens(tensors)
+    has_extra = not _is_square(len(rows)) or (extra > 0 and _is_square(len(rows) - extra))
+    if not extra or has_extra == (network.position_tokens == "all"):
+        return
+    if not has_extra:
+        tensors["positions.value"] = torch.cat([rows.new_zeros(extra, rows.shape[1]), rows])
+        fitted.adapted["positions.value"] = f"{len(rows)} rows, zeros in front for {extra} tokens"
+        return
+    start = 0
+    for name in ("class_token.value", "registers.value"):
+        if name in tensors:
+            count = tensors[name].numel() // rows.shape[1]
+            tensors[name] = tensors[name] + rows[start : start + count].reshape(tensors[name].shape)
+            fitted.adapted[name] = "its position added"
+            start += count
+    tensors["positions.value"] = rows[extra:]
+    fitted.adapted["positions.value"] = f"{len(rows)} rows, the first {extra} moved into their tokens"
+
+
+def _extra_tokens(tensors: Mapping[str, Tensor]) -> int:
+    registers = tensors["registers.value"].shape[0] if "registers.value" in tensors else 0
+    return int("class_token.value" in tensors) + registers
+
+
+def _is_square(count: int) -> bool:
+    return math.isqrt(count) ** 2 == count
+
+
+def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
+    """Another image or patch size: the grid is interpolated, bicubic and antialiased; tokens' rows are kept."""
+    name = "positions.value"
+    if name not in tensors or name not in shapes or tuple(tensors[name].shape) == shapes[name]:
+        return
+    kept = network.extra_tokens if network.position_tokens == "all" else 0
+    rows, wanted = tensors[name], shapes[name][0] - kept
+    if rows.shape[1] != shapes[name][1] or not _is_square(len(rows) - kept) or not _is_square(wanted):
+        return
+    from timm.layers import resample_abs_pos_embed
+
+    before, side = math.isqrt(len(rows) - kept), math.isqrt(wanted)
+    tensors[name] = resample_abs_pos_embed(rows[None], [side, side], num_prefix_tokens=kept)[0]
+    fitted.adapted[name] = f"interpolated from {before} x {before} to {side} x {side}"
+
+
+def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:
+    name = "stem.projection.weight"
+    if name not in tensors or name not in shapes or tensors[name].ndim != 4 or "stem.convs.0.weight" in shapes:
+        return
+    before, wanted = tuple(tensors[name].shape[2:]), shapes[name][2:]
+    if before == wanted:
+        return
+    from timm.layers import resample_patch_embed
+
+    tensors[name] = resample_patch_embed(tensors[name], list(wanted))
+    fitted.adapted[name] = f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}"
+
+
+def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes, fitted: Fitted) -> None:
+    first = getattr(network, "first_conv_name", None)
+    name = f"{first}.weight"
+    if name not in tensors or name not in shapes or tensors[name].ndim != 4:
+        return
+    before, wanted = tensors[name].shape[1], shapes[name][1]
+    if before == wanted or before != 3:
+        return
+    from timm.models import adapt_input_conv
+
+    tensors[name] = adapt_input_conv(wanted, tensors[name])
+    how = "summed" if wanted == 1 else "repeated and scaled"
+    also = f"{fitted.adapted[name]}; " if name in fitted.adapted else ""
+    fitted.adapted[name] = f"{also}{before} input channels {how} to {wanted}"
+
+
+def _settle(
+    tensors: dict[str, Tensor], unknown: Sequence[str], shapes: Shapes, fitted: Fitted, allow: Sequence[str]
+) -> None:
+    """Sort what is left into what fits, what is allowed not to, and errors."""
+
+    def allowed(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in allow)
+
+    missing, reshaped = [], []
+    for name, shape in shapes.items():
+        if name in fitted.fresh:
+            continue
+        if name not in tensors:
+            if name.endswith("num_batches_tracked"):
+                fitted.tensors[name] = torch.tensor(0)
+                fitted.adapted[name] = "0, for the file has no step counter"
+            elif allowed(name):
+                fitted.fresh[name] = "not in the file"
+            else:
+                missing.append(name)
+        elif tuple(tensors[name].shape) != shape:
+            if allowed(name):
+                fitted.fresh[name] = f"shape {tuple(tensors[name].shape)} in the file"
+            else:
+                reshaped.append(f"{name} {tuple(tensors[name].shape)} for {shape}")
+        else:
+            fitted.tensors[name] = tensors[name]
+            if name not in fitted.adapted:
+                fitted.loaded.append(name)
+    unexpected = []
+    for name in (*(n for n in tensors if n not in shapes), *unknown):
+        if allowed(name):
+            fitted.left_out[name] = "allowed"
+        elif name not in fitted.left_out:
+            unexpected.append(name)
+    lines = []
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            lines.append(
+                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: "
+                f"{', '.join(names[:5])}{more}"
+            )
+    if lines:
+        raise UserError(
+            *lines, "weights: choose the model that they are of, or name those to go without in weights_allow"
+        )

@@ -1,0 +1,86 @@
+"""The files of pycls (`.pyth`): its ViT with either stem, its ResNet and ResNeXt, and its RegNets in timm's names."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor
+
+from pycls_fast.models.foreign.tables import Entry, State, conv_norm, depth, joined, layer, translate
+
+VIT = "pycls vision transformer"
+RESNET = "pycls resnet"
+
+
+def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
+    """`ViT` of pycls' main branch: what of a file is known, in our names, and the rest.
+
+    It norms every token before the mean: classifier_norm="before_pool" for CLASSIFIER_TYPE pooled.
+    """
+    table = [Entry("pos_embedding", ("positions.value",), ones=(1,))]
+    if "class_token" in state:
+        table.append(Entry("class_token", ("class_token.value",), ones=(0, 1)))
+    table += layer("stem.patchify", "stem.projection") if "stem.patchify.weight" in state else _conv_stem(state)
+    for index in range(depth(state, "encoder.block_")):
+        theirs, ours = f"encoder.block_{index}", f"blocks.{index}"
+        table += layer(f"{theirs}.ln_1", f"{ours}.norm1")
+        # The branch vitconfigs has torch's attention itself, main has it in a `block`.
+        inner = ".block" if f"{theirs}.self_attention.block.in_proj_weight" in state else ""
+        table += joined(f"{theirs}.self_attention{inner}.in_proj_", f"{ours}.attention")
+        table += layer(f"{theirs}.self_attention{inner}.out_proj", f"{ours}.attention.projection")
+        table += layer(f"{theirs}.ln_2", f"{ours}.norm2")
+        table += layer(f"{theirs}.mlp_block.linear_1", f"{ours}.mlp.fc1")
+        table += layer(f"{theirs}.mlp_block.linear_2", f"{ours}.mlp.fc2")
+    return translate(state, [*table, *layer("encoder.ln", "norm"), *layer("head.head_fc", "head")], VIT)
+
+
+def _conv_stem(state: State) -> list[Entry]:
+    count = sum(bool(re.fullmatch(r"stem\.cstem\d+_conv\.weight", name)) for name in state)
+    table: list[Entry] = []
+    for index in range(count):
+        theirs = f"stem.cstem{index}"
+        table += conv_norm(f"{theirs}_conv", f"{theirs}_bn", f"stem.convs.{index}", f"stem.norms.{index}")
+    return table + layer("stem.cstem_last_conv", "stem.projection")
+
+
+def read_pycls_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
+    """`ResNet` of pycls for ImageNet (and its `anynet` of the same blocks), in our names, and the rest."""
+    table = conv_norm("stem.conv", "stem.bn", "stem.conv", "stem.norm")
+    names = ((f"s{stage + 1}.b", stage) for stage in range(4))
+    for prefix, stage in names:
+        for number in range(1, depth(state, prefix)):
+            theirs, ours = f"{prefix}{number}", f"stages.{stage}.{number - 1}"
+            for n, letter in enumerate("abc", start=1):
+                if f"{theirs}.f.{letter}.weight" in state:
+                    table += conv_norm(
+                        f"{theirs}.f.{letter}", f"{theirs}.f.{letter}_bn", f"{ours}.conv{n}", f"{ours}.norm{n}"
+                    )
+            if f"{theirs}.proj.weight" in state:
+                table += conv_norm(f"{theirs}.proj", f"{theirs}.bn", f"{ours}.shortcut.conv", f"{ours}.shortcut.norm")
+    return translate(state, [*table, *layer("head.fc", "head")], RESNET)
+
+
+# pycls' names of a RegNet and timm's, in the order in which they are tried.
+_REGNET = (
+    (r"\.f\.se\.f_ex\.0\.", ".se.fc1."),
+    (r"\.f\.se\.f_ex\.2\.", ".se.fc2."),
+    (r"\.f\.a\.", ".conv1.conv."),
+    (r"\.f\.a_bn\.", ".conv1.bn."),
+    (r"\.f\.b\.", ".conv2.conv."),
+    (r"\.f\.b_bn\.", ".conv2.bn."),
+    (r"\.f\.c\.", ".conv3.conv."),
+    (r"\.f\.c_bn\.", ".conv3.bn."),
+    (r"\.proj\.", ".downsample.conv."),
+    (r"(\.b\d+)\.bn\.", r"\1.downsample.bn."),
+)
+
+
+def regnet_in_timm_names(state: State) -> dict[str, Tensor]:
+    """A RegNet of pycls under timm's names; its stages, blocks, stem and head are called the same in both."""
+    renamed = {}
+    for name, tensor in state.items():
+        new = name
+        for pattern, replacement in _REGNET:
+            new = re.sub(pattern, replacement, new)
+        renamed[new] = tensor
+    return renamed

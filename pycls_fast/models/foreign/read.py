@@ -1,0 +1,275 @@
+"""Files of weights, read without running code from them, and whose they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.foreign import jax, pycls, timm, torchvision
+
+NormPlace = Literal["every_token", "after_pool"]
+
+_HUBS = ("timm:", "torchvision:")
+_SUFFIXES = (".safetensors", ".npz", ".pth", ".pyth", ".pt", ".bin", ".tar")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file's tensors under their own names; the rest as in `ReadWeights`."""
+
+    tensors: Mapping[str, Tensor]
+    part: str = ""
+    classes: tuple[str, ...] | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class ReadWeights:
+    """What a source holds.
+
+    Attributes:
+        source: as it was named.
+        layout: whose names the file has, such as "timm vision transformer".
+        tensors: in our names where the layout is known, else in the file's.
+        unknown: tensors of the file that have no name of ours, and their shapes.
+        unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
+        norm: what a vision transformer's final norm was trained on; None where the file does not say.
+        part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
+        classes: names of the outputs, where the file has them.
+        step: at which a run of ours saved it, where the file says so.
+        plain: the file's own tensors, names and all.
+    """
+
+    source: str
+    layout: str
+    tensors: Mapping[str, Tensor]
+    unknown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    norm: NormPlace | None = None
+    part: str = ""
+    classes: tuple[str, ...] | None = None
+    step: int | None = None
+    plain: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def is_hub(source: str) -> bool:
+    """Whether a source is to be downloaded by name."""
+    return source.startswith(_HUBS)
+
+
+def is_source(source: str) -> bool:
+    """Whether `read_weights` is for this: a name of a hub, or a single file of one of the known kinds."""
+    return is_hub(source) or (Path(source).expanduser().is_file() and Path(source).suffix in _SUFFIXES)
+
+
+def read_weights(source: str) -> ReadWeights:
+    """Weights in our names, from a file or a hub.
+
+    Args:
+        source: `timm:NAME` or `torchvision:NAME` (`resnet50.IMAGENET1K_V2`, or without the part behind the dot for the
+            default ones), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT),
+            `.pth`, `.pyth`, `.pt`, `.bin` (torch's).
+
+    Raises:
+        UserError: no such file or name, a file that is not what its name says, that is damaged, or that needs code to
+            be read.
+    """
+    if source.startswith("timm:"):
+        contents = Contents(_from_timm_hub(source.removeprefix("timm:")))
+    elif source.startswith("torchvision:"):
+        contents = Contents(_from_torchvision_hub(source.removeprefix("torchvision:")))
+    else:
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise UserError(f"weights: {source} is no file; give a file, a run folder, timm:NAME or torchvision:NAME")
+        contents = read_file(path)
+    return _recognised(source, contents)
+
+
+def read_file(path: Path) -> Contents:
+    """What is in a file of one of the known kinds."""
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix == ".npz":
+        return Contents(_read_npz(path))
+    return _unwrapped(path, _read_torch(path))
+
+
+def _read_safetensors(path: Path) -> Contents:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"weights: {path} cannot be read ({error})") from error
+    return Contents(
+        state,
+        part=about.get("weights", ""),
+        classes=tuple(json.loads(about["classes"])) if "classes" in about else None,
+        step=int(about["step"]) if "step" in about else None,
+    )
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"weights: {path} is no archive of plain arrays ({error})") from error
+    # Two bytes of an unknown type are how numpy sees bfloat16.
+    narrow = {name for name, array in arrays.items() if array.dtype.kind == "V" and array.dtype.itemsize == 2}
+    tensors = {}
+    for name, array in arrays.items():
+        if name in narrow:
+            tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
+        elif array.dtype.kind in "fiu":
+            tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def _read_torch(path: Path) -> Any:
+    # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. Plain data all of them.
+    import numpy as np
+
+    harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
+    harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
+    harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
+    try:
+        with torch.serialization.safe_globals(harmless):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line), "")
+        raise UserError(
+            f"weights: {path} holds more than tensors and plain values, and is not read, for that could run its code "
+            f"({reason.strip() or 'damaged'})"
+        ) from error
+    except Exception as error:  # torch raises many kinds for a file that is not its own
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line})") from error
+
+
+_NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+
+
+def _unwrapped(path: Path, loaded: Any) -> Contents:
+    """The one set of weights to take out of what a training script saved."""
+    if not isinstance(loaded, Mapping):
+        raise UserError(f"weights: {path} holds a {type(loaded).__name__} and no weights by name")
+    ours = loaded.get("format") == 1
+    part = _choose_part(loaded)
+    state = loaded[part] if part else loaded
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(f"weights: {path} holds no weights; its entries are {', '.join(map(str, list(loaded)[:8]))}")
+    # torch's wrappers put their own name in front.
+    for prefix in ("module.", "_orig_mod."):
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return Contents(
+        tensors,
+        part=part,
+        classes=tuple(loaded["classes"]) if ours and "classes" in loaded else None,
+        step=loaded.get("step") if ours else None,
+    )
+
+
+def _choose_part(loaded: Mapping[str, Any]) -> str:
+    if "model_state" in loaded:
+        # pycls: the better of the weights and their average, by the errors it has measured.
+        errors = {key: loaded.get(f"{key}_err", 100.0) for key in ("test", "ema")}
+        return "ema_state" if "ema_state" in loaded and errors["ema"] < errors["test"] else "model_state"
+    # The average where there is one, as timm's loader.
+    keys = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
+    return next((key for key in keys if isinstance(loaded.get(key), Mapping) and loaded[key]), "")
+
+
+def _from_timm_hub(name: str) -> dict[str, Tensor]:
+    import timm as library
+
+    if not library.is_model(name):
+        raise UserError(f"weights: timm {library.__version__} has no model {name}")
+    return _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True).state_dict())
+
+
+def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
+    import torchvision as library
+
+    model, _, tag = name.partition(".")
+    try:
+        weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
+    return _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+
+
+def _downloaded(source: str, fetch: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    try:
+        return fetch()
+    except Exception as error:  # hubs and what they are built on raise dozens of kinds
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"weights: {source} could not be had ({first_line}); without a network, download the file elsewhere and "
+            "give its path"
+        ) from error
+
+
+def _recognised(source: str, contents: Contents) -> ReadWeights:
+    state = contents.tensors
+    layout, tensors, unknown = recognise(state)
+    unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
+    norm: NormPlace | None = None
+    if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
+        norm = "after_pool" if "fc_norm.weight" in state else "every_token"
+    return ReadWeights(
+        source=source,
+        layout=layout,
+        tensors=tensors,
+        unknown={name: tuple(state[name].shape) if name in state else () for name in unknown if name not in unused},
+        unused={name: tuple(state[name].shape) for name in unused},
+        norm=norm,
+        part=contents.part,
+        classes=contents.classes,
+        step=contents.step,
+        plain=state,
+    )
+
+
+_JAX = "Google's vision transformer"
+OURS = "pycls_fast"
+OTHER = "unknown"
+
+
+def recognise(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
+    """Whose names these are, the tensors in ours, and what has no name in ours (all of it, for names not known)."""
+    pycls_resnet = "s1.b1.f.a.weight" in state and "s1.b1.f.se.f_ex.0.weight" not in state
+    readers: tuple[tuple[bool, str, Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]]], ...] = (
+        (jax.is_jax_vit(state), _JAX, jax.read_jax_vit),
+        ("encoder.block_0.ln_1.weight" in state, pycls.VIT, pycls.read_pycls_vit),
+        (pycls_resnet, pycls.RESNET, pycls.read_pycls_resnet),
+        ("conv_proj.weight" in state, torchvision.VIT, torchvision.read_torchvision_vit),
+        ("patch_embed.proj.weight" in state, timm.VIT, timm.read_timm_vit),
+        ("bn1.weight" in state and "layer1.0.conv1.weight" in state, torchvision.RESNET, torchvision.read_resnet),
+    )
+    for is_it, layout, read in readers:
+        if is_it:
+            tensors, unknown = read(state)
+            return layout, tensors, unknown
+    own = any(name.startswith(("stem.", "network.")) for name in state) and "s1.b1.f.a.weight" not in state
+    if own and any(name.startswith(("blocks.", "stages.", "network.")) for name in state):
+        return OURS, dict(state), []
+    return OTHER, {}, list(state)

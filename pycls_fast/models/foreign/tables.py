@@ -1,0 +1,113 @@
+"""What conversions of checkpoints are made of: tables of entries (their name, our names, how the tensor differs).
+
+A table is read from left to right or back, so that each pair of functions are inverses by construction. Tensors are
+renamed, reshaped, cut or joined, never computed with; they may share memory with the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pycls_fast.errors import UserError
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of theirs and what it is in ours."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    """One name, or several whose tensors, joined in dimension 0, are theirs."""
+    ones: tuple[int, ...] = ()
+    """Dimensions of size 1 that theirs has and ours has not."""
+    counter: bool = False
+    """A batch norm's step counter, which old files lack; then it is 0."""
+
+
+def depth(state: State, prefix: str) -> int:
+    """One more than the highest number that follows the prefix; 0 when no key has it."""
+    tails = (name[len(prefix) :].split(".")[0] for name in state if name.startswith(prefix))
+    return max((int(tail) + 1 for tail in tails if tail.isdigit()), default=0)
+
+
+def layer(theirs: str, ours: str) -> list[Entry]:
+    """A layer with a weight and a bias."""
+    return [Entry(f"{theirs}.{kind}", (f"{ours}.{kind}",)) for kind in ("weight", "bias")]
+
+
+def joined(theirs_prefix: str, attention: str, parts: Sequence[str] = ("query", "key", "value")) -> list[Entry]:
+    """A layer whose output is that of several of ours, one under another."""
+    return [
+        Entry(f"{theirs_prefix}{kind}", tuple(f"{attention}.{part}.{kind}" for part in parts))
+        for kind in ("weight", "bias")
+    ]
+
+
+def conv_norm(theirs_conv: str, theirs_norm: str, ours_conv: str, ours_norm: str) -> list[Entry]:
+    """A convolution without bias and the batch norm behind it."""
+    kinds = ("weight", "bias", "running_mean", "running_var")
+    return [
+        Entry(f"{theirs_conv}.weight", (f"{ours_conv}.weight",)),
+        *(Entry(f"{theirs_norm}.{kind}", (f"{ours_norm}.{kind}",)) for kind in kinds),
+        Entry(f"{theirs_norm}.num_batches_tracked", (f"{ours_norm}.num_batches_tracked",), counter=True),
+    ]
+
+
+def translate(state: State, table: Sequence[Entry], what: str) -> tuple[dict[str, Tensor], list[str]]:
+    """What of `state` is in the table, in our names, and the names that are not in it.
+
+    Raises:
+        UserError: a tensor whose shape cannot be that of what the table says.
+    """
+    ours: dict[str, Tensor] = {}
+    known = set()
+    for entry in table:
+        known.add(entry.theirs)
+        if entry.theirs not in state:
+            if entry.counter:
+                ours[entry.ours[0]] = torch.tensor(0)
+            continue
+        tensor = state[entry.theirs]
+        wrong = any(dim >= tensor.ndim or tensor.shape[dim] != 1 for dim in entry.ones)
+        if wrong or tensor.shape[:1].numel() % len(entry.ours):
+            raise UserError(f"weights: {entry.theirs} of shape {tuple(tensor.shape)} is not from a {what}")
+        parts = tensor.chunk(len(entry.ours)) if len(entry.ours) > 1 else (tensor,)
+        for name, part in zip(entry.ours, parts, strict=True):
+            ours[name] = part.reshape([size for dim, size in enumerate(part.shape) if dim not in entry.ones])
+    return ours, [name for name in state if name not in known]
+
+
+def to_ours(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
+    """All of `state` in our names; every entry of the table has to be there, and nothing else."""
+    _check(state, (e.theirs for e in table), what, optional={e.theirs for e in table if e.counter})
+    return translate(state, table, what)[0]
+
+
+def to_theirs(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
+    """The inverse of `to_ours`."""
+    _check(state, (name for entry in table for name in entry.ours), what)
+    theirs: dict[str, Tensor] = {}
+    for entry in table:
+        parts = [state[name] for name in entry.ours]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for dim in entry.ones:
+            tensor = tensor.unsqueeze(dim)
+        theirs[entry.theirs] = tensor
+    return theirs
+
+
+def _check(state: State, expected: Iterable[str], what: str, optional: Iterable[str] = ()) -> None:
+    names = set(expected)
+    lines = []
+    if missing := sorted(names - set(state) - set(optional)):
+        lines.append(f"weights: missing for a {what}: {', '.join(missing)}")
+    if unexpected := sorted(set(state) - names):
+        lines.append(f"weights: unexpected in a {what}: {', '.join(unexpected)}")
+    if lines:
+        raise UserError(*lines)

@@ -1,0 +1,211 @@
+"""Any image-classification model of timm, by its name, with what our models promise.
+
+The repeated blocks are found from what timm itself says about a model's layers (`group_matcher`, which its layer-wise
+learning rates use), else from the module tree; only blocks that take and give one tensor count, for that is what
+recomputation and compilation by blocks can handle.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.complexity import meta_copy
+
+Units = list[tuple[str, nn.Module]]
+FusedAttention = Literal["reference", "sdpa"]
+
+
+class TimmModel(nn.Module):
+    """timm's model under our contract; its own module is `network`, so that names are timm's behind `network.`.
+
+    Args:
+        name: timm's, without or with a tag (`resnet50`, `vit_base_patch16_224.mae`); weights are never fetched.
+        num_classes: K.
+        image_size: side of the square images in pixels; models that are built for one size are built for it.
+        in_channels: C of the images.
+        drop_path: timm's `drop_path_rate`.
+        options: further keyword arguments of the model, as timm names them.
+        attention: "reference": written out; "sdpa": torch's fused one. For models whose modules have timm's
+            `fused_attn` switch; others have no choice to make.
+
+    Raises:
+        UserError: a name that timm does not have, or an argument that the model does not take.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_classes: int,
+        image_size: int = 224,
+        in_channels: int = 3,
+        drop_path: float = 0.0,
+        options: Mapping[str, Any] | None = None,
+        attention: FusedAttention = "sdpa",
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.in_channels = in_channels
+        self.image_size = image_size
+        self.arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_channels, **(options or {})}
+        if drop_path:
+            self.arguments["drop_path_rate"] = drop_path
+        if _built_for_one_size(name):
+            self.arguments.setdefault("img_size", image_size)
+        self.network = self._create()
+        if not isinstance(self._head(), nn.Linear):
+            raise UserError(f"model.name: {name} has no single linear classifier; choose another model")
+        for module in self.network.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = attention == "sdpa"
+        self._unit_names = [unit for unit, _ in _find_units(self.network, image_size, in_channels)]
+
+    @property
+    def head_name(self) -> str:
+        """Qualified name of the final linear layer."""
+        return f"network.{self.network.default_cfg['classifier']}"
+
+    @property
+    def first_conv_name(self) -> str | None:
+        """Qualified name of the one layer that sees the image, where there is one."""
+        found = self.network.default_cfg.get("first_conv")
+        return f"network.{found}" if isinstance(found, str) else None
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether `attention` changes anything."""
+        return any(hasattr(module, "fused_attn") for module in self.network.modules())
+
+    def embedding_names(self) -> set[str]:
+        """Parameters that timm keeps out of weight decay by name: tokens and positions."""
+        exempt = getattr(self.network, "no_weight_decay", None)
+        return {f"network.{name}" for name in exempt()} if exempt is not None else set()
+
+    def initialise(self) -> None:
+        """Set every parameter and buffer as timm does in its constructor, drawing from the CPU's default generator."""
+        for module, fill in self.initialisers():
+            fill(module)
+
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        """`initialise` in parts; see `vit.VisionTransformer.initialisers`. There is one: timm draws for all at once."""
+        yield self.network, self._draw
+
+    def _draw(self, network: nn.Module) -> None:
+        with torch.device("cpu"):
+            fresh = self._create()
+        values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        with torch.no_grad():
+            for key, tensor in (*network.named_parameters(), *network.named_buffers()):
+                tensor.copy_(values[key])
+
+    def units(self) -> Units:
+        """The repeated blocks with their qualified names, in forward order; none where they take several arguments."""
+        return [(f"network.{name}", self.network.get_submodule(name)) for name in self._unit_names]
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Images (B, C, H, W) -> logits_BK."""
+        return self.network(images_BCHW)
+
+    def _head(self) -> nn.Module | None:
+        name = self.network.default_cfg.get("classifier")
+        return self.network.get_submodule(name) if isinstance(name, str) else None
+
+    def _create(self) -> Any:
+        import timm
+
+        try:
+            return timm.create_model(self.name, pretrained=False, **self.arguments)
+        except TypeError as error:
+            # timm hands what it does not know to the model's constructor.
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None:
+                raise
+            key = {"drop_path_rate": "model.drop_path"}.get(unknown[1], f"model.options.{unknown[1]}")
+            raise UserError(f"{key}: timm's {self.name} does not take it; leave it out") from error
+        except AssertionError as error:
+            raise UserError(f"model.options: timm's {self.name} refuses {self.arguments} ({error})") from error
+
+
+def _built_for_one_size(name: str) -> bool:
+    """Whether timm's model takes one image size alone.
+
+    Raises:
+        UserError: no such model.
+    """
+    import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "python -c 'import timm; print(timm.list_models())'"
+        raise UserError(f"model.name: timm {timm.__version__} has no model {name}; {hint}")
+    try:
+        config = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        raise UserError(f"model.name: {error}; leave the part behind the dot out") from error
+    return bool(config is not None and config.fixed_input_size)
+
+
+def _find_units(network: Any, image_size: int, in_channels: int) -> Units:
+    """The repeated blocks of a timm model, in the order in which a forward pass on the meta device meets them."""
+    candidates = _outermost(_matched(network) or _repeated(network))
+    copy = meta_copy(network).eval()
+    met: list[str] = []
+    unusable: set[str] = set()
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            single = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+            if not single or kwargs or name in met:
+                unusable.add(name)
+            met.append(name)
+
+        return hook
+
+    for name in candidates:
+        copy.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
+    dtype = next(copy.parameters()).dtype
+    with torch.no_grad():
+        copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
+    return [(name, network.get_submodule(name)) for name in met if name not in unusable]
+
+
+def _matched(network: Any) -> list[str]:
+    """Modules that timm's own patterns name as layers of the trunk."""
+    matcher = network.group_matcher(coarse=False) if hasattr(network, "group_matcher") else None
+    if not isinstance(matcher, dict):
+        return []
+    specs: list[Any] = [spec for group, spec in matcher.items() if group != "stem"]
+    pairs = [pair for spec in specs for pair in ([(spec, None)] if isinstance(spec, str) else spec)]
+    # A pattern with a rank of its own stands for what comes between or behind the blocks.
+    patterns = [re.compile(pattern) for pattern, rank in pairs if rank is None]
+    return [
+        name
+        for name, module in network.named_modules()
+        if any(pattern.fullmatch(name) for pattern in patterns) and any(True for _ in module.parameters())
+    ]
+
+
+def _repeated(network: nn.Module) -> list[str]:
+    """Members of chains that have more than one member of the same class."""
+    found = []
+    for name, chain in network.named_modules():
+        if not isinstance(chain, nn.Sequential | nn.ModuleList):
+            continue
+        kinds = [type(child) for child in chain.children()]
+        found += [
+            f"{name}.{key}" if name else key
+            for key, child in chain.named_children()
+            if kinds.count(type(child)) > 1 and any(True for _ in child.parameters())
+        ]
+    return found
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

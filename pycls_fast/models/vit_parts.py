@@ -1,0 +1,170 @@
+"""Parts of vision transformers beyond the plain one: convolutional stem, register tokens, layer scale, MAP pooling.
+
+Shape letters and layouts as in `layers`; every module sets what it owns in `reset_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.attention import AttentionName
+from pycls_fast.models.layers import Attention, Layout, Mlp, batch_dimension
+
+
+class TokenConvStem(nn.Module):
+    """3x3 convolutions, each with BatchNorm and ReLU, then a 1x1 convolution to the tokens' width.
+
+    Xiao et al., Early Convolutions Help Transformers See Better, 2021, arXiv 2106.14881, section 4 (ViT_C).
+
+    Args:
+        in_channels: channels of the images.
+        widths: output channels of the 3x3 convolutions.
+        strides: theirs; the product is the side of the square that a token stands for.
+        width: D.
+        layout: of the features that come out.
+
+    Raises:
+        UserError: no convolution, or not a stride for each.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        widths: Sequence[int],
+        strides: Sequence[int],
+        width: int,
+        *,
+        layout: Layout = "batch_first",
+    ) -> None:
+        super().__init__()
+        if not widths or len(widths) != len(strides):
+            raise UserError(
+                f"stem_strides: stem=conv needs one stride for each of stem_widths, one at least; got {len(strides)} "
+                f"strides for {len(widths)} widths"
+            )
+        self.batch_dim = batch_dimension(layout)
+        inputs = (in_channels, *widths[:-1])
+        self.convs = nn.ModuleList(
+            nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+            for before, after, stride in zip(inputs, widths, strides, strict=True)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for after in widths)
+        self.projection = nn.Conv2d(widths[-1], width, 1)
+
+    def reset_parameters(self) -> None:
+        """pycls' `init_weights_vit`: normal with variance 2 / channels out, 1 / channels out in the last."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            assert isinstance(conv, nn.Conv2d)
+            assert isinstance(norm, nn.BatchNorm2d)
+            nn.init.normal_(conv.weight, std=math.sqrt(2.0 / conv.out_channels))
+            norm.reset_parameters()
+        nn.init.normal_(self.projection.weight, std=math.sqrt(1.0 / self.projection.out_channels))
+        assert self.projection.bias is not None
+        nn.init.zeros_(self.projection.bias)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Returns features_BND, tokens in row-major order; a view, contiguous or not."""
+        maps_BCHW = images_BCHW
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            maps_BCHW = F.relu(norm(conv(maps_BCHW)), inplace=True)
+        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D) or (N, B, D)
+        features_BDN = self.projection(maps_BCHW).flatten(2)
+        return features_BDN.permute(2, 0, 1) if self.batch_dim == 1 else features_BDN.transpose(1, 2)
+
+
+class RegisterTokens(nn.Module):
+    """Puts learned tokens in front of the others that no output is read from.
+
+    Darcet et al., Vision Transformers Need Registers, 2023, arXiv 2309.16588.
+    """
+
+    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
+        super().__init__()
+        self.batch_dim = batch_dimension(layout)
+        self.value = nn.Parameter(torch.empty(count, width))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.value, std=1e-6)
+
+    def forward(self, features_BND: Tensor) -> Tensor:
+        """(B, N, D) -> (B, R + N, D), or (N, B, D) -> (R + N, B, D); contiguous."""
+        tokens = self.value.unsqueeze(self.batch_dim)
+        shape = [-1, -1, -1]
+        shape[self.batch_dim] = features_BND.shape[self.batch_dim]
+        return torch.cat([tokens.expand(shape), features_BND], dim=1 - self.batch_dim)
+
+
+class LayerScale(nn.Module):
+    """Multiplies a residual branch by a learned number for each channel.
+
+    Touvron et al., Going Deeper with Image Transformers, 2021, arXiv 2103.17239, section 2.1.
+
+    Args:
+        width: D.
+        start: initial value of each number.
+    """
+
+    def __init__(self, width: int, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.value = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.value, self.start)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        return branch * self.value
+
+    def extra_repr(self) -> str:
+        return f"start={self.start:g}"
+
+
+class MapPooling(nn.Module):
+    """Multi-head attention pooling: one learned query attends to all tokens, an MLP on a residual branch follows.
+
+    The head of Zhai et al., Scaling Vision Transformers, 2022, arXiv 2106.04560, section 3.2 (`MAPHead` of
+    big_vision), from Lee et al., Set Transformer, 2019.
+
+    Args:
+        width: D.
+        heads: attention heads.
+        mlp_width: width between the MLP's two layers.
+        norm_eps: of the norm before the MLP.
+        attention: kernel.
+        layout: of the features that come in.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_width: int,
+        *,
+        norm_eps: float = 1e-6,
+        attention: AttentionName = "reference",
+        layout: Layout = "batch_first",
+    ) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(width))
+        self.attention = Attention(width, heads, attention=attention, layout=layout)
+        self.norm = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = Mlp(width, mlp_width)
+
+    def reset_parameters(self) -> None:
+        # Flax's xavier_uniform of a (1, 1, D) array: fans 1 and D.
+        bound = math.sqrt(6.0 / (1 + self.probe.numel()))
+        nn.init.uniform_(self.probe, -bound, bound)
+        self.attention.reset_parameters()
+        self.norm.reset_parameters()
+        self.mlp.reset_parameters()
+
+    def forward(self, features_BND: Tensor) -> Tensor:
+        """(B, N, D) or (N, B, D) -> (B, D)."""
+        pooled_BD = self.attention.attend(self.probe, features_BND)
+        return pooled_BD + self.mlp(self.norm(pooled_BD))

@@ -1,0 +1,64 @@
+"""Weights of other projects, and of runs with other classes or sizes, made to fit a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
+
+
+def fit_weights(
+    read: foreign.ReadWeights,
+    network: nn.Module,
+    *,
+    classes: tuple[str, ...],
+    allow: Sequence[str] = (),
+    for_training: bool = True,
+) -> foreign.Fitted:
+    """Tensors for the network's names and shapes; what does not fit by its size is adapted or left out.
+
+    Args:
+        read: what a source holds.
+        network: neither its values nor its memory are touched.
+        classes: names of the data's classes, in the order of the outputs.
+        allow: see `foreign.fit`.
+        for_training: other classes than the file's get a fresh head; else nothing may be left fresh.
+
+    Raises:
+        UserError: weights that do not fit.
+    """
+    source = read.source
+    place = other_class(read.classes, classes)
+    if place is not None and not for_training:
+        raise UserError(
+            f"weights: {source} was trained on other classes than data.root has: output {place} was "
+            f"{_named(read.classes or (), place)} and is {_named(classes, place)}"
+        )
+    if place is not None:
+        head: str = network.head_name  # type: ignore[assignment]  # every model names its head
+        kept = {name: value for name, value in read.tensors.items() if not name.startswith(f"{head}.")}
+        read = replace(read, tensors=kept)
+    fitted = foreign.fit(read, network, allow=allow)
+    if fitted.fresh and not for_training:
+        name, reason = next(iter(fitted.fresh.items()))
+        raise UserError(
+            f"weights: {source} leaves {len(fitted.fresh)} tensors of the model without values ({name}: {reason}), so "
+            "there is nothing to score; train first, or choose the model that it is of"
+        )
+    return fitted
+
+
+def other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:
+    """The first output that stands for another class than when the weights were saved; None if there is none."""
+    if saved is None or tuple(saved[: len(now)]) == tuple(now):
+        return None
+    pairs = enumerate(zip(saved, now, strict=False))
+    return next((place for place, (before, after) in pairs if before != after), len(saved))
+
+
+def _named(classes: Sequence[str], place: int) -> str:
+    return classes[place] if place < len(classes) else "none"

@@ -1,0 +1,148 @@
+"""Exported files compute what the model computes, on bytes, and say what they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer, export, foreign
+from tests.numerics.test_models_peers import randomise, relative_error
+
+SIZE = 32
+ABOUT = export.About(
+    classes=["cat", "dog, old", "été"],
+    image_size=SIZE,
+    mean=(0.4, 0.5, 0.6),
+    std=(0.2, 0.3, 0.25),
+    crop_ratio=0.9,
+    step=7,
+)
+
+
+def vit(**kwargs: Any) -> nn.Module:
+    sizes = {"image_size": SIZE, "patch_size": 8, "width": 24, "depth": 2, "heads": 3, "mlp_width": 40}
+    return randomise(VisionTransformer(**{**sizes, "num_classes": 3, **kwargs})).float().eval()
+
+
+def resnet(**kwargs: Any) -> nn.Module:
+    return randomise(ResNet(**{"depth": 18, "num_classes": 3, **kwargs})).float().eval()
+
+
+MODELS = {
+    "vit": vit,
+    "vit-pooled": lambda: vit(classifier="pooled", layer_scale=0.1, attention="sdpa"),
+    "vit-before": lambda: vit(classifier="pooled", classifier_norm="before_pool", positions="sincos2d"),
+    "vit-mae": lambda: vit(classifier="pooled", class_token=True),
+    "vit-map": lambda: vit(classifier="map", registers=2, position_tokens="patches"),
+    "vit-norms": lambda: vit(qk_norm=True, registers=1, layout="batch_second", qkv="fused", in_channels=3),
+    "resnet18d": lambda: resnet(stem="deep", shortcut="pool"),
+    "resnext50": lambda: resnet(depth=50, groups=32, width_per_group=4),
+    "regnet": lambda: randomise(TimmModel(name="regnety_002", num_classes=3)).float().eval(),
+}
+
+
+def pictures(count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+
+
+def expected(model: nn.Module, batch: Tensor) -> Tensor:
+    """By hand: fractions of 255, mean off, divided by the standard deviation."""
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (ABOUT.mean, ABOUT.std))
+    with torch.no_grad():
+        return model.double()((batch.double() / 255 - mean) / std)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]()
+    export.FORMATS["timm"](model, tmp_path / "out", ABOUT)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    batch = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
+    with torch.no_grad():
+        assert relative_error(theirs.double()(batch), model.double()(batch)) < 1e-9
+    assert theirs.pretrained_cfg["label_names"] == list(ABOUT.classes)
+    assert theirs.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
+    assert theirs.pretrained_cfg["crop_pct"] == 0.9
+
+
+@pytest.mark.parametrize("name", ["vit-norms", "vit-map", "resnet18d", "regnet"])
+def test_safetensors_come_back(tmp_path: Path, name: str) -> None:
+    model, other = MODELS[name](), MODELS[name]()
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    export.FORMATS["safetensors"](model, tmp_path / "model.safetensors", ABOUT)
+    read = foreign.read_weights(str(tmp_path / "model.safetensors"))
+    assert (read.classes, read.step) == (tuple(ABOUT.classes), 7)
+    fitted = foreign.fit(read, other)
+    assert not fitted.adapted
+    other.load_state_dict(fitted.tensors)
+    assert torch.equal(other(pictures().float()), model(pictures().float()))
+
+
+# The exporters trace the model, for seconds: the kinds that differ, and the rest among the slow tests.
+EXPORTED = [
+    "vit-map",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "vit-norms", "resnet18d", "regnet")),
+]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_torch_export(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]()
+    export.FORMATS["program"](model, tmp_path / "model.pt2", ABOUT)
+    texts = dict.fromkeys(("classes", "preprocessing"), "")
+    program = torch.export.load(tmp_path / "model.pt2", extra_files=texts).module()
+    assert json.loads(texts["classes"]) == list(ABOUT.classes)
+    assert json.loads(texts["preprocessing"])["crop_ratio"] == 0.9
+    for count in (1, 3):
+        batch = pictures(count)
+        assert relative_error(program(batch).double(), expected(model, batch)) < 1e-4
+        model.float()
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_onnx_runtime(tmp_path: Path, name: str) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    model = MODELS[name]()
+    export.FORMATS["onnx"](model, tmp_path / "model.onnx", ABOUT)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    texts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(texts["classes"]) == list(ABOUT.classes)
+    assert json.loads(texts["preprocessing"])["image_size"] == SIZE
+    for count in (1, 3):
+        batch = pictures(count)
+        (logits,) = session.run(["logits"], {"images": batch.numpy()})
+        assert relative_error(torch.from_numpy(logits).double(), expected(model, batch)) < 1e-4
+        model.float()
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: vit(stem="conv", stem_widths=(8, 8, 8), stem_strides=(2, 2, 2)), "model.stem=conv"),
+        (lambda: vit(pre_logits=24), "model.pre_logits"),
+        (lambda: vit(norm_eps=1e-5), "model.norm_eps=1e-05"),
+        (lambda: resnet(stem="small"), "model.stem=small"),
+    ],
+)
+def test_what_timm_does_not_have_is_told(tmp_path: Path, build: Any, key: str) -> None:
+    with pytest.raises(UserError, match=f"format: timm's .* has no {key}; export as safetensors"):
+        export.to_timm(build(), tmp_path / "out", ABOUT)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_itself_stays_as_it_is() -> None:
+    model = vit().double().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert export.Deployable(model, ABOUT)(pictures()).dtype == torch.float32
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

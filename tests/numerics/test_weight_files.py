@@ -1,0 +1,611 @@
+"""Files in the formats of the projects that publish weights, with their own key names, against those projects' logits.
+
+Random values in every tensor, float64, 1e-9 relative. pycls is not installed where tests run: its ViT is written out
+here from the names of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
+from pycls_fast.models.foreign import Fitted
+from tests.numerics.test_models_peers import images, like, randomise, relative_error
+
+SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
+
+
+def small_timm(**kwargs: Any) -> Any:
+    """timm's vision transformer with random values in all tensors."""
+    sizes = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+    model = timm.models.VisionTransformer(**{**sizes, "num_classes": CLASSES, **kwargs})
+    return randomise(model).eval()
+
+
+def small(**kwargs: Any) -> VisionTransformer:
+    sizes = {"image_size": SIZE, "patch_size": PATCH, "width": WIDTH, "depth": DEPTH, "heads": HEADS}
+    model = VisionTransformer(**{**sizes, "mlp_width": 4 * WIDTH, "num_classes": CLASSES, **kwargs})
+    randomise(model).eval()
+    with torch.no_grad():
+        # Other values than the peer's, so that what is not loaded shows in the logits.
+        for parameter in model.parameters():
+            parameter.neg_()
+    return model
+
+
+def load(network: nn.Module, source: Path | str, *allow: str) -> Fitted:
+    fitted = foreign.fit(foreign.read_weights(str(source)), network, allow=allow)
+    state = network.state_dict()
+    with torch.no_grad():
+        for name, tensor in fitted.tensors.items():
+            state[name].copy_(tensor)
+    return fitted
+
+
+def assert_same(ours: nn.Module, theirs: Callable[[Tensor], Tensor], size: int = SIZE, channels: int = 3) -> None:
+    batch = torch.randn(3, channels, size, size, dtype=torch.float64)
+    with torch.no_grad():
+        assert relative_error(ours(batch), theirs(batch)) < 1e-9
+
+
+def plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_timm_safetensors(tmp_path: Path) -> None:
+    theirs = small_timm()
+    save_file(plain(theirs.state_dict()), tmp_path / "model.safetensors")
+    ours = small()
+    fitted = load(ours, tmp_path / "model.safetensors")
+    assert (fitted.adapted, fitted.fresh, fitted.left_out) == ({}, {}, {})
+    assert set(fitted.loaded) == set(ours.state_dict())
+    assert_same(ours, theirs)
+
+
+def test_torchvision_files_of_today_and_of_before_0_13(tmp_path: Path) -> None:
+    theirs = torchvision.models.VisionTransformer(SIZE, PATCH, DEPTH, HEADS, WIDTH, 4 * WIDTH, num_classes=CLASSES)
+    randomise(theirs).eval()
+    old = {
+        name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): tensor
+        for name, tensor in theirs.state_dict().items()
+    }
+    for name, state in (("new", dict(theirs.state_dict())), ("old", old)):
+        torch.save(state, tmp_path / f"{name}.pth")
+        ours = small()
+        load(ours, tmp_path / f"{name}.pth")
+        assert_same(ours, theirs)
+    resnet = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
+    without_counters = {k: v for k, v in resnet.state_dict().items() if not k.endswith("num_batches_tracked")}
+    torch.save(without_counters, tmp_path / "resnext.pth")
+    ours_resnet = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
+    load(ours_resnet, tmp_path / "resnext.pth")
+    assert_same(ours_resnet, resnet)
+
+
+def jax_arrays(theirs: Any, *, big_vision: bool, prefix: str = "", stacked: bool = False) -> dict[str, np.ndarray]:
+    """The arrays of Google's checkpoint: names of vit_jax `models_vit.py`, or of big_vision `models/vit.py`."""
+    state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    attention, mlp, second = ("0", "0", "1") if big_vision else ("1", "3", "2")
+    arrays = {
+        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": state["patch_embed.proj.bias"],
+        "pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding": state["pos_embed"],
+        "Transformer/encoder_norm/scale": state["norm.weight"],
+        "Transformer/encoder_norm/bias": state["norm.bias"],
+        "head/kernel": state["head.weight"].T,
+        "head/bias": state["head.bias"],
+    }
+    if "cls_token" in state:
+        arrays["cls"] = state["cls_token"]
+
+    def dense(name: str, theirs_name: str) -> dict[str, np.ndarray]:
+        return {f"{name}/kernel": state[f"{theirs_name}.weight"].T, f"{name}/bias": state[f"{theirs_name}.bias"]}
+
+    def norm(name: str, theirs_name: str) -> dict[str, np.ndarray]:
+        return {f"{name}/scale": state[f"{theirs_name}.weight"], f"{name}/bias": state[f"{theirs_name}.bias"]}
+
+    def heads(name: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], out: str) -> dict[str, np.ndarray]:
+        found = {}
+        for part, (weight, bias) in parts.items():
+            found[f"{name}/{part}/kernel"] = weight.T.reshape(WIDTH, HEADS, -1)
+            found[f"{name}/{part}/bias"] = bias.reshape(HEADS, -1)
+        found[f"{name}/out/kernel"] = state[f"{out}.weight"].T.reshape(HEADS, -1, WIDTH)
+        found[f"{name}/out/bias"] = state[f"{out}.bias"]
+        return found
+
+    def cut(name: str, parts: tuple[str, ...]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        weights, biases = (np.split(state[f"{name}.{kind}"], len(parts)) for kind in ("weight", "bias"))
+        return {part: (w, b) for part, w, b in zip(parts, weights, biases, strict=True)}
+
+    blocks = []
+    for index in range(DEPTH):
+        block = f"blocks.{index}"
+        qkv = cut(f"{block}.attn.qkv", ("query", "key", "value"))
+        blocks.append(
+            norm("LayerNorm_0", f"{block}.norm1")
+            | heads(f"MultiHeadDotProductAttention_{attention}", qkv, f"{block}.attn.proj")
+            | norm(f"LayerNorm_{second}", f"{block}.norm2")
+            | dense(f"MlpBlock_{mlp}/Dense_0", f"{block}.mlp.fc1")
+            | dense(f"MlpBlock_{mlp}/Dense_1", f"{block}.mlp.fc2")
+        )
+    if stacked:
+        arrays |= {f"Transformer/encoderblock/{k}": np.stack([b[k] for b in blocks]) for k in blocks[0]}
+    else:
+        arrays |= {f"Transformer/encoderblock_{i}/{k}": v for i, block in enumerate(blocks) for k, v in block.items()}
+    if "attn_pool.latent" in state:
+        query = {"query": (state["attn_pool.q.weight"], state["attn_pool.q.bias"])}
+        parts = query | cut("attn_pool.kv", ("key", "value"))
+        arrays |= {
+            f"MAPHead_0/{k}": v
+            for k, v in (
+                {"probe": state["attn_pool.latent"]}
+                | heads("MultiHeadDotProductAttention_0", parts, "attn_pool.proj")
+                | norm("LayerNorm_0", "attn_pool.norm")
+                | dense("MlpBlock_0/Dense_0", "attn_pool.mlp.fc1")
+                | dense("MlpBlock_0/Dense_1", "attn_pool.mlp.fc2")
+            ).items()
+        }
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+BEFORE = {"class_token": False, "fc_norm": False}
+JAX: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("augreg", {}, {"big_vision": False}, {}),
+    ("pre-linen", {}, {"big_vision": False, "prefix": "opt/target/"}, {}),
+    (
+        "big_vision-gap",
+        {**BEFORE, "global_pool": "avg"},
+        {"big_vision": True, "prefix": "params/"},
+        {"classifier": "pooled", "classifier_norm": "before_pool"},
+    ),
+    (
+        "big_vision-map-stacked",
+        {**BEFORE, "global_pool": "map"},
+        {"big_vision": True, "prefix": "params/", "stacked": True},
+        {"classifier": "map"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs_kwargs", "form", "ours_kwargs"), JAX, ids=[row[0] for row in JAX])
+def test_google_npz(
+    tmp_path: Path, name: str, theirs_kwargs: dict[str, Any], form: dict[str, Any], ours_kwargs: dict[str, Any]
+) -> None:
+    theirs = small_timm(**theirs_kwargs)
+    np.savez(tmp_path / "vit.npz", **jax_arrays(theirs, **form))
+    # timm reads the file the same way, so that the names are the source's.
+    reader: Any = small_timm(**theirs_kwargs)
+    nn.init.zeros_(reader.head.weight)
+    reader.load_pretrained(str(tmp_path / "vit.npz"))
+    assert_same(reader, theirs)
+    ours = small(**ours_kwargs)
+    fitted = load(ours, tmp_path / "vit.npz")
+    assert set(fitted.loaded) == set(ours.state_dict())
+    assert_same(ours, theirs)
+
+
+def test_npz_of_pre_training_has_another_layer_before_the_head(tmp_path: Path) -> None:
+    theirs = small_timm()
+    arrays = jax_arrays(theirs, big_vision=False)
+    arrays |= {"pre_logits/kernel": np.random.rand(WIDTH, WIDTH), "pre_logits/bias": np.random.rand(WIDTH)}
+    np.savez(tmp_path / "in21k.npz", **arrays)
+    ours = small(num_classes=3)
+    fitted = load(ours, tmp_path / "in21k.npz")
+    assert fitted.fresh.keys() == {"head.weight", "head.bias"}
+    assert fitted.left_out.keys() == {"pre_logits.weight", "pre_logits.bias"}
+    with pytest.raises(UserError, match="unexpected: pre_logits"):
+        load(small(), tmp_path / "in21k.npz")
+    whole = small(pre_logits=WIDTH)
+    load(whole, tmp_path / "in21k.npz")
+    assert torch.equal(whole.pre_logits.weight, torch.from_numpy(arrays["pre_logits/kernel"]).T)  # type: ignore[union-attr]
+
+
+def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(UserError, match=r"bad.npz is no archive of plain arrays"):
+        foreign.read_weights(str(tmp_path / "bad.npz"))
+
+
+def test_deit_pth_takes_the_average_and_arguments_are_no_code(tmp_path: Path) -> None:
+    """As DeiT's main.py saves it: model, optimizer, scheduler, epoch, average, scaler and the parsed arguments."""
+    theirs, worse = small_timm(), small_timm()
+    nn.init.normal_(worse.head.weight)
+    arguments = argparse.Namespace(lr=5e-4, output_dir=Path("runs"), clip_grad=None, data_set="IMNET")
+    torch.save(
+        {
+            "model": worse.state_dict(),
+            "model_ema": theirs.state_dict(),
+            "optimizer": {"state": {}, "param_groups": []},
+            "epoch": 299,
+            "scaler": {},
+            "best": np.float64(79.8),
+            "args": arguments,
+        },
+        tmp_path / "checkpoint.pth",
+    )
+    ours = small()
+    assert load(ours, tmp_path / "checkpoint.pth").part == "model_ema"
+    assert_same(ours, theirs)
+    torch.save({"model": {f"module.{k}": v for k, v in theirs.state_dict().items()}}, tmp_path / "ddp.pth")
+    load(ours := small(), tmp_path / "ddp.pth")
+    assert_same(ours, theirs)
+
+
+def test_deit3_pth(tmp_path: Path) -> None:
+    theirs = small_timm(init_values=0.1, no_embed_class=True)
+    state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in theirs.state_dict().items()}
+    assert "blocks.0.gamma_1" in state
+    torch.save({"model": state}, tmp_path / "deit_3.pth")
+    ours = small(layer_scale=1.0, position_tokens="patches")
+    assert set(load(ours, tmp_path / "deit_3.pth").loaded) == set(ours.state_dict())
+    assert_same(ours, theirs)
+
+
+def mae_decoder() -> dict[str, Tensor]:
+    decoder = {"mask_token": torch.rand(1, 1, 16), "decoder_pos_embed": torch.rand(1, 17, 16)}
+    for name in ("decoder_embed", "decoder_blocks.0.attn.qkv", "decoder_norm", "decoder_pred"):
+        decoder |= {f"{name}.weight": torch.rand(16, 16), f"{name}.bias": torch.rand(16)}
+    return decoder
+
+
+def test_mae_pth_of_pre_training_and_of_fine_tuning(tmp_path: Path) -> None:
+    # Fine-tuned: the mean over the patches, then fc_norm; the class token goes through the blocks.
+    theirs = small_timm(global_pool="avg")
+    assert "fc_norm.weight" in theirs.state_dict()
+    torch.save({"model": theirs.state_dict(), "args": argparse.Namespace(blr=5e-4)}, tmp_path / "finetuned.pth")
+    kind = {"class_token": True, "classifier": "pooled"}
+    ours = small(**kind)
+    load(ours, tmp_path / "finetuned.pth")
+    assert_same(ours, theirs)
+    with pytest.raises(UserError, match=r"final norm elsewhere than the model; use model\.classifier=pooled"):
+        load(small(), tmp_path / "finetuned.pth")
+    # Pre-trained: no head, a decoder, and a norm that was trained on every token.
+    encoder = {k: v for k, v in small_timm().state_dict().items() if not k.startswith("head")}
+    torch.save({"model": encoder | mae_decoder()}, tmp_path / "pretrained.pth")
+    torch.manual_seed(0)
+    ours = small(**kind)
+    before = {k: v.clone() for k, v in ours.state_dict().items()}
+    fitted = load(ours, tmp_path / "pretrained.pth")
+    assert fitted.fresh.keys() == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
+    assert fitted.left_out.keys() == mae_decoder().keys()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, before[name]) == (name in fitted.fresh), name
+    table = dict(fitted.table())
+    assert table["loaded"] == f"{len(before) - 4} tensors"
+    assert [text for what, text in fitted.table() if what == "left fresh"] == [
+        f"head.weight, head.bias: {CLASSES} classes, none in the file",
+        "norm.weight, norm.bias: the file's is of every token",
+    ]
+
+
+def pycls_vit(state: Mapping[str, Tensor], images_BCHW: Tensor, *, strides: tuple[int, ...] = ()) -> Tensor:
+    """What pycls' ViT computes (models/vit.py, tokens before samples), from the names of its checkpoint."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    x = images_BCHW
+    if "stem.patchify.weight" in state:
+        x = F.conv2d(x, state["stem.patchify.weight"], state["stem.patchify.bias"], stride=PATCH)
+    else:
+        for index, stride in enumerate(strides):
+            x = F.conv2d(x, state[f"stem.cstem{index}_conv.weight"], stride=stride, padding=1)
+            kinds = ("running_mean", "running_var", "weight", "bias")
+            x = F.relu(F.batch_norm(x, *(state[f"stem.cstem{index}_bn.{kind}"] for kind in kinds)))
+        x = F.conv2d(x, state["stem.cstem_last_conv.weight"], state["stem.cstem_last_conv.bias"])
+    x = x.flatten(2).permute(2, 0, 1)
+    if "class_token" in state:
+        x = torch.cat([state["class_token"].expand(-1, x.shape[1], -1), x])
+    x = x + state["pos_embedding"]
+    for index in range(DEPTH):
+        block = f"encoder.block_{index}"
+        attention = f"{block}.self_attention.block"
+        joined = F.linear(
+            norm(x, f"{block}.ln_1"), state[f"{attention}.in_proj_weight"], state[f"{attention}.in_proj_bias"]
+        )
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for part in joined.chunk(3, dim=-1))
+        seen = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        x = x + linear(seen, f"{attention}.out_proj")
+        hidden = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp_block.linear_1"))
+        x = x + linear(hidden, f"{block}.mlp_block.linear_2")
+    x = norm(x, "encoder.ln")
+    return linear(x[0] if "class_token" in state else x.mean(dim=0), "head.head_fc")
+
+
+def pycls_state(stem: Mapping[str, tuple[int, ...]], *, token: bool) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {**stem, "pos_embedding": (16 + token, 1, WIDTH)}
+    if token:
+        shapes["class_token"] = (1, 1, WIDTH)
+    for index in range(DEPTH):
+        block = f"encoder.block_{index}"
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{block}.{name}.weight": (WIDTH,), f"{block}.{name}.bias": (WIDTH,)}
+        attention = f"{block}.self_attention.block"
+        shapes |= {f"{attention}.in_proj_weight": (3 * WIDTH, WIDTH), f"{attention}.in_proj_bias": (3 * WIDTH,)}
+        shapes |= {f"{attention}.out_proj.weight": (WIDTH, WIDTH), f"{attention}.out_proj.bias": (WIDTH,)}
+        mlp = f"{block}.mlp_block"
+        shapes |= {f"{mlp}.linear_1.weight": (96, WIDTH), f"{mlp}.linear_1.bias": (96,)}
+        shapes |= {f"{mlp}.linear_2.weight": (WIDTH, 96), f"{mlp}.linear_2.bias": (WIDTH,)}
+    shapes |= {"encoder.ln.weight": (WIDTH,), "encoder.ln.bias": (WIDTH,)}
+    shapes |= {"head.head_fc.weight": (CLASSES, WIDTH), "head.head_fc.bias": (CLASSES,)}
+    torch.manual_seed(1)
+    state = {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, dtype=torch.float64)
+        state[name] = value / value[0].numel() ** 0.5 if len(shape) > 1 and "pos" not in name else 1 + 0.3 * value
+        if name.endswith("running_var"):
+            state[name] = 0.5 + value.abs()
+    return state
+
+
+STRIDES = (2, 2, 1, 2)
+STEM_WIDTHS = (8, 12, 12, 16)
+
+
+def conv_stem() -> dict[str, tuple[int, ...]]:
+    stem: dict[str, tuple[int, ...]] = {}
+    for index, (before, after) in enumerate(zip((3, *STEM_WIDTHS), STEM_WIDTHS, strict=False)):
+        stem[f"stem.cstem{index}_conv.weight"] = (after, before, 3, 3)
+        for kind in ("weight", "bias", "running_mean", "running_var"):
+            stem[f"stem.cstem{index}_bn.{kind}"] = (after,)
+    return stem | {"stem.cstem_last_conv.weight": (WIDTH, 16, 1, 1), "stem.cstem_last_conv.bias": (WIDTH,)}
+
+
+@pytest.mark.parametrize("token", [True, False], ids=["token", "pooled"])
+@pytest.mark.parametrize("stem", ["patchify", "conv"])
+def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
+    patchify = {"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}
+    state = pycls_state(patchify if stem == "patchify" else conv_stem(), token=token)
+    worse = {name: tensor + 1 for name, tensor in state.items()}
+    checkpoint = {"epoch": 399, "test_err": 20.1, "ema_err": np.float64(19.6), "cfg": "MODEL:\n  TYPE: vit\n"}
+    parts = {"model_state": worse, "ema_state": state, "optimizer_state": {"state": {}, "param_groups": []}}
+    torch.save(checkpoint | parts, tmp_path / "model.pyth")
+    kind: dict[str, Any] = {} if token else {"classifier": "pooled", "classifier_norm": "before_pool"}
+    if stem == "conv":
+        kind |= {"stem": "conv", "stem_widths": STEM_WIDTHS, "stem_strides": STRIDES}
+    ours = small(mlp_width=96, **kind)
+    fitted = load(ours, tmp_path / "model.pyth")
+    assert fitted.part == "ema_state"
+    assert not fitted.fresh
+    assert not fitted.left_out
+    assert_same(ours, lambda batch: pycls_vit(state, batch, strides=STRIDES))
+    torch.save(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, tmp_path / "model.pyth")
+    assert load(ours, tmp_path / "model.pyth").part == "model_state"
+    if not token:
+        with pytest.raises(UserError, match=r"final norm elsewhere .* model\.classifier_norm=before_pool"):
+            load(small(mlp_width=96, **(kind | {"classifier_norm": "after_pool"})), tmp_path / "model.pyth")
+
+
+def test_pycls_resnet_pyth(tmp_path: Path) -> None:
+    theirs = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"^(conv1|bn1)\.", lambda m: {"conv1": "stem.conv.", "bn1": "stem.bn."}[m[1]], name)
+        name = re.sub(r"^layer(\d)\.(\d+)\.", lambda m: f"s{m[1]}.b{int(m[2]) + 1}.", name)
+        name = re.sub(r"\.conv([123])\.", lambda m: f".f.{'abc'[int(m[1]) - 1]}.", name)
+        name = re.sub(r"(b\d+)\.bn([123])\.", lambda m: f"{m[1]}.f.{'abc'[int(m[2]) - 1]}_bn.", name)
+        name = name.replace(".downsample.0.", ".proj.").replace(".downsample.1.", ".bn.")
+        return re.sub(r"^fc\.", "head.fc.", name)
+
+    state = {renamed(name): tensor for name, tensor in theirs.state_dict().items()}
+    assert {"s1.b1.proj.weight", "s1.b1.bn.weight", "s4.b3.f.c_bn.running_var", "stem.bn.bias"} <= set(state)
+    torch.save({"model_state": state, "epoch": 99}, tmp_path / "X-50-32x4d.pyth")
+    ours = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
+    assert set(load(ours, tmp_path / "X-50-32x4d.pyth").loaded) == set(ours.state_dict())
+    assert_same(ours, theirs)
+
+
+def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
+    theirs = randomise(timm.create_model("regnety_002", num_classes=CLASSES)).eval()
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"\.conv([123])\.conv\.", lambda m: f".f.{'abc'[int(m[1]) - 1]}.", name)
+        name = re.sub(r"\.conv([123])\.bn\.", lambda m: f".f.{'abc'[int(m[1]) - 1]}_bn.", name)
+        name = name.replace(".se.fc1.", ".f.se.f_ex.0.").replace(".se.fc2.", ".f.se.f_ex.2.")
+        return name.replace(".downsample.conv.", ".proj.").replace(".downsample.bn.", ".bn.")
+
+    state = {renamed(name): tensor for name, tensor in theirs.state_dict().items()}
+    assert {"s1.b1.f.se.f_ex.2.bias", "s1.b1.proj.weight", "s2.b1.bn.weight"} <= set(state)
+    torch.save({"model_state": state, "epoch": 99}, tmp_path / "regnet.pyth")
+    ours = TimmModel(name="regnety_002", num_classes=CLASSES).double().eval()
+    assert set(load(ours, tmp_path / "regnet.pyth").loaded) == set(ours.state_dict())
+    assert_same(ours, theirs, 64)
+
+
+def test_our_own_files(tmp_path: Path) -> None:
+    model = small()
+    save_file(plain(model.state_dict()), tmp_path / "model.safetensors", {"classes": '["a", "b"]', "step": "12"})
+    read = foreign.read_weights(str(tmp_path / "model.safetensors"))
+    assert (read.layout, read.classes, read.step) == ("pycls_fast", ("a", "b"), 12)
+    other = small()
+    load(other, tmp_path / "model.safetensors")
+    assert_same(other, model)
+    torch.save(
+        {"format": 1, "model": model.state_dict(), "ema": None, "classes": ["a"], "step": 3}, tmp_path / "step_3.pt"
+    )
+    assert foreign.read_weights(str(tmp_path / "step_3.pt")).part == "model"
+
+
+@pytest.mark.parametrize("size", [24, 40, 64])
+@pytest.mark.parametrize(
+    ("theirs_kwargs", "ours_kwargs", "extra"),
+    [
+        ({}, {}, 1),
+        ({"reg_tokens": 3}, {"registers": 3}, 4),
+        ({"no_embed_class": True, "reg_tokens": 2}, {"registers": 2, "position_tokens": "patches"}, 0),
+        ({"class_token": False, "global_pool": "avg"}, {"classifier": "pooled"}, 0),
+    ],
+)
+def test_positions_are_interpolated_as_timm_does(
+    tmp_path: Path, size: int, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], extra: int
+) -> None:
+    theirs = small_timm(**theirs_kwargs)
+    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
+    ours = small(image_size=size, **ours_kwargs)
+    fitted = load(ours, tmp_path / "model.pth")
+    side = size // PATCH
+    assert fitted.adapted == {"positions.value": f"interpolated from 4 x 4 to {side} x {side}"}
+    expected = resample_abs_pos_embed(theirs.pos_embed, [side, side], num_prefix_tokens=extra)[0]
+    assert torch.equal(ours.positions.value, expected)
+    assert torch.equal(ours.positions.value[:extra], theirs.pos_embed[0, :extra])
+    theirs.set_input_size(img_size=size)
+    assert_same(ours, theirs, size)
+
+
+def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Path) -> None:
+    theirs = small_timm(reg_tokens=2)
+    torch.save(dict(theirs.state_dict()), tmp_path / "all.pth")
+    ours = small(registers=2, position_tokens="patches")
+    fitted = load(ours, tmp_path / "all.pth")
+    assert fitted.adapted.keys() == {"class_token.value", "registers.value", "positions.value"}
+    assert_same(ours, theirs)
+    theirs = small_timm(no_embed_class=True)
+    torch.save(dict(theirs.state_dict()), tmp_path / "patches.pth")
+    ours = small()
+    assert "zeros in front" in load(ours, tmp_path / "patches.pth").adapted["positions.value"]
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 5])
+def test_input_channels_as_timm_adapts_them(tmp_path: Path, channels: int) -> None:
+    theirs = small_timm()
+    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
+    ours = small(in_channels=channels)
+    fitted = load(ours, tmp_path / "vit.pth")
+    assert fitted.adapted.keys() == {"stem.projection.weight"}
+    theirs.patch_embed.proj.weight = nn.Parameter(adapt_input_conv(channels, theirs.patch_embed.proj.weight).double())
+    theirs.patch_embed.proj.in_channels = channels
+    assert_same(ours, theirs, channels=channels)
+    resnet = randomise(timm.create_model("resnet18d", num_classes=CLASSES)).eval()
+    torch.save(dict(resnet.state_dict()), tmp_path / "resnet.pth")
+    fitted = load(
+        ResNet(depth=18, stem="deep", shortcut="pool", num_classes=CLASSES, in_channels=channels),
+        tmp_path / "resnet.pth",
+    )
+    assert fitted.adapted.keys() == {"stem.deep.0.conv.weight"}
+
+
+def test_patch_size_and_classes(tmp_path: Path) -> None:
+    theirs = small_timm()
+    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
+    ours = small(patch_size=16, num_classes=3)
+    before = ours.head.weight.clone()
+    fitted = load(ours, tmp_path / "vit.pth")
+    assert fitted.adapted.keys() == {"positions.value", "stem.projection.weight"}
+    assert fitted.fresh == dict.fromkeys(("head.weight", "head.bias"), "3 classes, 7 classes in the file")
+    assert torch.equal(ours.head.weight, before)
+
+
+def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) -> None:
+    theirs = small_timm(init_values=0.1)
+    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
+    with pytest.raises(UserError, match=r"unexpected: blocks.0.scale1.value, .*\n.*weights_allow"):
+        load(small(), tmp_path / "vit.pth")
+    fitted = load(small(), tmp_path / "vit.pth", "*.scale?.value")
+    assert set(fitted.left_out.values()) == {"allowed"}
+    with pytest.raises(UserError, match=r"missing: blocks.0.attention.query_norm.weight, .* and 3 more"):
+        load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth")
+    fitted = load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth", "*_norm.*")
+    assert len(fitted.fresh) == 8
+    with pytest.raises(UserError, match=r"other shapes: stem.projection.weight \(48, 3, 8, 8\) for \(24, 3, 8, 8\)"):
+        load(small(width=24, layer_scale=0.1), tmp_path / "vit.pth")
+    with pytest.raises(UserError, match=r"unexpected: class_token\.value"):
+        load(small(classifier="pooled", num_classes=3, layer_scale=0.1), tmp_path / "vit.pth")
+    distilled = {**theirs.state_dict(), "dist_token": torch.rand(1, 1, WIDTH)}
+    torch.save(distilled, tmp_path / "distilled.pth")
+    with pytest.raises(UserError, match="unexpected: dist_token"):
+        load(small(layer_scale=0.1), tmp_path / "distilled.pth")
+    torch.save({"a": torch.rand(2)}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match="is of no kind that is known; its first names are a"):
+        load(small(), tmp_path / "other.pth")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    class Code:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return print, ("ran",)
+
+    torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
+    with pytest.raises(UserError, match=r"code.pth holds more than tensors and plain values, .*print"):
+        foreign.read_weights(str(tmp_path / "code.pth"))
+    for name in ("half.pth", "half.npz", "half.safetensors"):
+        (tmp_path / name).write_bytes(b"half a file")
+        with pytest.raises(UserError, match=f"weights: .*{name}"):
+            foreign.read_weights(str(tmp_path / name))
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(UserError, match="holds a list and no weights by name"):
+        foreign.read_weights(str(tmp_path / "list.pth"))
+    for source, line in (
+        (str(tmp_path / "none.pth"), "is no file"),
+        ("timm:resnet51x", "has no model resnet51x"),
+        ("torchvision:resnet50.IMAGENET1K_V9", "has no weights resnet50.IMAGENET1K_V9"),
+    ):
+        with pytest.raises(UserError, match=line):
+            foreign.read_weights(source)
+
+
+def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = small_timm()
+    asked = []
+
+    def create(name: str, *, pretrained: bool) -> nn.Module:
+        asked.append((name, pretrained))
+        return theirs
+
+    monkeypatch.setattr(timm, "create_model", create)
+    ours = small()
+    load(ours, "timm:deit_tiny_patch16_224.fb_in1k")
+    assert asked == [("deit_tiny_patch16_224.fb_in1k", True)]
+    assert_same(ours, theirs)
+
+    def offline(name: str, *, pretrained: bool) -> nn.Module:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(UserError, match=r"could not be had \(no route to host\); without a network, download the file"):
+        foreign.read_weights("timm:resnet50")
+
+
+def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
+    theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES, depth=2)).eval()
+    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
+    name, options = "vit_tiny_patch16_224", {"depth": 2}
+    ours = TimmModel(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
+    load(ours, tmp_path / "vit.pth")
+    assert_same(ours, theirs, 64)
+    # Another size, classes and channels, as timm's own functions have it.
+    ours = TimmModel(name=name, num_classes=3, image_size=96, in_channels=1, options=options).double().eval()
+    fitted = load(ours, tmp_path / "vit.pth")
+    assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
+    assert fitted.adapted == {"network.patch_embed.proj.weight": "3 input channels summed to 1"}
+    expected = resample_abs_pos_embed(theirs.pos_embed, [6, 6])
+    assert torch.equal(ours.network.pos_embed, expected)
+    torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")
+    with pytest.raises(UserError, match=r"unexpected: network\.extra"):
+        load(TimmModel(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
+
+
+def test_like_reads_sizes() -> None:
+    """The helper of the other tests, so that a wrong size cannot go unseen."""
+    model = like(small_timm())
+    assert (model.image_size, len(model.blocks), model.head.out_features) == (SIZE, DEPTH, CLASSES)
+    assert images(1, 2).shape == (1, 3, 2, 2)

@@ -1,0 +1,133 @@
+"""timm's models under our contract: their blocks, their mistakes, what of our switches reaches them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.models import TimmModel
+from pycls_fast.parallel.recompute import recompute_units
+
+CPU = torch.device("cpu")
+
+
+def make(name: str, **kwargs: Any) -> TimmModel:
+    return TimmModel(**{"name": name, "num_classes": 5, "image_size": 64, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first", "last"),
+    [
+        ("resnet18", 8, "layer1.0", "layer4.1"),
+        ("regnety_002", 13, "s1.b1", "s4.b7"),
+        ("efficientnet_b0", 16, "blocks.0.0", "blocks.6.0"),
+        ("convnext_atto", 12, "stages.0.blocks.0", "stages.3.blocks.1"),
+        ("swin_tiny_patch4_window7_224", 12, "layers.0.blocks.0", "layers.3.blocks.1"),
+        ("vit_tiny_patch16_224", 12, "blocks.0", "blocks.11"),
+        # Members of a block see all features before them: no block takes one tensor.
+        ("densenet121", 0, "", ""),
+    ],
+)
+def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, last: str) -> None:
+    with torch.device("meta"):
+        model = make(name, image_size=224 if "swin" in name else 64)
+    units = model.units()
+    assert len(units) == count
+    if count:
+        assert [units[0][0], units[-1][0]] == [f"network.{first}", f"network.{last}"]
+    assert all(model.get_submodule(key) is unit for key, unit in units)
+    head = model.get_submodule(model.head_name)
+    assert isinstance(head, nn.Linear)
+    assert head.out_features == 5
+
+
+def test_the_function_is_timms_and_recomputation_is_exact() -> None:
+    torch.manual_seed(0)
+    model = make("regnety_002", drop_path=0.3).double()
+    theirs = timm.create_model("regnety_002", num_classes=5, drop_path_rate=0.3).double()
+    theirs.load_state_dict({k.removeprefix("network."): v for k, v in model.state_dict().items()})
+    batch = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+    results = []
+    for network in (model, theirs):
+        torch.manual_seed(1)
+        logits = network.train()(batch)
+        logits.square().sum().backward()
+        results.append((logits.detach(), next(network.parameters()).grad))
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    model.zero_grad()
+    model.load_state_dict({f"network.{k}": v for k, v in theirs.state_dict().items()})
+    recompute_units(model.units(), recompute="full")
+    torch.manual_seed(1)
+    model(batch).square().sum().backward()
+    assert torch.equal(next(model.parameters()).grad, results[0][1])  # type: ignore[arg-type]
+
+
+def test_attention_is_a_choice_where_timm_has_one() -> None:
+    torch.manual_seed(0)
+    plain = make("vit_tiny_patch16_224", attention="reference", options={"depth": 2}).double()
+    fused = make("vit_tiny_patch16_224", attention="sdpa", options={"depth": 2}).double()
+    fused.load_state_dict(plain.state_dict())
+    assert [model.network.blocks[0].attn.fused_attn for model in (plain, fused)] == [False, True]
+    batch = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    torch.testing.assert_close(fused(batch), plain(batch), rtol=1e-9, atol=1e-9)
+    assert not make("resnet18").has_fused_attention
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "line"),
+    [
+        ("resnet51x", {}, r"model.name: timm .* has no model resnet51x; did you mean "),
+        ("resnet18.nowhere", {}, r"model.name: Invalid pretrained tag .*; leave the part behind the dot out"),
+        ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
+        ("vgg11", {"drop_path": 0.1}, "model.drop_path: timm's vgg11 does not take it; leave it out"),
+        ("resnet18", {"options": {"depth": 3}}, "model.options.depth: timm's resnet18 does not take it"),
+    ],
+)
+def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=line):
+        make(name, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.name=resnet18", "speed.layout=batch_second"], "speed.layout: batch_second is for vit of this project"),
+        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for vit of this project"),
+        (["model.name=resnet18", "speed.attention=sdpa"], "speed.attention: timm's resnet18 has no attention"),
+        (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
+        (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
+        (["model.name=densenet121", "speed.compile=blocks"], r"use speed\.compile=model$"),
+        (["model.name=densenet121", "optim.layer_decay=0.7"], r"optim.layer_decay: 0.7 works .* use .*=null$"),
+    ],
+)
+def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
+    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides])
+    with torch.device("meta"), pytest.raises(UserError, match=line):
+        build.model(config, 5, build.switches(config, CPU))
+
+
+def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm() -> None:
+    def undecayed(*overrides: str) -> set[str]:
+        config = load_config("vit_ti16", ["data.root=/nowhere", "optim.weight_decay=0.1", *overrides])
+        switches = build.switches(config, CPU)
+        with torch.device("meta"):
+            model = build.model(config, 5, switches)
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
+        groups = build.optimizer(config, model, switches).param_groups
+        return {name_of[p] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+
+    found = undecayed("model=timm", "model.name=vit_tiny_patch16_224", "model.drop_path=0.0")
+    assert {"network.cls_token", "network.pos_embed"} <= found
+    assert all(re.search(r"norm|bias|cls_token|pos_embed", name) for name in found)
+    found = undecayed("model.registers=2", "model.classifier=map", "model.class_token=true", "model.layer_scale=0.1")
+    assert {"registers.value", "pooling.probe", "blocks.0.scale1.value", "class_token.value"} <= found
+    assert "pooling.attention.query.weight" not in found
