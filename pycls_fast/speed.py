@@ -322,13 +322,14 @@ CATALOGUE: tuple[Switch, ...] = (
         numerics="rounding",
         applies_to=("vit", "resnet"),
         requires={},
-        note="How JPEGs become crops: the whole image by Pillow, the whole image by libjpeg-turbo (simplejpeg) and torch's "
-        "resize, or only the rows and blocks that the crop needs, resized row by row (region, compiled on first use).",
-        mathematics="The same crop and the same filter; a value of 8 bits differs by 1 at most. What is no plain JPEG is "
-        "decoded by Pillow in all three.",
+        note="How JPEGs become crops: the whole image by Pillow, the whole image by libjpeg-turbo (simplejpeg) and "
+        "torch's resize, or only the rows and blocks that the crop needs, resized row by row (region, compiled on first "
+        "use).",
+        mathematics="The same crop and the same filter; a value of 8 bits differs by 1 at most. What is no plain JPEG "
+        "is decoded by Pillow in all three.",
         helps="Large JPEGs of which the crop is a part, where decoding holds the loader back.",
-        hurts="region needs a C compiler and libjpeg-turbo's header; without them the fast preset takes simplejpeg, and "
-        "Pillow where that is not installed.",
+        hurts="region needs a C compiler and libjpeg-turbo's header; without them the fast preset takes simplejpeg, "
+        "and Pillow where that is not installed.",
         source="libjpeg-turbo's jpeg_skip_scanlines and jpeg_crop_scanline; NVIDIA DALI's and FFCV's crops before "
         "decoding; Pillow's resampling.",
         ran="CPU (torch 2.15). The host's work on every device.",
