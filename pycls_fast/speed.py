@@ -323,8 +323,8 @@ CATALOGUE: tuple[Switch, ...] = (
         applies_to=("vit", "resnet"),
         requires={},
         note="How JPEGs become crops: the whole image by Pillow, the whole image by libjpeg-turbo (simplejpeg) and "
-        "torch's resize, or only the rows and blocks that the crop needs, resized row by row (region, compiled on first "
-        "use).",
+        "torch's resize, or only the rows and blocks that the crop needs, resized row by row (region, compiled on "
+        "first use).",
         mathematics="The same crop and the same filter; a value of 8 bits differs by 1 at most. What is no plain JPEG "
         "is decoded by Pillow in all three.",
         helps="Large JPEGs of which the crop is a part, where decoding holds the loader back.",
