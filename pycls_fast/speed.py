@@ -320,7 +320,7 @@ CATALOGUE: tuple[Switch, ...] = (
         values=("pillow", "simplejpeg", "region"),
         fast={"cpu": "region", "cuda": "region"},
         numerics="rounding",
-        applies_to=("vit", "resnet"),
+        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="How JPEGs become crops: all of the image by Pillow, all of it by simplejpeg with torch's resize, or only "
         "the rows and blocks that the crop needs, resized row by row (region: C, compiled on first use). Other formats "

@@ -58,6 +58,13 @@ def test_is_refused_with_a_way_out(device: str, overrides: list[str], begins: st
     build.switches(load_config("vit_digits", [*fixed, way_out[1]]), torch.device(device))
 
 
+def test_a_recorded_step_has_images_of_one_size() -> None:
+    fixed = ["speed.cuda_graphs=on", "data.image_size_schedule=[[2,32]]"]
+    with pytest.raises(UserError, match=r"^speed\.cuda_graphs: on records images of one size .*speed\.cuda_graphs=off"):
+        build.switches(load_config("resnet_digits", fixed), torch.device("cuda"))
+    build.switches(load_config("resnet_digits", [*fixed[1:], "speed.cuda_graphs=off"]), torch.device("cuda"))
+
+
 def test_what_is_fine_passes() -> None:
     config = load_config("vit_digits", ["precision=amp_bf16", "speed.attention=sdpa_flash", "speed.qkv=fused"])
     for device in ("cpu", "cuda"):

@@ -15,7 +15,9 @@ from torch import Tensor
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 
 BATCH, CLASSES = 9, 6
-MIXES = [None, 0.0, 0.3, 1.0]
+Share = float | Tensor | None
+EACH_B = torch.tensor([0.0, 0.3, 1.0, 0.9, 0.5, 0.2, 0.7, 1.0, 0.6], dtype=torch.float64)
+MIXES: list[Share] = [None, 0.0, 0.3, 1.0, EACH_B]
 
 
 def logits(scale: float = 3.0) -> Tensor:
@@ -23,7 +25,7 @@ def logits(scale: float = 3.0) -> Tensor:
     return scale * torch.randn(BATCH, CLASSES, generator=generator, dtype=torch.float64)
 
 
-def targets(lam: float | None) -> Targets:
+def targets(lam: Share) -> Targets:
     labels_B = torch.tensor([0, 5, 2, 2, 1, 4, 3, 0, 5])
     if lam is None:
         return Targets(labels_B)
@@ -37,7 +39,7 @@ def dense(given: Targets, smoothing: float) -> Tensor:
     """(1 - s) t + s / K, row by row."""
     rows = torch.zeros(BATCH, CLASSES, dtype=torch.float64)
     for row in range(BATCH):
-        lam = 1.0 if given.mixed_B is None else given.lam
+        lam = given.lam[row] if isinstance(given.lam, Tensor) else given.lam
         rows[row, given.labels_B[row]] += lam
         if given.mixed_B is not None:
             rows[row, given.mixed_B[row]] += 1 - lam
@@ -62,7 +64,7 @@ def assert_same(ours: Loss, given: Targets, theirs: Callable[[Tensor], Tensor]) 
 
 @pytest.mark.parametrize("lam", MIXES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
-def test_cross_entropy_is_that_of_dense_targets(smoothing: float, lam: float | None) -> None:
+def test_cross_entropy_is_that_of_dense_targets(smoothing: float, lam: Share) -> None:
     given = targets(lam)
     probabilities_BK = dense(given, smoothing)
     ours = CrossEntropy(smoothing)
@@ -73,7 +75,7 @@ def test_cross_entropy_is_that_of_dense_targets(smoothing: float, lam: float | N
 @pytest.mark.parametrize("lam", MIXES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_binary_cross_entropy_is_that_of_dense_targets(reduction: str, smoothing: float, lam: float | None) -> None:
+def test_binary_cross_entropy_is_that_of_dense_targets(reduction: str, smoothing: float, lam: Share) -> None:
     given = targets(lam)
     target_BK = dense(given, smoothing)
     ours = BinaryCrossEntropy(smoothing, reduction)
@@ -103,14 +105,14 @@ def test_binary_cross_entropy_smooths_class_indices_as_timm_does(reduction: str,
 
 @pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
 @pytest.mark.parametrize("lam", MIXES)
-def test_gradients_against_differences(loss: Loss, lam: float | None) -> None:
+def test_gradients_against_differences(loss: Loss, lam: Share) -> None:
     assert torch.autograd.gradcheck(lambda x: loss(x, targets(lam)), (logits().requires_grad_(),))
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("lam", [None, 0.3])
-def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.dtype, lam: float | None) -> None:
+@pytest.mark.parametrize("lam", [None, 0.3, EACH_B.float()])
+def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.dtype, lam: Share) -> None:
     half_BK = logits(20.0).to(dtype)
     given = targets(lam)
     value, gradient = value_and_gradient(lambda x: loss(x, given), half_BK)
@@ -156,15 +158,19 @@ class TestFused:
 
         fused = FusedLoss(CrossEntropy(0.1), backend=backend)
         for lam in (None, 0.2, 0.7, torch.tensor(0.4), None, 0.9):
-            fused(logits(), targets(lam))  # type: ignore[arg-type]
+            fused(logits(), targets(lam))
         assert len(calls) == 2
+        for shares_B in (EACH_B, 1 - EACH_B):
+            fused(logits(), targets(shares_B))
+        assert len(calls) == 3
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("plain", PLAIN, ids=str)
-    def test_compiled_it_errs_as_rounding_does(self, plain: Loss, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("lam", [0.3, EACH_B.float()], ids=["one share", "a share each"])
+    def test_compiled_it_errs_as_rounding_does(self, plain: Loss, dtype: torch.dtype, lam: float | Tensor) -> None:
         fused = FusedLoss(plain)
-        given = targets(0.3)
+        given = targets(lam)
         rounded_BK = logits().to(dtype)
         exact = value_and_gradient(lambda x: plain(x, given), rounded_BK.double())
         reference = value_and_gradient(lambda x: plain(x, given), rounded_BK)

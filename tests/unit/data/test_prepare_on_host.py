@@ -11,7 +11,7 @@ from torch import Tensor
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch, Keys, Mixer, Prepare, PrepareOnHost, SyntheticSource, TrainSampler
+from pycls_fast.data import Batch, ElementMixer, Keys, Mixer, Prepare, PrepareOnHost, SyntheticSource, TrainSampler
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.losses import Targets
@@ -28,20 +28,27 @@ AUGMENT = (
 )  # fmt: skip
 
 
+MIXERS = {
+    "batch": Mixer(mixup_alpha=0.5, cutmix_alpha=1.0),
+    "pair": ElementMixer(mode="pair", mixup_alpha=0.5, cutmix_alpha=1.0),
+    "elem": ElementMixer(mode="elem", mixup_alpha=0.5, cutmix_alpha=1.0, probability=0.8),
+}
+
+
 def inputs(
     places: tuple[str, str, str], batch: Batch, seed: int, *, erase_value: Any, dtype: torch.dtype = torch.float32,
-    memory_format: Any = "channels_last",
-) -> tuple[Tensor, tuple[Tensor, Tensor, float]]:  # fmt: skip
+    memory_format: Any = "channels_last", mode: str = "batch",
+) -> tuple[Tensor, tuple[Tensor, Tensor, float | Tensor]]:  # fmt: skip
     """Images and labels as the step has them."""
     normalize_on, erase_on, mix_on = places
-    mixer = Mixer(mixup_alpha=0.5, cutmix_alpha=1.0)
+    mixer = MIXERS[mode]
     if normalize_on == "cpu":
         host = PrepareOnHost(
             Prepare(MEAN, STD, erase_value=erase_value),
             erase=erase_on == "cpu",
             mixer=mixer if mix_on == "cpu" else None,
         )
-        batch = host(batch, seed)
+        batch = host(batch, seed).to(CPU)
         assert batch.images_BHWC.dtype == torch.float32
         assert batch.images_BHWC.is_contiguous()
     prepare = Prepare(MEAN, STD, erase_value=erase_value, dtype=dtype, memory_format=memory_format)
@@ -57,18 +64,26 @@ def raw(seed: int = 3) -> Batch:
 
 @pytest.mark.parametrize("places", PLACES, ids="-".join)
 @pytest.mark.parametrize("erase_value", ["mean", "noise"])
-@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
-def test_the_same_bits_over_many_batches(places: tuple[str, str, str], erase_value: str, memory_format: str) -> None:
-    lams = set()
+@pytest.mark.parametrize(
+    ("memory_format", "mode"),
+    [("channels_last", "batch"), ("contiguous", "batch"), ("channels_last", "pair"), ("channels_last", "elem")],
+)
+def test_the_same_bits_over_many_batches(
+    places: tuple[str, str, str], erase_value: str, memory_format: str, mode: str
+) -> None:
+    lams: set[float] = set()
+    settings: dict[str, Any] = {"erase_value": erase_value, "memory_format": memory_format, "mode": mode}
     for number in range(20):
         batch, seed = raw(number), microbatch_seed(7, step=number, position=0, rank=0)
-        expected, labels = inputs(("device",) * 3, batch, seed, erase_value=erase_value, memory_format=memory_format)
-        found, others = inputs(places, batch, seed, erase_value=erase_value, memory_format=memory_format)
+        expected, labels = inputs(("device",) * 3, batch, seed, **settings)
+        found, others = inputs(places, batch, seed, **settings)
         assert torch.equal(found, expected)
         assert found.stride() == expected.stride()
         assert all(torch.equal(a, b) for a, b in zip(labels[:2], others[:2], strict=True))
-        assert labels[2] == others[2]
-        lams.add(labels[2])
+        shares, other_shares = torch.as_tensor(labels[2]), torch.as_tensor(others[2])
+        assert torch.equal(shares, other_shares)
+        assert shares.ndim == (mode != "batch")
+        lams.update(shares.reshape(-1).tolist())
     assert len(lams) > 10
 
 
@@ -97,9 +112,14 @@ def test_evaluation_is_not_mixed() -> None:
     assert host(raw(), 1).mixed is not None
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("places", PLACES, ids="-".join)
-def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int) -> None:
+@pytest.mark.parametrize(
+    ("places", "workers", "mode"),
+    [
+        *((places, workers, "batch") for places in PLACES for workers in (0, 2)),
+        *((PLACES[2], n, "elem") for n in (0, 2)),
+    ],
+)
+def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: str) -> None:
     """From the configuration: the step gets the same from workers that prepare as from those that do not."""
     found = []
     for chosen in (("device",) * 3, places):
@@ -108,7 +128,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int) -> None
         config = load_config(
             "vit_digits",
             ["data=synthetic", "data.image_size=16", "data.global_batch_size=8", "optim.accumulation_steps=2",
-             f"data.num_workers={workers}", *AUGMENT, *overrides],
+             f"data.num_workers={workers}", f"augment.mix_mode={mode}", *AUGMENT, *overrides],
         )  # fmt: skip
         switches = build.switches(config, CPU)
         world = World(1, 2, 0, CPU)
@@ -133,7 +153,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int) -> None
 
 def assert_same(one: Targets, other: Targets) -> None:
     assert torch.equal(one.labels_B, other.labels_B)
-    assert one.lam == other.lam
+    assert torch.equal(torch.as_tensor(one.lam), torch.as_tensor(other.lam))
     assert (one.mixed_B is None) == (other.mixed_B is None)
     if one.mixed_B is not None and other.mixed_B is not None:
         assert torch.equal(one.mixed_B, other.mixed_B)

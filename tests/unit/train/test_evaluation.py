@@ -37,11 +37,11 @@ def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
     return [Batch(i, label, index, None) for i, label, index in parts]
 
 
-def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int]) -> Evaluation:
+def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int], **options: Tensor) -> Evaluation:
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     model = Lookup(logits_NK)
     model.train()
-    result = evaluate(model, batches(labels_N, sizes), prepare, nullcontext, ALONE)
+    result = evaluate(model, batches(labels_N, sizes), prepare, nullcontext, ALONE, **options)  # type: ignore[arg-type]
     assert model.training
     return result
 
@@ -109,6 +109,26 @@ def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> Non
     assert kept.predicted_N[others].tolist() == logits.argmax(dim=1)[others].tolist()
     expected = F.cross_entropy(logits, labels, reduction="none")
     assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
+
+
+def test_predictions_of_several_right_classes_among_some() -> None:
+    """They are in the model's own classes, and say what the score says."""
+    logits = torch.randn(60, 9, generator=torch.Generator().manual_seed(0)).double()
+    answers_NM = torch.randint(-1, 9, (60, 2), generator=torch.Generator().manual_seed(1))
+    answers_NM[4] = -1
+    among = torch.tensor([1, 2, 4, 5, 7, 8])
+    result = score(logits, torch.zeros(60, dtype=torch.int64), [25, 35], among=among, answers_NM=answers_NM)
+    made = result.predictions
+    kept_NK = torch.full_like(logits, -torch.inf).index_copy(1, among, logits[:, among])
+    assert made.predicted_N.tolist() == kept_NK.argmax(dim=1).tolist()
+    for label, loss, row_K, answers in zip(made.labels_N, made.losses_N, kept_NK, answers_NM.tolist(), strict=True):
+        right = [answer for answer in answers if answer in among.tolist()]
+        assert label == max(right, key=lambda answer: row_K[answer].item(), default=-1)
+        assert loss == pytest.approx(-row_K.log_softmax(dim=0)[label].item() if right else 0.0, rel=1e-5)
+    counted_N = made.labels_N >= 0
+    assert result.count == counted_N.sum() < 60
+    assert result.top1 == pytest.approx(100 * (made.predicted_N == made.labels_N)[counted_N].mean())
+    assert result.loss is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive"])
