@@ -217,8 +217,9 @@ CATALOGUE: tuple[Switch, ...] = (
         helps="On a CPU, where each step gets and gives back its activations page by page. ViT-S/16, batch "
         "16, bfloat16: 113,000 to 122,000 page faults a step become none, 15% of its CPU time (one core, under other "
         "load); float32 64,000 and 4%, ResNet-50 in bfloat16 42,000 and 4%.",
-        hurts="The process stays as large as it once was. Needs glibc (Linux); where there is another C library the "
-        "fast preset leaves it at default. An allocator put in its place with LD_PRELOAD decides for itself.",
+        hurts="The process stays as large as it once was, so compare the two in runs of their own. Needs glibc "
+        "(Linux); where there is another C library the fast preset leaves it at default. An allocator put in its place "
+        "with LD_PRELOAD decides for itself.",
         source="mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX; PyTorch performance tuning guide, CPU, on allocators.",
         ran="CPU (torch 2.15 and 2.11).",
     ),

@@ -22,7 +22,8 @@ def keep_freed_memory(keep: bool) -> None:
 
     Kept, large blocks come from the heap instead of from `mmap` and the heap is never trimmed: the process stays as
     large as it was at its largest. torch's CPU tensors are such blocks; by default most activations of a step are given
-    back in its backward pass, and the next step gets the memory page by page, zeroed by the kernel.
+    back in its backward pass, and the next step gets the memory page by page, zeroed by the kernel. Turned off again,
+    the process goes on holding part of what it has, so the two are best compared in processes of their own.
 
     Raises:
         RuntimeError: the C library refuses. (`speed.resolve` sees to it that it is glibc.)

@@ -7,24 +7,27 @@ import sys
 
 import pytest
 
+from pycls_fast.parallel import allocator, keep_freed_memory
 from pycls_fast.speed import HAS_GLIBC
 
 pytestmark = pytest.mark.skipif(not HAS_GLIBC, reason="malloc of another C library")
 
-# Activations of a step: many at a time, then none. Prints the page faults of each way's third step.
+# Activations of a step: many at a time, then none. Prints the page faults of each way's ninth step.
 SCRIPT = """
 import resource, sys
 import torch
 from pycls_fast.parallel import keep_freed_memory
 
 def step():
-    kept = [torch.ones(4 << 20) for _ in range(6)]
+    kept = [torch.ones(10 << 20) for _ in range(3)]
     return sum(float(tensor[-1]) for tensor in kept)
 
 def faults():
-    step(), step()
+    # The heap takes some steps to have found room for all.
+    for _ in range(8):
+        step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    assert step() == 6
+    assert step() == 3
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 for word in sys.argv[1:]:
@@ -41,9 +44,36 @@ def page_faults(*words: str) -> list[int]:
 
 
 def test_a_step_gets_the_pages_of_the_step_before_it() -> None:
-    # 6 tensors of 16 MiB are 24,576 pages of 4 KiB.
-    default, kept, again, default_again = page_faults("default", "keep", "keep", "default")
+    # 3 tensors of 40 MiB are 30,720 pages of 4 KiB.
+    default, kept, again = page_faults("default", "keep", "keep")
     assert kept < 1000
     assert again < 1000
     assert default > 5000
-    assert default_again > 5000
+
+
+def test_malloc_is_told_once_and_the_thresholds_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    class Libc:
+        answer = 1
+
+        def mallopt(self, parameter: int, value: int) -> int:
+            told.append((parameter, value))
+            return self.answer
+
+    libc = Libc()
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(allocator._Kept, "now", False)
+    keep_freed_memory(False)
+    assert told == []
+    keep_freed_memory(True)
+    keep_freed_memory(True)
+    # M_MMAP_MAX and M_TRIM_THRESHOLD: none, never.
+    assert sorted(told) == [(-4, 0), (-1, -1)]
+    told.clear()
+    keep_freed_memory(False)
+    # Where glibc's own thresholds stop rising: 32 MiB, and twice that.
+    assert sorted(told) == [(-4, 65536), (-3, 32 << 20), (-1, 64 << 20)]
+    libc.answer = 0
+    with pytest.raises(RuntimeError, match=r"mallopt\(-4, 0\) failed"):
+        keep_freed_memory(True)
