@@ -197,6 +197,12 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if chosen.static_graph and not replicates:
         yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
+    if chosen.static_graph and chosen.compression == "powersgd" and config.optim.accumulation_steps > 1:
+        yield (
+            "parallel.static_graph",
+            "is learned by one exchange more than powersgd counts with optim.accumulation_steps above 1; use "
+            "parallel.static_graph=false",
+        )
     for key in ("shard_degree", "replicate_degree"):
         if getattr(chosen, key) is not None and name != "hsdp":
             yield f"parallel.{key}", f"is for parallel=hsdp; leave it out or use parallel=hsdp (got parallel={name})"

@@ -46,8 +46,14 @@ def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         names = {id(parameter): name for name, parameter in network.named_parameters()}
         compression = PowerSGD(model, names, rank=settings.powersgd_rank, start_step=settings.powersgd_start_step)
 
+    # A static graph is learned from a backward pass with exchange. To exchange more often than once a step changes
+    # nothing: what was averaged before is the same on all ranks.
+    learning = settings.static_graph
+
     def exchange(is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else model.no_sync()
+        nonlocal learning
+        now, learning = is_last or learning, False
+        return nullcontext() if now else model.no_sync()
 
     return Wrapped(
         forward=model,

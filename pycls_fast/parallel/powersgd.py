@@ -4,8 +4,7 @@ What a step's compression leaves out is added to the next step's gradient (error
 and buckets change with every start of a process; here it can be taken out by parameter.
 """
 
-from __future__ import annotations
-
+# No postponed annotations: DDP looks at those of a hook.
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +43,7 @@ class PowerSGD:
         self._inner = self._fresh()
         model.register_comm_hook(None, self._hook)
 
-    def _hook(self, _: object, bucket: dist.GradBucket) -> Any:
+    def _hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         is_last = bucket.is_last()
         if self._whole or self._step < self._start_step:

@@ -63,7 +63,6 @@ def save_on_four(folder: Path, digits: Path, strategies: tuple[str, ...]) -> Pat
         },
         folder,
         4,
-        timeout=600,
     )
 
 
@@ -81,7 +80,7 @@ def go_on(folder: Path, origin: Path, strategies: tuple[str, ...], digits: Path,
         folder.mkdir()
         run_cases(cases, folder)
     else:
-        run_ranks(cases, folder, ranks, timeout=600)
+        run_ranks(cases, folder, ranks)
     return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
 

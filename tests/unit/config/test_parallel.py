@@ -19,6 +19,13 @@ CPU = torch.device("cpu")
     [
         (["parallel=fsdp", "parallel.compression=fp16"], "parallel.compression: fp16 is for parallel=ddp"),
         (["parallel=fsdp", "parallel.static_graph=true"], "parallel.static_graph: is for parallel=ddp"),
+        (
+            [
+                *("parallel=ddp", "parallel.static_graph=true", "optim.accumulation_steps=2"),
+                "parallel.compression=powersgd",
+            ],
+            "parallel.static_graph: is learned by one exchange more",
+        ),
         (["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree: is for parallel=hsdp"),
         (["parallel=fsdp", "parallel.replicate_degree=2"], "parallel.replicate_degree: is for parallel=hsdp"),
         (["parallel=ddp", "parallel.reshard_after_forward=false"], "parallel.reshard_after_forward: false is for"),
