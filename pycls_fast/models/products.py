@@ -82,7 +82,8 @@ def products_linear(features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tens
     bias, in 16 bits, is a product with a row of ones.
     """
     kind = features.device.type
-    if torch.is_autocast_enabled(kind):
+    # Nothing is computed on the meta device, for which torch has no autocast to ask about.
+    if not features.is_meta and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         features, weight_OI, bias_O = features.to(dtype), weight_OI.to(dtype), bias_O.to(dtype)
     if not torch.is_grad_enabled():
