@@ -89,9 +89,10 @@ class TestModel:
             build.model(vit(), 10, {**REFERENCE, SwitchName.ATTENTION: value})
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
         assert set(calls[0]) == {
-            "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "classifier",
-            "positions", "drop_path", "attention", "layout", "qkv", "sequence_padding", "linear", "patches",
-            "drop_path_compute",
+            "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "stem", "stem_widths",
+            "stem_strides", "class_token", "registers", "classifier", "classifier_norm", "pre_logits", "positions",
+            "position_tokens", "layer_scale", "qk_norm", "norm_eps", "drop_path", "drop_path_rule", "attention",
+            "layout", "qkv", "sequence_padding", "linear", "patches", "drop_path_compute",
         }  # fmt: skip
 
     def test_a_resnet(self) -> None:

@@ -48,7 +48,7 @@ def test_an_experiment_builds(name: str) -> None:
     assert config.config_name == name
     switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")
     with torch.device("meta"):
-        model = build.model(config, 1000, switches)
+        model = build.model(config, 1000, switches, empty=True)
         counted = complexity(model, image_size=config.data.image_size)
         build.optimizer(config, model, switches)
         build.ema(config, model, switches)
@@ -138,7 +138,7 @@ def test_a_group_file_begins_with_a_comment_or_is_a_name_alone(group: str, name:
 def test_a_model_file_has_the_published_size(name: str) -> None:
     config = load_config("resnet50", ["data.root=/nowhere", f"model={name}"])
     with torch.device("meta"):
-        model = build.model(config, 1000, speed.resolve("reference", {}, "cpu"))
+        model = build.model(config, 1000, speed.resolve("reference", {}, "cpu"), empty=True)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.06)
 
 
@@ -234,7 +234,7 @@ FAMILY = {
 def test_a_model_file_is_the_published_model(name: str) -> None:
     config = load_config("vit_ti16", ["data.root=/nowhere", f"model={name}"])
     with torch.device("meta"):
-        model = build.model(config, 1000, build.switches(config, torch.device("cpu")))
+        model = build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=True)
     counted = complexity(model, image_size=224)
     parameters, billions = FAMILY[name]
     assert counted.parameters / 1e6 == pytest.approx(parameters, abs=0.11)

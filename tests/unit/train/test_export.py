@@ -88,7 +88,7 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     assert all(torch.equal(again[name], value.bfloat16()) for name, value in first.items())
     other = tuple("abcdefghij")
     with pytest.raises(UserError, match="was trained on other classes"):
-        load_weights(loaded, tmp_path / "net.safetensors", classes=other)
+        load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
 
 
 def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["weights=nowhere"], "weights: nowhere is no checkpoint and no run folder with one"),
+        (["weights=nowhere"], "weights: nowhere is no file of weights and no run folder with a checkpoint"),
         (["output=net.pt"], "output: the file is in the safetensors format; call it net.safetensors"),
         (["output=no/folder/net.safetensors"], "output: no/folder is no folder"),
         (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
