@@ -18,7 +18,8 @@ from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.models import complexity
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml"))
+# `ladder` holds ladders of switches for the ledger, no group.
+GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
 HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
 # Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
