@@ -81,7 +81,7 @@ ONE_MISTAKE = [
     # Choices.
     (
         ["speed.attention=sdap"],
-        "speed.attention: must be one of reference, sdpa, sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn; "
+        "speed.attention: must be one of reference, sdpa, sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn, products; "
         f'got "sdap"; did you mean sdpa? {HERE}',
     ),
     (["schedule.name=step"], f'schedule.name: must be one of cosine, constant; got "step" {HERE}'),
