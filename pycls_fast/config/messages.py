@@ -74,7 +74,8 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         return f"{key}.{tag}: must be one of {', '.join(allowed)}; got {context['tag']}{near_tag} ({origin})"
     if kind == "literal_error":
         allowed = _literals(context["expected"])
-        near_value = did_you_mean(str(value), allowed)
+        # A number is no misspelt other number.
+        near_value = did_you_mean(value, allowed) if isinstance(value, str) else ""
         return f"{key}: must be one of {', '.join(allowed)}; got {_shown(value)}{near_value} ({origin})"
     return f"{key}: {_wrong(kind, key, section, found)}; got {_shown(value)}{_hint(kind, key, value)} ({origin})"
 

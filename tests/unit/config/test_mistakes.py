@@ -32,7 +32,10 @@ ONE_MISTAKE = [
     (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["hydra.foo=1"], "hydra.foo: unknown key; Hydra has no such setting"),
     # Keys of another kind.
-    (["model.stem=small"], f"model.stem: unknown key for model.kind=vit; it belongs to model.kind=resnet {HERE}"),
+    (
+        ["model.shortcut=pool"],
+        f"model.shortcut: unknown key for model.kind=vit; it belongs to model.kind=resnet {HERE}",
+    ),
     (
         ["optim=sgd", "optim.betas=[0.9,0.95]"],
         f"optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw {HERE}",
@@ -85,7 +88,7 @@ ONE_MISTAKE = [
         f'got "sdap"; did you mean sdpa? {HERE}',
     ),
     (["schedule.name=step"], f'schedule.name: must be one of cosine, constant; got "step" {HERE}'),
-    (["model.kind=vitt"], f"model.kind: must be one of vit, resnet; got vitt; did you mean vit? {HERE}"),
+    (["model.kind=vitt"], f"model.kind: must be one of vit, resnet, timm; got vitt; did you mean vit? {HERE}"),
     # Things that cannot go together.
     (["data=folder"], f"data.root: {ROOT} (configs/data/folder.yaml or the command line)"),
     (["data.source=folder", "data.root=null"], f"data.root: {ROOT} {HERE}"),
@@ -187,7 +190,7 @@ def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
         (
             "resnet_digits",
             ["model.depth=20"],
-            f"model.depth: must be one of 18, 34, 50, 101, 152; got 20 {HERE}",
+            f"model.depth: must be one of 18, 26, 34, 50, 101, 152, 200; got 20 {HERE}",
         ),
         (
             "resnet_digits",
