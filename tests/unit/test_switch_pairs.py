@@ -79,6 +79,10 @@ def pairs(*, slow: bool) -> list[Pair]:
             if len({*pair[1:]} - seen) >= new:
                 drawn.append(pair)
                 seen |= {*pair[1:]}
+    for kind in BASE:
+        # Of each kind of model a few, whatever the values were drawn with.
+        missing = max(0, 3 - sum(pair[0] == kind for pair in drawn))
+        drawn += [pair for pair in found if pair[0] == kind and pair not in drawn][:missing]
     return drawn + [pair for pair in found if pair not in drawn][: max(0, SAMPLE - len(drawn))]
 
 
