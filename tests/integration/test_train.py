@@ -33,6 +33,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         "checkpoints",
         "tensorboard",
         "curves.png",
+        "predictions.npz",
     }
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
