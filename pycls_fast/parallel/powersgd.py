@@ -6,7 +6,6 @@ and buckets change with every start of a process; here it can be taken out by pa
 
 # No postponed annotations: DDP looks at those of a hook.
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
