@@ -537,12 +537,13 @@ CATALOGUE: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={"cpu": "cuda"},
         note="The optimizer's state and its float32 copy of the weights are in the host's memory, and the host updates "
-        "them.",
+        "them. With parallel=fsdp or hsdp the shards are there (torch's CPUOffloadPolicy); blocks come to "
+        "the device when they compute.",
         mathematics="None; the CPU's kernels round and order the update differently.",
         helps="When optimizer state does not fit: AdamW's 8 bytes a parameter leave the device.",
         hurts="Time: each step waits for the gradients on the host, the CPU's update and the way back (86.6 M "
         "parameters of AdamW, fused, two CPU cores: 38 ms for the update alone).",
-        source="Ren et al., ZeRO-Offload, 2021, arXiv 2101.06840.",
+        source="Ren et al., ZeRO-Offload, 2021, arXiv 2101.06840; torch.distributed.fsdp.CPUOffloadPolicy.",
         ran="Its arithmetic on the CPU (torch 2.11 and 2.15). CUDA: not run.",
     ),
     Switch(

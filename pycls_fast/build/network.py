@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def num_classes(config: RunConfig, source: Source) -> int:
 
 def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> nn.Module:
     """The network with its initial weights, the same on every rank, on the CPU in float32; or without memory."""
-    with torch.device("meta" if empty else "cpu"):
+    with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(_initial_seed(config))
         return _model(config, classes, chosen)
 

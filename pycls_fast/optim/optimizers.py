@@ -21,7 +21,13 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 def sgd(groups: Sequence[Group], *, lr: float, momentum: float, nesterov: bool, implementation: str) -> Optimizer:
     """SGD with momentum; `implementation` is loop, foreach or fused."""
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_flags(implementation))
+    made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_flags(implementation))
+    if implementation == "fused" and momentum:
+        # torch's fused step takes what memory holds for momentum when loss scaling skips the first step (2.11 to 2.15).
+        for group in made.param_groups:
+            for parameter in group["params"]:
+                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return made
 
 
 def adamw(

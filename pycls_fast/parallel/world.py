@@ -159,7 +159,9 @@ def start_world(
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
     launch, store = meet(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
+    # Shards that wait on the host (speed.param_offload) are counted there, by gloo.
+    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
+    dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     try:
         host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         # Every rank is a member.

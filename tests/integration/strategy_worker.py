@@ -109,7 +109,7 @@ def run_cases(cases: dict[str, Any], folder: Path) -> None:
             try:
                 here = dataclasses.replace(world, mesh=meshes.get(shape))
                 state = run_case(config, here, save=case.get("save", False))
-            except Exception:  # noqa: BLE001  # printed, and the process ends
+            except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)
             if world.is_main:

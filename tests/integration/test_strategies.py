@@ -203,6 +203,24 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
         assert max(compressed[:9]) < 1e-5 < compressed[9]
 
 
+@pytest.mark.slow
+def test_compiled_shards_equal_one_process(tmp_path: Path, digits: Path) -> None:
+    """Blocks, the whole model, and the update, each compiled."""
+    update = [*ADAMW, "speed.optimizer=loop"]
+    keys = {
+        "blocks": ["speed.compile=blocks"],
+        "model": ["speed.compile=model"],
+        "update": ["speed.optimizer_compile=on", *update],
+    }
+    few = "schedule.max_steps=3"
+    plain = {name: update if name == "update" else [] for name in keys}
+    alone = {name: case(["parallel=single", *plain[name], few], "vit", "fp32", 2, digits) for name in keys}
+    cut = {name: case([*STRATEGIES["zero3"], *keys[name], few], "vit", "fp32", 2, digits) for name in keys}
+    theirs, ours = run_ranks(alone, tmp_path / "alone", 1), run_ranks(cut, tmp_path / "cut", 2)
+    for name in keys:
+        compare_learned(torch.load(ours / f"{name}.pt"), torch.load(theirs / f"{name}.pt"), 1e-4)
+
+
 def compare(chosen: tuple[Any, ...], folder: Path, alone: Path) -> None:
     """What a case ended with on ranks and in one process."""
     ours = torch.load(folder / f"{case_name(*chosen)}.pt")

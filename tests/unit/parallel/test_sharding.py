@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim import assign, local, local_slices
-from pycls_fast.parallel import World, Wrapped, footprint, prepare_model, start_world
+from pycls_fast.parallel import Settings, World, Wrapped, footprint, prepare_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
@@ -114,6 +114,26 @@ def test_a_rank_takes_its_slice_of_a_whole_tensor(world: World) -> None:
     assign(plain, torch.ones(2, 2))
     assert plain.eq(1).all()
     assert local(plain) is plain
+
+
+def test_shards_on_the_host_train_the_same(world: World) -> None:
+    """On a CPU the way to the device is no way; what is checked is that each part is found where it lies."""
+    images, ends = torch.randn(4, 3, 8, 8), []
+    config = load_config("vit_digits", [*TINY, "data.image_size=8", "model.classifier=pooled"])
+    for offload in (False, True):
+        network = build.model(config, 10, build.switches(config, CPU), empty=True)
+        torch.manual_seed(1)
+        wrapped = wrap_model(network, world, strategy="fsdp", settings=Settings(param_offload=offload))
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, eps=0.01)
+        for _ in range(3):
+            with wrapped.exchange(True):
+                wrapped.forward(images).square().sum().backward()
+            wrapped.clip(list(network.parameters()), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: local(value).clone() for name, value in network.state_dict().items()})
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
 
 
 @pytest.mark.parametrize("foreach", [False, True])
