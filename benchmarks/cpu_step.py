@@ -40,6 +40,7 @@ from pycls_fast.train.run_folder import environment, versions
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CLASSES = 1000
 LR = 1e-4
+WARMUP = 2
 
 Step = Callable[[], None]
 
@@ -189,6 +190,7 @@ class Contender:
     step: Step
     about: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    is_warm: bool = False
 
     @property
     def median(self) -> float:
@@ -196,11 +198,12 @@ class Contender:
         return statistics.median(self.seconds)
 
 
-def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[], float], warmup: int = 2) -> None:
+def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[], float]) -> None:
     """Each steps once a round; every other round backwards, so that a drift is in all of them alike."""
     for contender in contenders:
-        for _ in range(warmup):
+        for _ in range(0 if contender.is_warm else WARMUP):
             contender.step()
+        contender.is_warm = True
     for done in range(rounds):
         for contender in contenders if done % 2 == 0 else contenders[::-1]:
             begin = clock()
