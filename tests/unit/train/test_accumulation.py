@@ -102,7 +102,7 @@ def test_no_other_memory_of_the_gradients_size_is_left_between_microbatches() ->
         alive = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in gc.get_objects()
-            if issubclass(type(t), Tensor) and t.grad_fn is None and t.is_leaf and t.is_floating_point()
+            if type(t) in (Tensor, nn.Parameter) and t.grad_fn is None and t.is_leaf and t.is_floating_point()
         }
         held = {g.untyped_storage().data_ptr() for p in network.parameters() for g in (p, p.grad) if g is not None}
         sizes.append(sum(size for pointer, size in alive.items() if pointer not in held))
