@@ -11,9 +11,9 @@ mode=gradients       a short training: how many gradients float16 cannot hold, a
 mode=numerics        logit and gradient errors against float64 of one setting, as JSON in `output`
 
     python tools/ledger.py --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
-    python tools/ledger.py check BASELINE.json NEW.json [tolerance=0.05]
+    python tools/ledger.py check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
 
-`check` exits with 1 where a rung has lost speed or accuracy.
+`check` exits with 1 where a rung has lost speed or accuracy; absolute=false compares speed-ups alone.
 """
 
 import sys

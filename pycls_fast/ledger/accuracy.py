@@ -130,8 +130,8 @@ def judge(pairs: Sequence[Sequence[ImagePair]], *, margin: float = 0.2) -> list[
     """
     pooled, freedom = _pooled([rung for rung in pairs if any(pair.changed for pair in rung)])
     measured = [_measure(rung, pooled, freedom) for rung in pairs]
-    losses = _holm([m.p_loss for m in measured])
-    gains = _holm([m.p_gain for m in measured])
+    losses = holm([m.p_loss for m in measured])
+    gains = holm([m.p_gain for m in measured])
     level = (1 - CONFIDENCE) / 2
     return [
         _verdict(m, loses=p <= level, gains=q <= level, margin=margin)
@@ -179,7 +179,7 @@ def _measure(pairs: Sequence[ImagePair], pooled: float, freedom: int) -> _Measur
     return _Measured(mean, half, deviation, freedom, p_loss, 1 - p_loss, False, count)
 
 
-def _holm(values: Sequence[float | None]) -> list[float]:
+def holm(values: Sequence[float | None]) -> list[float]:
     """Holm's adjusted p-values (Holm 1979); 1 where there was no test."""
     tested = sorted((p, i) for i, p in enumerate(values) if p is not None)
     adjusted = [1.0] * len(values)

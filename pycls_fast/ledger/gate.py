@@ -16,10 +16,10 @@ from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.accuracy import CONFIDENCE
+from pycls_fast.ledger.accuracy import CONFIDENCE, holm
 
 LOST = 1
-_USAGE = "check BASELINE.json NEW.json [tolerance=0.05]"
+_USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ def check(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> int:
     files = [Path(a).expanduser() for a in arguments if "=" not in a]
     settings = dict(a.split("=", 1) for a in arguments if "=" in a)
-    if len(files) != 2 or set(settings) - {"tolerance"}:
+    if len(files) != 2 or set(settings) - {"tolerance", "absolute"}:
         raise UserError(f"check: takes two files; use {_USAGE}")
-    tolerance = _tolerance(settings.get("tolerance", "0.05"))
-    findings = compare(*(_read(file) for file in files), tolerance=tolerance)
+    tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
+    if absolute not in ("true", "false"):
+        raise UserError(f"absolute: must be true or false; got {absolute}")
+    findings = compare(*(_read(file) for file in files), tolerance=tolerance, absolute=absolute == "true")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rung", "quantity", "before", "now", ""):
         table.add_column(column, no_wrap=True)
@@ -78,12 +80,20 @@ def _read(file: Path) -> dict[str, Any]:
     return record
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any], *, tolerance: float) -> list[Finding]:
+def compare(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, tolerance: float, absolute: bool = True
+) -> list[Finding]:
     """What became of each rung of `before`.
 
     Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
     rate itself, on the same device. It is lost where the two 95% intervals do not overlap and more than `tolerance` of
-    it is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%.
+    it is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's
+    correction over the rungs.
+
+    Args:
+        before, now: two `ledger.json`.
+        tolerance: share of the speed.
+        absolute: whether the first rung's rate is compared; not on a machine that others use too.
 
     Raises:
         UserError: ledgers of different experiments.
@@ -92,15 +102,16 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], *, tolerance: flo
         raise UserError(f"check: ledgers of {before['config_name']} and of {now['config_name']} cannot be compared")
     arms = {arm["name"]: arm for arm in now["arms"]}
     findings: list[Finding] = []
-    for old in before["arms"]:
+    measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
+    p_values = holm([_p_value(_top1(old), _top1(arms.get(old["name"]))) for old in measured])
+    for old, p_value in zip(measured, p_values, strict=True):
         new = arms.get(old["name"])
-        if old["status"] != "measured":
-            continue
         if new is None or new["status"] != "measured":
             reason = "no such rung" if new is None else (new["reason"] or new["status"])
             findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
             continue
-        findings += [f for f in (_speed(old, new, before, now, tolerance), _accuracy(old, new)) if f is not None]
+        speed = _speed(old, new, before, now, tolerance) if absolute or old["name"] != before["reference"] else None
+        findings += [finding for finding in (speed, _accuracy(old, new, p_value)) if finding is not None]
     return findings
 
 
@@ -145,24 +156,35 @@ def _interval(values: Mapping[str, Any]) -> str:
     return text if values["low"] is None else f"{text} ({values['low']:.3g} - {values['high']:.3g})"
 
 
-def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding | None:
-    before, now = ([run["top1"] for run in (arm["training"] or {"runs": []})["runs"]] for arm in (old, new))
+def _top1(arm: Mapping[str, Any] | None) -> list[float]:
+    training = arm["training"] if arm else None
+    return [run["top1"] for run in training["runs"]] if training else []
+
+
+def _p_value(before: Sequence[float], now: Sequence[float]) -> float | None:
+    """Of the hypothesis that nothing was lost; None where there are too few runs for a test."""
+    if min(len(before), len(now)) < 2 or sorted(before) == sorted(now):
+        return None
+    if np.std(before) == np.std(now) == 0:
+        return 0.0 if np.mean(now) < np.mean(before) else 1.0
+    return float(stats.ttest_ind(now, before, equal_var=False, alternative="less").pvalue)
+
+
+def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], p_value: float) -> Finding | None:
+    before, now = _top1(old), _top1(new)
     if not before:
         return None
     first, second = (f"{np.mean(v):.2f} ({len(v)} seeds)" if v else "-" for v in (before, now))
 
     def made(lost: bool, text: str) -> Finding:
-        return Finding(old["name"], "top-1", first, second, lost, text)
+        return Finding(old["name"], "top-1", first, second, lost, f"LOST: {text}" if lost else text)
 
     if not now:
-        return made(True, "LOST: no run finished")
-    change = float(np.mean(now) - np.mean(before))
+        return made(True, "no run finished")
     if sorted(before) == sorted(now):
         return made(False, "the same")
+    change = f"{np.mean(now) - np.mean(before):+.2f}"
     if min(len(before), len(now)) < 2:
-        return made(False, f"{change:+.2f}, not enough runs to say")
-    if np.std(before) == np.std(now) == 0:
-        return made(change < 0, f"{'LOST: ' if change < 0 else ''}{change:+.2f}")
-    p_value = float(stats.ttest_ind(now, before, equal_var=False, alternative="less").pvalue)
+        return made(False, f"{change}, not enough runs to say")
     lost = p_value <= (1 - CONFIDENCE) / 2
-    return made(lost, f"LOST: {change:+.2f}" if lost else f"{change:+.2f}, within the intervals")
+    return made(lost, change if lost else f"{change}, within the intervals")

@@ -95,7 +95,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         ctx.save_for_backward(features, weight_OI)
-        if _FUSES_BIAS and features.dtype == torch.bfloat16 and features.device.type == "cpu":
+        fuses_bias = _FUSES_BIAS and features.dtype == torch.bfloat16 and features.device.type == "cpu"
+        # The compiler takes its own operators apart, and has none for this one.
+        if fuses_bias and not torch.compiler.is_compiling():
             # addmm first copies the bias into every row of the result.
             out: Tensor = torch.ops.mkldnn._linear_pointwise(features, weight_OI, bias_O, "none", [], "")
             return out

@@ -125,6 +125,29 @@ def test_the_tolerance_is_of_the_speed() -> None:
     assert any(finding.lost for finding in compare(ledger(), now, tolerance=0.03))
 
 
+def test_the_first_rungs_rate_may_be_left_out() -> None:
+    now = ledger()
+    all_slower(now)
+    assert any(finding.lost for finding in compare(ledger(), now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare(ledger(), now, tolerance=0.05, absolute=False))
+    slower(now)
+    assert [f.rung for f in compare(ledger(), now, tolerance=0.05, absolute=False) if f.lost] == ["fast"]
+
+
+def test_a_loss_by_chance_in_one_of_many_rungs_is_none() -> None:
+    """Alone the rung has lost (p = 0.009); as one of twelve it has not."""
+    before, now = ledger(), ledger()
+    now["arms"][1]["training"]["runs"] = [{"top1": value} for value in (89.7, 89.9, 89.8)]
+    assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
+    others = [arm(f"rung {i}", [100.0], [90.0 + 0.1 * i, 90.1, 90.3], None) | {"timing": None} for i in range(10)]
+    shifted = copy.deepcopy(others)
+    for other in shifted:
+        other["training"]["runs"][0]["top1"] += 0.01
+    before["arms"] += others
+    now["arms"] += shifted
+    assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+
+
 def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
     before = ledger()
     broken(before)
@@ -140,6 +163,7 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
         (["text", "text"], "not JSON"),
         (["list", "list"], "not a ledger.json"),
         (["good", "good", "tolerance=much"], "tolerance: must be a share"),
+        (["good", "good", "absolute=no"], "absolute: must be true or false"),
         (["good", "other"], "cannot be compared"),
     ],
 )

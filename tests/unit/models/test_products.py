@@ -214,3 +214,14 @@ def test_without_gradients_nothing_is_kept(grad: bool) -> None:
         out = products_linear(features, weight.requires_grad_(), bias)
     assert (out.grad_fn is not None) == grad
     torch.testing.assert_close(out, F.linear(features, weight, bias), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_linear_errs_as_rounding_does(dtype: torch.dtype) -> None:
+    """The compiler takes the layer as it is, in bfloat16 as well, where the eager one has an operator of its own."""
+    tensors = layer(16, 24, (5,))
+    exact = with_gradients(F.linear, tensors, torch.float64)
+    compiled = with_gradients(torch.compile(products_linear, fullgraph=True), tensors, dtype)
+    eager = with_gradients(F.linear, tensors, dtype)
+    for found, plain, right in zip(compiled, eager, exact, strict=True):
+        assert (found - right).norm() <= 4 * (plain - right).norm() + 1e-12
