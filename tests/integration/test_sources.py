@@ -187,7 +187,7 @@ def test_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(write_folder(tmp_path / "folder", CONTENT))
     assert "train: 25 images of 3 classes" in prepare("index", f"data.root={root}", capsys=capsys)
     for split in CONTENT:
-        assert (root / split / ".pycls_fast_index/class_folders/about.json").is_file()
+        assert (root / ".pycls_fast_index" / split / "class_folders/about.json").is_file()
 
 
 def test_preparing_as_a_process(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Indexes of large datasets on disk: built once, mapped by everyone after that.
 
-An index is believed while `is_fresh` says so of the stamp it was saved with. It lies in `.pycls_fast_index/` of the
+An index is believed while `is_fresh` says so of the stamp it was saved with. It lies in `.pycls_fast_index/` beside the
 dataset's folder where that can be written, else in `~/.cache/pycls_fast/` (`XDG_CACHE_HOME`), or where
-`data.index_cache` says.
+`data.index_cache` says. Not in the folder: other programs take every folder in there for a class.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     if setting != "auto":
         return [Path(setting).expanduser() / name]
     general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pycls_fast" / name
-    is_folder = isinstance(root, Path) and root.is_dir()
-    return [root / _FOLDER, general] if is_folder else [general]  # type: ignore[operator]  # a Path, then
+    if not isinstance(root, Path) or not root.is_dir():
+        return [general]
+    whole = root.resolve()
+    return [whole.parent / _FOLDER / whole.name, general]
 
 
 def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torchvision.datasets import ImageFolder
 
 from pycls_fast.data.sources import CachePolicy, FileSource, folders, scan_classes
 from pycls_fast.errors import UserError
@@ -60,14 +61,19 @@ def test_the_second_time_nothing_is_listed(tree: Path, monkeypatch: pytest.Monke
     assert names(again) == names(first)
     assert again.classes == first.classes
     np.testing.assert_array_equal(again.labels, first.labels)
-    assert (tree / ".pycls_fast_index/class_folders/about.json").is_file()
+    assert (tree.parent / ".pycls_fast_index" / tree.name / "class_folders/about.json").is_file()
     assert len(first) == 9
+
+
+def test_other_programs_do_not_see_it(tree: Path) -> None:
+    scan_classes(tree, ALWAYS)
+    assert ImageFolder(tree).classes == ["a", "b"]
 
 
 def test_small_datasets_are_not_kept(tree: Path) -> None:
     scan_classes(tree)
     scan_classes(tree, CachePolicy("off", smallest=0))
-    assert not list(tree.rglob(".pycls_fast_index"))
+    assert not list(tree.parent.rglob(".pycls_fast_index"))
 
 
 def add_file(tree: Path) -> None:
@@ -124,11 +130,11 @@ def test_a_folder_that_changed_a_moment_ago_is_looked_at_again(
 def test_where_indexes_are_kept(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan_classes(tree, CachePolicy(str(tmp_path / "mine"), smallest=0))
     assert list((tmp_path / "mine").glob("*/class_folders/about.json"))
-    assert not (tree / ".pycls_fast_index").exists()
+    assert not (tree.parent / ".pycls_fast_index").exists()
     real = Path.mkdir
 
     def read_only(self: Path, *arguments: int, **options: bool) -> None:
-        if tree in self.parents:
+        if ".pycls_fast_index" in self.parts:
             raise PermissionError(13, "Permission denied", str(self))
         real(self, *arguments, **options)
 
@@ -150,7 +156,7 @@ def test_nowhere_to_keep_it(tree: Path, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("damage", ["about.json", "names.npy", "labels.npy", "missing", "format"])
 def test_a_damaged_index_is_made_anew(tree: Path, damage: str) -> None:
     before = names(scan_classes(tree, ALWAYS))
-    place = tree / ".pycls_fast_index/class_folders"
+    place = tree.parent / ".pycls_fast_index" / tree.name / "class_folders"
     about = json.loads((place / "about.json").read_text())
     if damage == "missing":
         (place / "name_ends.npy").unlink()
@@ -186,4 +192,4 @@ def test_a_mistake_does_not_leave_an_index(tree: Path) -> None:
     (tree / "empty").mkdir()
     with pytest.raises(UserError, match="no images in the class folder empty/"):
         scan_classes(tree, ALWAYS)
-    assert not (tree / ".pycls_fast_index").exists()
+    assert not (tree.parent / ".pycls_fast_index").exists()
