@@ -176,6 +176,7 @@ def percent(probability: float) -> str:
 
 def _cell(source: GivenImages, each: Prediction) -> Cell:
     picture = decode(source.read(each.position)[0])
-    more = [f"{guess.class_name}: {percent(guess.probability)}%" for guess in each.top[1 : 1 + _MORE]]
-    title = f"{each.class_name}: {percent(each.probability)}%"
+    more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
+    # The number first: what is cut off of a long line is its end.
+    title = f"{percent(each.probability)}%  {each.class_name}"
     return Cell(picture, title, [Path(each.image).name, *more])

@@ -109,7 +109,7 @@ def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
         (["wieghts=x"], "wieghts: unknown key; did you mean weights?"),
-        (["--weights"], "--weights: not a key=value; the keys are weights, output, which, dtype, overwrite"),
+        (["--weights"], "--weights: not a key=value; the keys are weights, output, format, which, dtype, overwrite"),
     ],
 )
 def test_mistakes_get_a_line(
