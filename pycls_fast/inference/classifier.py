@@ -15,6 +15,7 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.restore import Restored, restore
 
 Skip = Callable[[str, str], None]
@@ -153,7 +154,11 @@ class Classifier:
             }
         )
         config = self.config.model_copy(update={"data": data})
-        loader = build.eval_loader(config, source, self._restored.world, self._restored.switches)
+        switches = self._restored.switches
+        if source.in_memory:
+            # What is decoded already is resized as Pillow does it, as files that are no JPEGs are.
+            switches = {**switches, SwitchName.DECODE: "pillow"}
+        loader = build.eval_loader(config, source, self._restored.world, switches)
         for batch in to_device(loader, self.device, mode="blocking"):
             for name, reason in batch.damaged:
                 if skip is None:
