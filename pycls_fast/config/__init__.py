@@ -1,4 +1,4 @@
-"""Configuration: Hydra composes, pydantic decides. Only `build`, `train`, `ledger` and `tools` import this."""
+"""Configuration: Hydra composes, pydantic decides. Only `build` and what is above it imports this."""
 
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config, load_run_config, saved_config
