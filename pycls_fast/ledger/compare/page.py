@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,7 +14,7 @@ from PIL import Image
 
 from pycls_fast.inference.sheet import tile
 from pycls_fast.ledger.compare.charts import charts
-from pycls_fast.ledger.compare.table import class_row, notes, numbers, verdict
+from pycls_fast.ledger.compare.table import NUMBERS, SETTINGS, class_row, notes, numbers, settings, verdict
 from pycls_fast.ledger.page import STYLE, figure_html
 
 Record = Mapping[str, Any]
@@ -29,9 +30,9 @@ _STYLE = """
 .pictures b { display: block; } .pictures .right::before { content: "✓ "; } .pictures .wrong::before { content: "✗ "; }
 .pictures .wrong { text-decoration: underline dotted; }
 .said { border-left: .45rem solid #17375e; padding: .25rem .75rem; font-size: 1.05rem; }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5rem; max-width: 16rem; }
+td.text { text-align: left; white-space: normal; overflow-wrap: break-word; max-width: 16rem; }
 th.text { text-align: left; }
-@media (max-width: 30rem) { th, td { padding: .3rem .35rem; } th { white-space: normal; } td.text { min-width: 3rem; } }
+@media (max-width: 30rem) { table { font-size: .78rem; } th, td { padding: .3rem .3rem; } }
 """
 
 
@@ -56,9 +57,9 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
             f"<b>B</b> <code>{escape(b['path'])}</code> ({escape(str(b['config_name']))})</p>",
             f"<p class='said'>{escape(verdict(record))}</p>",
             *(f"<p class='quiet'>{escape(line)}</p>" for line in notes(record)),
-            _table(("", "A", "B", "B against A"), numbers(record)),
+            _table(NUMBERS, numbers(record)),
             "<h2>Settings that differ</h2>",
-            _settings(record["settings"]),
+            _settings(record),
             "<section class='charts'>",
             *(figure_html(chart) for chart in charts(record)),
             "</section>",
@@ -72,15 +73,15 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
     )
 
 
-def _settings(rows: Sequence[Record]) -> str:
+def _settings(record: Record) -> str:
+    rows = settings(record)
     if not rows:
         return "<p>None: the two runs were asked for the same.</p>"
-    owed = "" if not any(row["class"] for row in rows) else (
-        "<p class='quiet'>Of a switch: what its values owe each other. identical: the same bits; rounding: the same "
+    owed = "" if not any(owed for *_, owed in rows) else (
+        "<p class='quiet'>owes: what a switch's values owe each other. identical: the same bits; rounding: the same "
         "mathematics in another order; training: it changes what is learned.</p>"
     )  # fmt: skip
-    columns = ("setting", "A", "B", "the switch owes")
-    return _table(columns, [(row["key"], row["a"], row["b"], row["class"] or "") for row in rows], words=True) + owed
+    return _table(SETTINGS, rows, words=True) + owed
 
 
 def _disagreements(found: Record | None, pictures: Mapping[int, Image.Image]) -> list[str]:
@@ -138,8 +139,13 @@ def _classes(found: Record | None) -> list[str]:
     ]
 
 
+def _breakable(text: str) -> str:
+    """Keys and names may be broken behind a dot or an underscore."""
+    return re.sub(r"([._])(?=[a-z])", r"\1<wbr>", escape(text))
+
+
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False) -> str:
     kind = " class='text'" if words else ""
     head = "".join(f"<th{kind}>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td{kind}>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td{kind}>{_breakable(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,21 @@ def verdict(record: Record) -> str:
     return f"{said}: {numbers}. It is about these two runs: with other seeds both would score a little differently."
 
 
+SETTINGS = ("setting", "A", "B", "owes")
+NUMBERS = ("", "A", "B", "B to A")
+"""Heads of the rows that `settings` and `numbers` give."""
+
+
+def settings(record: Record) -> list[tuple[str, str, str, str]]:
+    """Rows (key, A, B, what a switch's values owe each other); long fractions are shortened where they still differ."""
+    rows = []
+    for row in record["settings"]:
+        a, b = (re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", row[name]) for name in ("a", "b"))
+        a, b = (row["a"], row["b"]) if a == b else (a, b)
+        rows.append((row["key"], a, b, row["class"] or ""))
+    return rows
+
+
 def numbers(record: Record) -> list[tuple[str, str, str, str]]:
     """Rows (what, A, B, B against A) of what both runs have a number for."""
     a, b = record["a"], record["b"]
@@ -63,7 +79,7 @@ def numbers(record: Record) -> list[tuple[str, str, str, str]]:
     add("peak memory", "memory_peak_bytes", lambda value: human(value, "B"), "ratio")
     add("time in all", "wall_seconds", duration, "ratio")
     add("parameters", "parameters", human, "ratio")
-    add("forward, an image", "forward_flops_per_image", lambda value: human(value, "FLOP"), "ratio")
+    add("forward pass", "forward_flops_per_image", lambda value: human(value, "FLOP"), "ratio")
     add("ranks", "world_size", "{}".format, "")
     if a["device"] != b["device"]:
         rows.append(("device", a["device"] or "-", b["device"] or "-", ""))
@@ -103,12 +119,11 @@ def print_comparison(record: Record) -> None:
         console.print(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})", markup=False)
     console.print()
     if record["settings"]:
-        columns = ("setting", "A", "B", "the switch owes")
-        table(columns, [(row["key"], row["a"], row["b"], row["class"] or "") for row in record["settings"]])
+        table(SETTINGS, settings(record))
     else:
         console.print("Their settings are the same.")
     console.print()
-    table(("", "A", "B", "B against A"), numbers(record))
+    table(NUMBERS, numbers(record))
     console.print()
     console.print(verdict(record), markup=False)
     for line in notes(record):
