@@ -1,3 +1,20 @@
 """Image-classification training with every optimization a measured switch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pycls_fast.inference import Classifier
+
 __version__ = "0.1.0"
+
+
+def load(run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32") -> Classifier:
+    """A trained classifier, ready for images: `pycls_fast.load(run).predict(images)`; see `inference.load`."""
+    # torch takes seconds to import, and most who import this package want a part of it that does without.
+    from pycls_fast.inference import load as load_classifier
+
+    return load_classifier(run, which=which, device=device, precision=precision)

@@ -1,15 +1,19 @@
-"""One file of weights from any checkpoint: `python tools/export_net.py weights=RUN output=FILE.safetensors`.
+"""A checkpoint for other programs: `python tools/export_net.py weights=RUN output=FILE.safetensors [format=...]`.
 
     weights=   a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number
                of ranks under any strategy, or an exported file
-    output=    the file to write, in the safetensors format, with the network's plain parameter names
+    format=    safetensors: the weights with the network's plain parameter names; weights=FILE loads them here
+               timm:        a folder that timm.create_model('local-dir:FOLDER', pretrained=True) opens
+               onnx:        FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install 'pycls_fast[onnx]')
+               program:     FILE.pt2 of torch.export, the same
+    output=    the file (or folder) to write
     which=     auto (the average of the weights where there is one), model or ema
-    dtype=     float32 (left out: as saved), bfloat16 or float16, of all that is floating-point
+    dtype=     float32 (left out: as saved), bfloat16 or float16, of all that is floating-point; safetensors and timm
     overwrite= true: write over an existing file
 
-Besides the weights the file holds, as JSON texts in its metadata: classes, model, preprocessing (image_size,
-crop_ratio, interpolation, mean, std), config, step, weights (model or ema), versions. It loads again with
-weights=FILE.safetensors.
+All of them carry class names and preprocessing (image_size, crop_ratio, interpolation, mean, std), as JSON texts in
+their metadata, for timm in config.json; onnx and program have the normalisation inside. The safetensors file also has
+the model's settings and the whole configuration.
 """
 
 from typing import Annotated, Literal
@@ -24,6 +28,7 @@ class Options(Section):
 
     weights: Annotated[str, Field(min_length=1)]
     output: Annotated[str, Field(min_length=1)]
+    format: Literal["safetensors", "timm", "onnx", "program"] = "safetensors"
     which: Literal["auto", "model", "ema"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     overwrite: bool = False
@@ -40,6 +45,7 @@ def main(options: Options) -> int:
         which=options.which,
         dtype=options.dtype,
         overwrite=options.overwrite,
+        format=options.format,
     )
 
 

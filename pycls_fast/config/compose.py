@@ -203,6 +203,21 @@ def load_config(
         return check(Composed.from_hydra(composed_config, composed_config.hydra))
 
 
+def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
+    """A configuration from the plain values that a checkpoint or an exported file holds; no combination is checked.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: one line per value that this version does not know.
+    """
+    try:
+        return RunConfig.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
+
+
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.
 

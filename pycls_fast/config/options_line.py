@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -16,31 +17,35 @@ from pycls_fast.config.schema import Section
 from pycls_fast.errors import UserError
 
 
-def options_line(run: Callable[[Any], int], options: type[Section]) -> NoReturn:
+def options_line(run: Callable[[Any], int], options: type[Section], *, words: Sequence[str] = ()) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
     Args:
         run: takes the checked options; returns the exit status.
         options: the keys that exist.
+        words: keys that arguments without a `=` are for, in their order; a last one that is a list takes all the rest.
     """
 
     def action() -> int:
         if {"--help", "-h"} & set(sys.argv[1:]):
             print((sys.modules["__main__"].__doc__ or "").strip())
             return DONE
-        return run(read_options(sys.argv[1:], options))
+        return run(read_options(sys.argv[1:], options, words))
 
     sys.exit(reporting(action))
 
 
-def read_options(arguments: list[str], options: type[Section]) -> Any:
-    """`key=value` arguments as a section.
+def read_options(arguments: list[str], options: type[Section], words: Sequence[str] = ()) -> Any:
+    """`key=value` arguments as a section; `words` as in `options_line`.
 
     Raises:
         UserError: one line per mistake.
     """
     values: dict[str, Any] = {}
+    bare = [argument for argument in arguments if words and _is_word(argument, options)]
     for argument in arguments:
+        if argument in bare:
+            continue
         key, separator, text = argument.partition("=")
         if not separator or key.startswith("-"):
             raise UserError(f"{argument}: not a key=value; the keys are {', '.join(options.model_fields)}")
@@ -51,7 +56,24 @@ def read_options(arguments: list[str], options: type[Section]) -> Any:
         if options.model_fields.get(key) is not None and options.model_fields[key].annotation in (str, str | None):
             # A path may look like a number.
             values[key] = text
+    for key in words:
+        if key in values:
+            continue
+        if options.model_fields[key].annotation in (str, str | None):
+            values |= {key: bare.pop(0)} if bare else {}
+        else:
+            values[key], bare = bare, []
+    if bare:
+        raise UserError(f"{bare[0]}: one argument too many; the keys are {', '.join(options.model_fields)}")
     try:
         return options.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(*messages.lines(error, options, lambda key: "the command line")) from error
+
+
+def _is_word(argument: str, options: type[Section]) -> bool:
+    """Whether an argument is a value alone; `-` is, and so is a path with a `=` in it."""
+    key, separator, _ = argument.partition("=")
+    if not separator:
+        return argument == "-" or not argument.startswith("-")
+    return key not in options.model_fields and Path(argument).exists()

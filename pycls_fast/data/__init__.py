@@ -1,7 +1,7 @@
 """Images from disk to the device: sources, decoding, augmentation, sampling, loading, copy, mixing."""
 
 from pycls_fast.data.augment import Augmented, EvalTransform, TrainTransform, Transform, TransformByEpoch
-from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, decode
+from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
 from pycls_fast.data.loading import Batch, HostStage, ImageDataset, ImageLoader, Sample, collate, make_loader
 from pycls_fast.data.mix import Mixed, Mixer
@@ -9,6 +9,7 @@ from pycls_fast.data.mix_elements import ElementMixer, MixedElements
 from pycls_fast.data.prepare import IMAGENET_MEAN, IMAGENET_STD, Prepare, PrepareOnHost
 from pycls_fast.data.sampling import EvalSampler, Key, Keys, Order, TrainSampler, block_order, epoch_order
 from pycls_fast.data.sources import (
+    EXTENSIONS,
     CachePolicy,
     EvalSet,
     FileCache,
@@ -26,6 +27,7 @@ from pycls_fast.data.transfer import to_device
 
 __all__ = [
     "DEFAULT_MAX_PIXELS",
+    "EXTENSIONS",
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "Augmented",
@@ -57,6 +59,7 @@ __all__ = [
     "TrainTransform",
     "Transform",
     "TransformByEpoch",
+    "as_rgb",
     "block_ends",
     "block_order",
     "collate",

@@ -58,6 +58,17 @@ def decode(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) ->
         return _to_rgb(image)
 
 
+def as_rgb(image: Image.Image) -> Image.Image:
+    """An image that Pillow has opened or made, in mode "RGB" as `decode` gives it.
+
+    Raises:
+        DamagedImage: its pixels cannot be read.
+    """
+    with _named_damage(b"?"):
+        image.load()
+        return _to_rgb(image)
+
+
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
     """An image that a source has decoded already.
 

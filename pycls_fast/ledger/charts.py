@@ -17,7 +17,7 @@ from pycls_fast.train.display import human
 Record = Mapping[str, Any]
 
 INK, PALE, LINE = "#17375e", "#a9bfd8", "#8a8a8a"
-_STROKES = ("-", "--", "-.", ":")
+STROKES = ("-", "--", "-.", ":")
 _SIGNS = "osD^vP*X<>"
 # Inches; on a telephone 5 inches become 3.5 and the text stays readable.
 _WIDTH = 5.4
@@ -45,7 +45,8 @@ def _timed(record: Record) -> list[Record]:
     return [arm for arm in record["arms"] if arm["timing"]]
 
 
-def _axes(rows: float) -> tuple[Figure, Axes]:
+def plain_axes(rows: float) -> tuple[Figure, Axes]:
+    """A figure of this height in inches with one plot, as all charts have it."""
     figure = Figure(figsize=(_WIDTH, rows), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -62,7 +63,7 @@ def _bars(
     line: float | None = None,
 ) -> Figure:
     """A horizontal bar per arm from top to bottom, its number behind it, the reference hatched."""
-    figure, axes = _axes(0.9 + 0.36 * len(arms))
+    figure, axes = plain_axes(0.9 + 0.36 * len(arms))
     values = [value(arm) for arm in arms]
     for place, (arm, length) in enumerate(zip(arms, values, strict=True)):
         first = arm["before"] is None
@@ -180,7 +181,7 @@ def _ranks(record: Record) -> Chart | None:
     arms = _timed(record)
     if len({arm["ranks"] for arm in arms}) < 2:
         return None
-    figure, axes = _axes(3.4)
+    figure, axes = plain_axes(3.4)
     families: dict[str, list[Record]] = {}
     for arm in arms:
         # "DDP x2" and "DDP x4" are one family.
@@ -189,7 +190,7 @@ def _ranks(record: Record) -> Chart | None:
         members = sorted(members, key=lambda arm: arm["ranks"])
         points = [(arm["ranks"], arm["timing"]["images_per_second_per_rank"]) for arm in members]
         (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=name, markerfacecolor="white")
-        line.set(linestyle=_STROKES[place % 4], marker=_SIGNS[place % len(_SIGNS)])
+        line.set(linestyle=STROKES[place % 4], marker=_SIGNS[place % len(_SIGNS)])
     axes.set_xlabel("ranks", fontsize=9)
     axes.set_ylabel("images/s of a rank", fontsize=9)
     axes.set_xticks(sorted({arm["ranks"] for arm in arms}))
@@ -202,7 +203,7 @@ def _accuracy(record: Record) -> Chart | None:
     arms = [arm for arm in _timed(record) if arm["training"] and arm["training"]["top1"]]
     if len(arms) < 2:
         return None
-    figure, axes = _axes(3.9)
+    figure, axes = plain_axes(3.9)
     rates = [arm["timing"]["images_per_second"] for arm in arms]
     scores = [arm["training"]["top1"]["mean"] for arm in arms]
     front = sorted(
@@ -235,14 +236,14 @@ def _loss(record: Record) -> Chart | None:
     arms = [arm for arm in record["arms"] if arm["training"] and arm["training"]["runs"]]
     if not arms:
         return None
-    figure, axes = _axes(3.6)
+    figure, axes = plain_axes(3.6)
     for place, arm in enumerate(arms):
         runs = [run["curve"] for run in arm["training"]["runs"]]
         points = min(len(curve["loss"]) for curve in runs)
         losses = np.array([curve["loss"][:points] for curve in runs]).mean(axis=0)
         shade = PALE if arm["before"] is None else str(0.05 + 0.6 * place / max(len(arms), 1))
         axes.plot(
-            runs[0]["epoch"][:points], losses, label=_name(arm), color=shade, linestyle=_STROKES[place % 4],
+            runs[0]["epoch"][:points], losses, label=_name(arm), color=shade, linestyle=STROKES[place % 4],
             linewidth=4 if arm["before"] is None else 1.3, marker=_SIGNS[place % len(_SIGNS)], markersize=4,
             markevery=(place * points // (8 * len(arms)), max(points // 8, 1)),
         )  # fmt: skip
@@ -256,7 +257,7 @@ def _errors(record: Record) -> Chart | None:
     arms = [arm for arm in record["arms"] if arm["numerics"]]
     if not arms:
         return None
-    figure, axes = _axes(0.9 + 0.36 * len(arms))
+    figure, axes = plain_axes(0.9 + 0.36 * len(arms))
     for place, arm in enumerate(arms):
         for errors, sign in zip(arm["numerics"], "o^", strict=False):
             for key, fill in (("gradient_error", INK), ("logit_error", "white")):
@@ -289,7 +290,7 @@ def _gradients(record: Record) -> Chart | None:
     total = gradients["total"]
     exponents = {int(key): count for key, count in total["exponents"].items()}
     some = max(sum(exponents.values()), 1)
-    figure, axes = _axes(3.2)
+    figure, axes = plain_axes(3.2)
     places = range(min(*exponents, SMALLEST_SUBNORMAL) - 1, max(exponents) + 2)
     lost = [place < SMALLEST_SUBNORMAL for place in places]
     heights = [100 * exponents.get(place, 0) / some for place in places]

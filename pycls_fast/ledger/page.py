@@ -15,7 +15,7 @@ import matplotlib as mpl
 from pycls_fast.ledger.charts import Chart, charts
 from pycls_fast.ledger.table import rows, state, verdict
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; max-width: 76rem;
   padding: 1rem; }
@@ -61,14 +61,14 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · {settings['seeds']} "
             f"seeds · {settings['rounds']} rounds of timing</p>",
             source,
             f"<ul class='answers'>{''.join(_answer(arm, record) for arm in record['arms'])}</ul>",
             "<section class='charts'>",
-            *(_figure(chart) for chart in drawn),
+            *(figure_html(chart) for chart in drawn),
             "</section>",
             "<h2>All numbers</h2>",
             f"<div class='scroll'>{_table(record)}</div>",
@@ -103,7 +103,8 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"<li class='{kind}'>{name}{speed}{between}<br>{escape(words)}{ended}</li>"
 
 
-def _figure(chart: Chart) -> str:
+def figure_html(chart: Chart) -> str:
+    """A chart with its title and caption, drawn into the page."""
     return (
         f"<figure><h2>{escape(chart.title)}</h2>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
     )

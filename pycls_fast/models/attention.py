@@ -29,6 +29,11 @@ def reference_attention(
     queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None
 ) -> Tensor:
     """The formula written out; keeps the (B, H, N, N) scores in memory. Returns (B, H, N, E)."""
+    return attention_probabilities(queries_BHNE, keys_BHNE, keys=keys) @ values_BHNE
+
+
+def attention_probabilities(queries_BHNE: Tensor, keys_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
+    """How much each query looks at each key, (B, H, N, N); rows add up to 1."""
     # The queries carry the scale: N x E numbers to scale instead of N x N, and float16 stays in range.
     scaled_BHNE = queries_BHNE / math.sqrt(queries_BHNE.shape[-1])
     scores_BHNN = scaled_BHNE @ keys_BHNE.transpose(-2, -1)
@@ -36,7 +41,7 @@ def reference_attention(
         # Masked and not cut off: products keep the padded sizes, which is what padding is for.
         padding_N = torch.arange(scores_BHNN.shape[-1], device=scores_BHNN.device) >= keys
         scores_BHNN = scores_BHNN.masked_fill(padding_N, -math.inf)
-    return scores_BHNN.softmax(dim=-1) @ values_BHNE
+    return scores_BHNN.softmax(dim=-1)
 
 
 def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None) -> Tensor:

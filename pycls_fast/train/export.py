@@ -1,9 +1,11 @@
-"""Weights out of a checkpoint into one file that other programs read."""
+"""A checkpoint as a file that other programs read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,49 +17,122 @@ from torch import Tensor
 
 from pycls_fast.config.command_line import DONE
 from pycls_fast.errors import UserError
+from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.display import human
+from pycls_fast.train.restore import restore
 from pycls_fast.train.run_folder import versions
 from pycls_fast.train.weights import Weights, find_checkpoint, open_weights
 
+# Of one file of protocol buffers; a little is left for the graph.
+_ONNX_LIMIT = 2**31 - 2**24
 
-def export(source: str, output: str, *, which: str, dtype: str | None, overwrite: bool) -> int:
-    """Write the weights of a checkpoint as a safetensors file and print what is in it.
 
-    In memory are the exported tensors, and one more as it was saved.
+def export(
+    source: str,
+    output: str,
+    *,
+    which: str,
+    dtype: str | None,
+    overwrite: bool,
+    format: str = "safetensors",  # noqa: A002  # the key that the user types
+) -> int:
+    """Write a checkpoint in another format and print what was written.
+
+    In memory are the exported tensors, and one more as it was saved; but for "safetensors" the whole model, twice.
 
     Args:
-        source: what `weights=` takes.
-        output: the file.
+        source: what `weights=` takes, of ours.
+        output: the file; for "timm" a folder.
         which: "auto", "model" or "ema".
-        dtype: of floating-point tensors; None: as saved.
+        dtype: of floating-point tensors; None: as saved. For "safetensors" and "timm".
         overwrite: an existing file may be replaced.
+        format: "safetensors", "timm", "onnx" or "program"; see `models.export`.
 
     Raises:
-        UserError: a source that cannot be read, or a file that cannot be written.
+        UserError: a source that cannot be read, a model that the format does not have, or no place to write to.
     """
-    path = Path(output).expanduser()
-    if path.suffix != ".safetensors":
-        raise UserError(f"output: the file is in the safetensors format; call it {path.stem}.safetensors")
-    if path.exists() and not overwrite:
-        raise UserError(f"output: {path} exists; give another name, or overwrite=true")
-    if not path.parent.is_dir():
-        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+    path = _checked(Path(output).expanduser(), format, dtype, overwrite=overwrite)
     weights = open_weights(find_checkpoint(Path(source).expanduser()), kind=which)
-    tensors = _read(weights, None if dtype is None else getattr(torch, dtype))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
-        save_file(tensors, temporary, metadata=_about(weights))
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        if format == "safetensors":
+            save_file(
+                _read(weights, None if dtype is None else getattr(torch, dtype)), temporary, metadata=_about(weights)
+            )
+        else:
+            _write_model(source, which, format, dtype, temporary)
+        _settle(temporary)
+        if path.is_dir():
+            shutil.rmtree(path)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"output: {path} could not be written ({error})") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
     origin = weights.origin
-    count = sum(tensor.numel() for tensor in tensors.values())
+    size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    count = sum(math.prod(spec.shape) for spec in weights.specs.values())
     print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
-    print(f"{path}: {len(tensors)} tensors, {human(count)} numbers, {human(path.stat().st_size, 'B')}")
+    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}")
+    if format == "timm":
+        print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
     return DONE
+
+
+def _settle(path: Path) -> None:
+    """What was written on the disk, and readable as other files are: safetensors lets its owner alone read them."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in path.iterdir() if path.is_dir() else [path]:
+        file.chmod(0o666 & ~mask)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
+    suffix = SUFFIXES[format]
+    if format == "safetensors" and path.suffix != suffix:
+        raise UserError(f"output: the file is in the safetensors format; call it {path.stem}.safetensors")
+    if suffix and path.suffix != suffix:
+        raise UserError(f"output: format={format} writes a file {path.stem}{suffix}; call it so")
+    if not suffix and path.suffix in SUFFIXES.values() and path.suffix:
+        raise UserError(f"output: format={format} writes a folder; call it {path.stem}")
+    if dtype is not None and format in ("onnx", "program"):
+        raise UserError(f"dtype: format={format} computes in float32; leave it out")
+    if path.exists() and not overwrite:
+        raise UserError(f"output: {path} exists; give another name, or overwrite=true")
+    if path.exists() and path.is_dir() != (not suffix):
+        raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
+    if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
+        # A typing mistake must not remove somebody's folder.
+        raise UserError(f"output: {path} holds something else than a model of timm; give another name")
+    if not path.parent.is_dir():
+        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+    return path
+
+
+def _write_model(source: str, which: str, format: str, dtype: str | None, path: Path) -> None:  # noqa: A002
+    """Through the network itself. Its attention is written out: operations that every reader of the file knows."""
+    restored = restore(source, which=which, device="cpu", fast=False)
+    size = sum(4 * parameter.numel() for parameter in restored.network.parameters())
+    if format == "onnx" and size >= _ONNX_LIMIT:
+        raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
+    if dtype is not None:
+        restored.network.to(getattr(torch, dtype))
+    data, augment = restored.config.data, restored.config.augment
+    about = About(
+        classes=restored.classes,
+        image_size=data.image_size,
+        mean=data.mean,
+        std=data.std,
+        crop_ratio=augment.eval_crop_ratio,
+        interpolation=augment.interpolation,
+        step=restored.origin.step,
+        weights=restored.origin.kind,
+    )
+    FORMATS[format](restored.network, path, about)
 
 
 def _read(weights: Weights, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.options_line import read_options
@@ -21,6 +23,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import load_weights
+from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
 CONFIG = load_config("vit_digits", ["model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4"])
@@ -103,13 +106,20 @@ def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["weights=nowhere"], "weights: nowhere is no file of weights and no run folder with a checkpoint"),
+        (["format=onnx"], "output: format=onnx writes a file net.onnx; call it so"),
+        (["format=program", "output=net.pt"], "output: format=program writes a file net.pt2; call it so"),
+        (["format=timm"], "output: format=timm writes a folder; call it net"),
+        (["format=timm", "output=run"], "output: run exists; give another name, or overwrite=true"),
+        (["format=timm", "output=run", "overwrite=true"], "output: run holds something else than a model of timm"),
+        (["format=onnx", "output=n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
+        (["format=pickle"], 'format: must be one of safetensors, timm, onnx, program; got "pickle"'),
         (["output=net.pt"], "output: the file is in the safetensors format; call it net.safetensors"),
         (["output=no/folder/net.safetensors"], "output: no/folder is no folder"),
         (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
         (["wieghts=x"], "wieghts: unknown key; did you mean weights?"),
-        (["--weights"], "--weights: not a key=value; the keys are weights, output, which, dtype, overwrite"),
+        (["--weights"], "--weights: not a key=value; the keys are weights, output, format, which, dtype, overwrite"),
     ],
 )
 def test_mistakes_get_a_line(
@@ -124,6 +134,81 @@ def test_mistakes_get_a_line(
         tool["main"](read_options([*usual, *arguments], tool["Options"]))
     assert any(line in told.replace(f"{tmp_path}/", "") for told in caught.value.lines), caught.value.lines
     assert not Path("net.safetensors").exists()
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    """A run with values in every tensor: a fresh head is zero, and all models would agree."""
+    return make_run(tmp_path / "drawn")
+
+
+def pixels() -> torch.Tensor:
+    """uint8 (3, 3, 8, 8)."""
+    return torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def logits(source: Path, **settings: str) -> torch.Tensor:
+    """Of the run itself, from the same bytes."""
+    return pycls_fast.load(source, **settings).logits(pixels().permute(0, 2, 3, 1))
+
+
+def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    for overwrite in (False, True):
+        assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=overwrite, format="timm") == 0
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    config = network.pretrained_cfg
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        found = network((pixels().float() / 255 - mean) / std)
+    torch.testing.assert_close(found, logits(drawn), rtol=1e-4, atol=1e-4)
+    assert config["label_names"] == [f"class [{i}]" for i in range(10)]
+    assert config["crop_pct"] == 1.0
+
+
+def test_a_half_format_for_timm(drawn: Path, tmp_path: Path) -> None:
+    export(str(drawn), str(tmp_path / "out"), which="auto", dtype="bfloat16", overwrite=False, format="timm")
+    kinds = {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()}
+    assert kinds == {torch.bfloat16}
+
+
+def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    file = tmp_path / "net.onnx"
+    assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="onnx") == 0
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (found,) = session.run(["logits"], {"images": pixels().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), logits(drawn), rtol=1e-4, atol=1e-4)
+    texts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(texts["classes"])[3] == "class [3]"
+    assert json.loads(texts["preprocessing"])["image_size"] == 8
+
+
+def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
+    file = tmp_path / "net.pt2"
+    assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="program") == 0
+    texts = {"classes": "", "step": ""}
+    program = torch.export.load(file, extra_files=texts).module()
+    torch.testing.assert_close(program(pixels()), logits(drawn), rtol=1e-4, atol=1e-4)
+    assert json.loads(texts["classes"])[3] == "class [3]"
+    assert texts["step"] == "7"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_weights_that_were_asked_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "two", "optim.ema_decay=0.9", ema=True)
+    for which in ("model", "ema"):
+        export(str(run), str(tmp_path / which), which=which, dtype=None, overwrite=False, format="timm")
+        tensors = load_file(tmp_path / which / "model.safetensors")
+        head: object = pycls_fast.load(run, which=which).network.head.weight  # type: ignore[union-attr]
+        assert torch.equal(tensors["head.weight"], head)  # type: ignore[arg-type]
+
+
+def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:
+    write(drawn, tmp_path / "net.safetensors")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "net.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_the_command_line(run_dir: Path) -> None:

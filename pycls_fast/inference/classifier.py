@@ -1,0 +1,178 @@
+"""A trained network that takes images as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast import build
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Batch, to_device
+from pycls_fast.errors import UserError
+from pycls_fast.inference.images import GivenImages, given_images
+from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.restore import Restored, restore
+
+Skip = Callable[[str, str], None]
+"""Told the name of an image that cannot be read, and why."""
+
+_BATCH = 64
+# So many images are read sooner by one process than workers are started.
+_FEW = 128
+
+
+def load(
+    run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+) -> Classifier:
+    """A trained classifier.
+
+        classifier = pycls_fast.load("runs/my_run")
+        for found in classifier.predict(["cat.jpg", "more/images"]):
+            print(found.image, found.class_name, found.probability)
+
+    Args:
+        run: a run folder (its best checkpoint), a checkpoint, or a safetensors file of `tools/export_net.py`.
+        which: "auto" (the average of the weights where there is one), "model" or "ema".
+        device: "auto", "cpu" or "cuda".
+        precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".
+        fast: take the device's fast kernels; else those that are written out.
+
+    Raises:
+        UserError: no such weights, or a device that is not there.
+    """
+    return Classifier(restore(run, which=which, device=device, precision=precision, fast=fast))
+
+
+class Classifier:
+    """A network with the preprocessing and the class names that it was trained with."""
+
+    def __init__(self, restored: Restored) -> None:
+        self.network: nn.Module = restored.network
+        self.classes = restored.classes
+        self.config: RunConfig = restored.config
+        self.origin = restored.origin
+        self.device = restored.world.device
+        self._restored = restored
+        self._prepare = build.prepare(self.config, self.device, restored.switches)
+        self._autocast = build.autocast(self.config, self.device)
+
+    @property
+    def preprocessing(self) -> str:
+        """What is done to an image before the network sees it, in one line."""
+        return build.preprocessing(self.config)
+
+    def class_name(self, label: int) -> str:
+        """The name of an output; models may have more outputs than their data had classes."""
+        return self.classes[label] if label < len(self.classes) else f"output {label}"
+
+    def predict(
+        self,
+        images: Any,
+        *,
+        topk: int = 5,
+        batch_size: int | None = None,
+        num_workers: int | None = None,
+        skip: Skip | None = None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> list[Prediction]:
+        """The likeliest classes of each image, in the order of the images.
+
+        Args:
+            images: what `given_images` takes: paths, folders, patterns, Pillow images, uint8 arrays, or a list of them.
+            topk: classes to name; all where there are fewer.
+            batch_size: images at a time.
+            num_workers: processes that read and decode; None: none for few images, else one for each core.
+            skip: called for an image that cannot be read, which is then left out. None: that is an error.
+            advance: told how many images are done since the last call.
+
+        Raises:
+            UserError: no images, images of another kind, or an image that cannot be read.
+        """
+        if topk < 1:
+            raise UserError(f"topk: must be at least 1; got {topk}")
+        source = given_images(images) if not isinstance(images, GivenImages) else images
+        found: list[Prediction] = []
+        for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
+            scores_BK = self.scores(batch).double()
+            if not torch.isfinite(scores_BK).all():
+                raise UserError(
+                    f"weights: {self.origin.path} gives scores that are no numbers; with precision=fp32 too they are "
+                    "of a run that has diverged"
+                )
+            found += self._guesses(source, batch, scores_BK, topk)
+            advance(len(batch) + len(batch.damaged))
+        return found
+
+    def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
+        alone = self.config.loss.name == "bce"
+        chances_BK = scores_BK.sigmoid() if alone else scores_BK.softmax(dim=1)
+        # By the scores, of which more differ than of the chances; of equals the first, as in evaluation.
+        order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+        rows = zip(batch.indices_B.tolist(), order_BT.tolist(), chances_BK.gather(1, order_BT).tolist(), strict=True)
+        for position, labels, chances in rows:
+            top = (Guess(k, self.class_name(k), chance) for k, chance in zip(labels, chances, strict=True))
+            yield Prediction(source.name(position), position, tuple(top))
+
+    def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
+        """The network's scores (N, K), float32, on the CPU; arguments and errors as in `predict`."""
+        batches = self.batches(given_images(images), batch_size=batch_size, num_workers=num_workers)
+        return torch.cat([self.scores(batch).float().cpu() for batch in batches])
+
+    def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
+        """What the network's last linear layer sees (N, D), float32, on the CPU; arguments as in `predict`."""
+        seen: list[Tensor] = []
+        head = self.network.get_submodule(self.network.head_name)  # type: ignore[arg-type]  # every model names it
+        handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float().cpu()))
+        try:
+            self.logits(images, batch_size=batch_size, num_workers=num_workers)
+        finally:
+            handle.remove()
+        return torch.cat(seen)
+
+    def batches(
+        self,
+        source: GivenImages,
+        *,
+        batch_size: int | None = None,
+        num_workers: int | None = None,
+        skip: Skip | None = None,
+    ) -> Iterator[Batch]:
+        """The images as the network sees them, uint8 (B, H, W, 3), on the device; arguments and errors as in `predict`.
+
+        A batch has no image when all of them were damaged and left out; such batches are not yielded.
+        """
+        few = source.in_memory or len(source) <= _FEW
+        data = self.config.data.model_copy(
+            update={
+                "eval_batch_size": batch_size or _BATCH,
+                "num_workers": 0 if few and num_workers is None else num_workers,
+            }
+        )
+        config = self.config.model_copy(update={"data": data})
+        switches = self._restored.switches
+        if source.in_memory:
+            # What is decoded already is resized as Pillow does it, as files that are no JPEGs are.
+            switches = {**switches, SwitchName.DECODE: "pillow"}
+        loader = build.eval_loader(config, source, self._restored.world, switches)
+        for batch in to_device(loader, self.device, mode="blocking"):
+            for name, reason in batch.damaged:
+                if skip is None:
+                    raise UserError(f"{name}: {reason}")
+                skip(name, reason)
+            if len(batch):
+                yield batch
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> Tensor:
+        """Logits (B, K) of a batch, in the format that the precision gives them."""
+        with self._autocast():
+            return self.network(self.inputs(batch))
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """A batch as the network takes it: (B, C, H, W), normalised."""
+        return self._prepare(batch)

@@ -1,0 +1,136 @@
+"""The images that somebody gives: paths, folders, patterns, Pillow images, arrays. All become one `Source`."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pycls_fast.data import EXTENSIONS, as_rgb
+from pycls_fast.errors import UserError
+
+_KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
+
+
+class GivenImages:
+    """Images without labels (a `data.Source`): paths are read when they are asked for."""
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, items: Sequence[Path | Image.Image | np.ndarray]) -> None:
+        self._items = list(items)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no file has to be read."""
+        return not any(isinstance(item, Path) for item in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        """The file's bytes or the pixels, and a label that means nothing."""
+        item = self._items[index]
+        if isinstance(item, Path):
+            return item.read_bytes(), 0
+        return (np.asarray(as_rgb(item)) if isinstance(item, Image.Image) else item), 0
+
+    def name(self, index: int) -> str:
+        """The path as text that can be printed, or "image 3"."""
+        item = self._items[index]
+        # A name that is no text in the system's encoding keeps its bytes, as signs.
+        return os.fsencode(item).decode("utf-8", "backslashreplace") if isinstance(item, Path) else f"image {index}"
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{len(self):,} images"
+
+
+def given_images(images: Any) -> GivenImages:
+    """One source of whatever was given.
+
+    Args:
+        images: a path, a folder or a pattern; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or, for
+            several, (B, H, W, 3); a sequence of such.
+
+    Raises:
+        UserError: nothing, something else, or a path that does not exist.
+    """
+    items = list(_flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, ""))
+    if not items:
+        raise UserError("images: none were given")
+    return GivenImages(items)
+
+
+def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:
+    if isinstance(images, str | os.PathLike):
+        yield from find_images([os.fspath(images)])
+    elif isinstance(images, Image.Image):
+        yield images
+    elif isinstance(images, np.ndarray | torch.Tensor):
+        yield from _pixels(images, place)
+    elif isinstance(images, Iterable) and not isinstance(images, bytes | dict):
+        for position, item in enumerate(images):
+            yield from _flat(item, f"{place}[{position}]")
+    else:
+        raise UserError(f"images{place}: must be {_KINDS}; got {type(images).__name__}")
+
+
+def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarray]:
+    array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else images
+    if array.ndim == 4 and not place:
+        for position, image_HWC in enumerate(array):
+            yield from _pixels(image_HWC, f"[{position}]")
+        return
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1):
+        array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise UserError(f"images{place}: must be {_KINDS}; got {array.dtype} {tuple(images.shape)}")
+    yield array
+
+
+def find_images(words: Iterable[str]) -> list[Path]:
+    """Files that words mean, in the order of the words.
+
+    Args:
+        words: files, of any name; folders, whose images at any depth are taken in the order of their paths, hidden ones
+            left out; patterns with `*`, `?`, `[...]` and `**`.
+
+    Raises:
+        UserError: a line for each word that means nothing.
+    """
+    found: list[Path] = []
+    mistakes: list[str] = []
+    for word in words:
+        path = Path(word).expanduser()
+        if path.is_dir():
+            here = sorted(_below(path))
+            problem = f"images: {word} holds no images ({' '.join(EXTENSIONS)})"
+        elif path.exists():
+            here, problem = [path], ""
+        else:
+            matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
+            here = sorted(match for match in matches if match.is_file() and _is_image(match.name))
+            problem = f"images: {word} is no file, no folder and no pattern that finds images"
+        found += here
+        if not here:
+            mistakes.append(problem)
+    if mistakes:
+        raise UserError(*mistakes)
+    return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for top, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(top) / name for name in names if _is_image(name))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")

@@ -1,0 +1,152 @@
+"""Attention, rollout, features and class maps of given images, drawn over them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pycls_fast.config.command_line import DONE, MISTAKE
+from pycls_fast.data import Batch
+from pycls_fast.errors import UserError
+from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.images import GivenImages
+from pycls_fast.inference.report import collect, percent
+from pycls_fast.inference.sheet import Cell, write_sheets
+from pycls_fast.models import maps
+
+KINDS = ("attention", "rollout", "features", "class")
+MOST_IMAGES = 200
+"""Of a call: their maps are held together, and nobody looks at more."""
+
+# Of dark to light, so that it is read in grey as well.
+_COLOURS = mpl.colormaps["inferno"]
+_BATCH = 8
+
+
+def draw_maps(
+    run: str,
+    images: Sequence[str],
+    *,
+    kind: str,
+    output: str | None,
+    heads: bool,
+    opacity: float,
+    which: str,
+    device: str,
+) -> int:
+    """Write a sheet with a row for each image: the part that the network sees, and its maps; returns the exit status.
+
+    Args:
+        run, which, device: see `inference.load`.
+        images: see `report.predict`.
+        kind: one of `KINDS`.
+        output: a PNG file; None: `KIND.png`.
+        heads: "attention" shows each head; else their mean alone.
+        opacity: of the maps over the images, 0 to 1.
+
+    Raises:
+        UserError: no such weights or images, too many of them, or maps that this model does not have.
+    """
+    source = GivenImages(collect(images))
+    if len(source) > MOST_IMAGES:
+        raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
+    path = Path(output or f"{kind}.png").expanduser()
+    if path.suffix.lower() != ".png":
+        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
+    if not path.parent.is_dir():
+        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+    # Written out where it is asked for; the rest of the network may be as fast as it likes.
+    classifier = load(run, which=which, device=device)
+    unreadable: list[tuple[str, str]] = []
+    found = [
+        _mapped(classifier, batch, kind)
+        for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
+    ]
+    if found:
+        pictures = np.concatenate([pictures_BHWC for pictures_BHWC, *_ in found])
+        names = [source.name(index) for _, indices, *_ in found for index in indices]
+        titles = [title for *_, titles, _ in found for title in titles]
+        values = torch.cat([values for *_, values in found])
+        rows = _rows(pictures, names, titles, values, kind=kind, heads=heads, opacity=opacity)
+        columns = len(rows[0])
+        cells = [cell for row in rows for cell in row]
+        for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
+            print(file)
+    for name, reason in unreadable:
+        print(f"unreadable: {name}: {reason}", file=sys.stderr)
+    return DONE if found else MISTAKE
+
+
+@torch.no_grad()
+def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray, list[int], list[str], Tensor]:
+    """What the network saw, the images' positions, what it took them for, and the maps (B, ..., h, w) or features."""
+    network, inputs_BCHW = classifier.network, classifier.inputs(batch)
+    scores_BK = classifier.scores(batch).double()
+    labels_B = scores_BK.argmax(dim=1)
+    chances_B = (scores_BK.sigmoid() if classifier.config.loss.name == "bce" else scores_BK.softmax(dim=1)).amax(dim=1)
+    titles = [
+        f"{percent(chance)}%  {classifier.class_name(label)}"
+        for label, chance in zip(labels_B.tolist(), chances_B.tolist(), strict=True)
+    ]
+    if kind == "attention":
+        values = maps.attention_maps(network, inputs_BCHW)
+    elif kind == "rollout":
+        values = maps.attention_rollout(network, inputs_BCHW)
+    elif kind == "features":
+        values = maps.patch_features(network, inputs_BCHW)
+    else:
+        values = maps.class_maps(network, inputs_BCHW, labels_B)
+    return batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu()
+
+
+def _rows(
+    pictures_BHWC: np.ndarray,
+    names: Sequence[str],
+    titles: Sequence[str],
+    values: Tensor,
+    *,
+    kind: str,
+    heads: bool,
+    opacity: float,
+) -> list[list[Cell]]:
+    """A row of cells for each image."""
+    if kind == "features":
+        # Of all images together, so that a colour means the same in each.
+        values = maps.principal_components(values)
+    rows = []
+    for picture_HWC, name, title, value in zip(pictures_BHWC, names, titles, values, strict=True):
+        picture = Image.fromarray(picture_HWC)
+        row = [Cell(picture, title, [Path(name).name])]
+        if kind == "features":
+            row.append(
+                Cell(_blend(picture, _colours(value, picture.size), opacity), "features", ["first 3 components"])
+            )
+            rows.append(row)
+            continue
+        parts = [("all heads", value.mean(dim=0)), *((f"head {i}", one) for i, one in enumerate(value, start=1))]
+        parts = [(kind, value)] if value.ndim == 2 else parts if heads else parts[:1]
+        for what, map_hw in parts:
+            largest = float(map_hw.max())
+            heat = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
+            drawn = _blend(picture, _colours(torch.from_numpy(heat), picture.size), opacity)
+            row.append(Cell(drawn, what, [f"largest: {largest:.2g}"]))
+        rows.append(row)
+    return rows
+
+
+def _colours(values_hwC: Tensor, size: tuple[int, int]) -> Image.Image:
+    """Fractions of full red, green and blue on a grid as a picture of this (width, height)."""
+    small = Image.fromarray((255 * values_hwC.double().numpy()).round().astype(np.uint8))
+    return small.resize(size, Image.Resampling.BICUBIC)
+
+
+def _blend(picture: Image.Image, over: Image.Image, opacity: float) -> Image.Image:
+    # On the grey picture, so that all colour is the map's.
+    return Image.blend(picture.convert("L").convert("RGB"), over, opacity)

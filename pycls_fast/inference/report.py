@@ -1,0 +1,182 @@
+"""Predictions for people and for programs: a table, JSON, CSV, a contact sheet."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from pycls_fast.config.command_line import DONE, MISTAKE
+from pycls_fast.data import decode
+from pycls_fast.data.sources.progress import progress
+from pycls_fast.errors import UserError
+from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.images import GivenImages, find_images
+from pycls_fast.inference.records import Prediction
+from pycls_fast.inference.sheet import Cell, write_sheets
+
+_NAME = 60
+# Lines under a picture, besides the one on it.
+_MORE = 2
+
+
+def predict(
+    run: str,
+    images: Sequence[str],
+    *,
+    format: str,  # noqa: A002  # the key that the user types
+    output: str | None,
+    topk: int,
+    which: str,
+    device: str,
+    precision: str,
+    batch_size: int | None,
+    num_workers: int | None,
+) -> int:
+    """Predict, write, and name what could not be read; returns the exit status.
+
+    Args:
+        run: see `inference.load`, for `which`, `device` and `precision` as well.
+        images: files, folders, patterns; "-" reads a list of files from standard input, one a line.
+        format: "table", "json", "csv" or "sheet".
+        output: a file; None: standard output, for "sheet" `predictions.png`.
+        topk, batch_size, num_workers: see `Classifier.predict`.
+
+    Raises:
+        UserError: no such weights or images, or a file that cannot be written.
+    """
+    # An argument that means nothing is told before seconds of loading; a file that is no image is told at the end.
+    source = GivenImages(collect(images))
+    path = Path(output or "predictions.png").expanduser() if output or format == "sheet" else None
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+    if format == "sheet" and path is not None and path.suffix.lower() != ".png":
+        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
+    classifier = load(run, which=which, device=device, precision=precision)
+    unreadable: list[tuple[str, str]] = []
+    with progress("predict", len(source), "images") as advance:
+        found = classifier.predict(
+            source,
+            topk=topk,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            skip=lambda name, reason: unreadable.append((name, reason)),
+            advance=advance,
+        )
+    if format == "sheet":
+        assert path is not None
+        for file in write_sheets([_cell(source, each) for each in found], path) if found else ():
+            print(file)
+    else:
+        with _opened(path) as stream:
+            if format == "json":
+                _write_json(stream, classifier, found, unreadable)
+            elif format == "csv":
+                _write_csv(stream, found)
+            else:
+                _write_table(stream, classifier, found)
+    for name, reason in unreadable:
+        print(f"unreadable: {name}: {reason}", file=sys.stderr)
+    if unreadable:
+        print(f"{len(unreadable):,} of {len(source):,} images could not be read", file=sys.stderr)
+    return DONE if found else MISTAKE
+
+
+def collect(images: Sequence[str]) -> list[Path]:
+    """Files that the command line means; those of a list on standard input need not be there.
+
+    Raises:
+        UserError: nothing was named, or a word that means nothing.
+    """
+    listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()] if "-" in images else []
+    named = find_images(word for word in images if word != "-")
+    if not listed and not named:
+        raise UserError("images: none were given; give files, folders or patterns behind the run")
+    return [*named, *listed]
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        with path.open("w", encoding="utf-8", newline="") as stream:
+            yield stream
+    except OSError as error:
+        raise UserError(f"output: {path} cannot be written ({error.strerror})") from error
+
+
+def _write_json(
+    stream: TextIO, classifier: Classifier, found: Sequence[Prediction], unreadable: Sequence[tuple[str, str]]
+) -> None:
+    values = {
+        "weights": str(classifier.origin.path),
+        "step": classifier.origin.step,
+        "preprocessing": classifier.preprocessing,
+        "images": [
+            {
+                "image": each.image,
+                "label": each.label,
+                "class": each.class_name,
+                "probability": each.probability,
+                "top": [{"label": g.label, "class": g.class_name, "probability": g.probability} for g in each.top],
+            }
+            for each in found
+        ],
+        "unreadable": [{"image": name, "reason": reason} for name, reason in unreadable],
+    }
+    stream.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def _write_csv(stream: TextIO, found: Sequence[Prediction]) -> None:
+    count = max((len(each.top) for each in found), default=0)
+    numbers = ["", *(f"_{place}" for place in range(2, count + 1))]
+    table = csv.writer(stream, lineterminator="\n")
+    table.writerow(["image", *(f"{what}{n}" for n in numbers for what in ("label", "class", "probability"))])
+    for each in found:
+        cells = ((guess.label, guess.class_name, f"{guess.probability:.6g}") for guess in each.top)
+        table.writerow([each.image, *(cell for cells_of_one in cells for cell in cells_of_one)])
+
+
+def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Prediction]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, justify in (("image", "left"), ("class", "left"), ("%", "right"), ("then", "left")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]  # two of its literals
+    for each in found:
+        name = each.image if len(each.image) <= _NAME else f"…{each.image[1 - _NAME :]}"
+        more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in each.top[1:])
+        table.add_row(*(_plain(text) for text in (name, each.class_name, percent(each.probability), more)))
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    origin = classifier.origin
+    console.print(_plain(f"{origin.path} ({origin.kind} weights, step {origin.step})"), soft_wrap=True)
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    """Names with square brackets are no markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def percent(probability: float) -> str:
+    """Of a probability: two digits that matter at either end."""
+    return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
+
+
+def _cell(source: GivenImages, each: Prediction) -> Cell:
+    picture = decode(source.read(each.position)[0])
+    more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
+    # The number first: what is cut off of a long line is its end.
+    title = f"{percent(each.probability)}%  {each.class_name}"
+    return Cell(picture, title, [Path(each.image).name, *more])

@@ -1,0 +1,99 @@
+"""Contact sheets: pictures in a grid with words on them and under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+
+PAGE = 120
+"""Cells of a file; more pictures go to further files."""
+
+_MARGIN, _LINE, _STRIP = 8, 17, 24
+_INK, _GREY, _PAPER = (20, 20, 20), (90, 90, 90), (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A picture on a sheet.
+
+    Attributes:
+        picture: of any size; small ones are enlarged without smoothing, so that their pixels are seen.
+        title: written on the picture's lower edge.
+        lines: under the picture.
+    """
+
+    picture: Image.Image
+    title: str
+    lines: Sequence[str] = ()
+
+
+def write_sheets(
+    cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = 192, page: int = PAGE
+) -> list[Path]:
+    """Write PNG files: `path`, and for what does not fit on it `NAME_2.png`, `NAME_3.png`, ...
+
+    Args:
+        columns: cells of a row.
+        side: of a picture, in pixels.
+        page: cells of a file, a multiple of `columns`.
+    """
+    written = []
+    for number, start in enumerate(range(0, len(cells), page), start=1):
+        file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
+        draw_sheet(cells[start : start + page], columns=columns, side=side).save(file, format="PNG")
+        written.append(file)
+    return written
+
+
+def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> Image.Image:
+    """One sheet; see `write_sheets`."""
+    columns = min(columns, len(cells))
+    rows = -(-len(cells) // columns)
+    width = side + _MARGIN
+    height = side + _MARGIN + _LINE * max(len(cell.lines) for cell in cells)
+    sheet = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for place, cell in enumerate(cells):
+        row, column = divmod(place, columns)
+        left, top = _MARGIN + column * width, _MARGIN + row * height
+        sheet.paste(tile(cell.picture, side), (left, top))
+        if cell.title:
+            # White on black whatever the picture, so that it is read in grey, too.
+            draw.rectangle((left, top + side - _STRIP, left + side - 1, top + side - 1), fill=_INK)
+            text = _fitted(cell.title, side - 10, _font(15, bold=True))
+            draw.text((left + 5, top + side - _STRIP / 2), text, _PAPER, _font(15, bold=True), anchor="lm")
+        for number, line in enumerate(cell.lines):
+            place_y = top + side + 2 + number * _LINE
+            draw.text((left + 2, place_y), _fitted(line, side - 4, _font(12)), _GREY, _font(12))
+    return sheet
+
+
+def tile(picture: Image.Image, side: int) -> Image.Image:
+    """The whole picture in a square of `side` pixels, on grey."""
+    scale = side / max(picture.size)
+    size = tuple(max(round(length * scale), 1) for length in picture.size)
+    smooth = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
+    square = Image.new("RGB", (side, side), (225, 225, 225))
+    square.paste(picture.resize(size, smooth), ((side - size[0]) // 2, (side - size[1]) // 2))  # type: ignore[arg-type]
+    return square
+
+
+def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
+    """The text, its end cut off where it is longer than `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
+
+
+@cache
+def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    # matplotlib brings it along on every system; Pillow's own lacks most letters outside of English.
+    properties = font_manager.FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+    return ImageFont.truetype(font_manager.findfont(properties), size)

@@ -1,0 +1,143 @@
+"""From two run folders to `compare.json`, a page, contact sheets and a table on the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from pycls_fast.config.command_line import DONE
+from pycls_fast.data import DamagedImage, decode
+from pycls_fast.errors import UserError
+from pycls_fast.inference.sheet import Cell, write_sheets
+from pycls_fast.ledger.compare.images import compare_images, why_not_paired
+from pycls_fast.ledger.compare.page import page
+from pycls_fast.ledger.compare.runs import RunFiles, read_run
+from pycls_fast.ledger.compare.settings import differences
+from pycls_fast.ledger.compare.table import print_comparison
+from pycls_fast.speed import Device
+from pycls_fast.train.run_folder import environment_command, versions
+
+Record = dict[str, Any]
+
+# Of a loss curve; more cannot be seen.
+_MOST_POINTS = 400
+
+
+def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
+    """Compare, write, print; returns the exit status.
+
+    Args:
+        run_a, run_b: run folders, finished or not.
+        output: a folder, made if need be; None: `comparisons/A--B`.
+        images: of each kind of disagreement, to be shown.
+
+    Raises:
+        UserError: a folder that holds no run, or that cannot be written to.
+    """
+    a, b = read_run(run_a), read_run(run_b)
+    folder = Path(output).expanduser() if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be made ({error.strerror}); give another") from error
+    record = comparison(a, b, images)
+    (folder / "compare.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    pictures = _pictures(a, b, record)
+    for kind, name in (("only_a", "a_right_b_wrong"), ("only_b", "b_right_a_wrong")):
+        for old in folder.glob(f"{name}*.png"):
+            old.unlink()
+        cells = [_cell(each, pictures[each["index"]]) for each in _shown(record, kind) if each["index"] in pictures]
+        if cells:
+            write_sheets(cells, folder / f"{name}.png")
+    (folder / "index.html").write_text(page(record, pictures), encoding="utf-8")
+    print_comparison(record)
+    print(f"page: {folder / 'index.html'}")
+    return DONE
+
+
+def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
+    """The whole record; `images` (the comparison image by image) is None where `not_paired` says why."""
+    reason = why_not_paired(a, b)
+    return {
+        "kind": "comparison",
+        "format": 1,
+        "time": time.time(),
+        "command": environment_command(),
+        "versions": versions(),
+        "a": _run(a),
+        "b": _run(b),
+        "settings": differences(a.config, b.config, (_device(a), _device(b))),
+        "not_paired": reason,
+        "without_pictures": (a.missing if a.source is None else None) and b.missing,
+        "images": None if reason is not None else compare_images(a, b, images),
+    }
+
+
+def _run(run: RunFiles) -> Record:
+    """What is known of one run by itself; numbers that it does not have yet are None."""
+    train = [r for r in run.records if r["kind"] == "train"]
+    evaluations = run.evaluations if any(r["kind"] == "eval" for r in run.records) else []
+    last: Mapping[str, Any] = evaluations[-1] if evaluations else {}
+    summary = run.summary or {}
+    every = -(-len(train) // _MOST_POINTS) or 1
+    newest: Mapping[str, Any] = train[-1] if train else {}
+    return {
+        "path": str(run.path),
+        "config_name": run.config.get("config_name"),
+        "finished": run.summary is not None,
+        "steps": summary.get("steps", newest.get("step")),
+        "epochs": summary.get("epochs", newest.get("epoch")),
+        "weights": last.get("weights"),
+        **{key: last.get(key) for key in ("top1", "top5", "loss", "count")},
+        "best_top1": max((r["top1"] for r in evaluations), default=None),
+        **{key: summary.get(key, newest.get(key)) for key in ("images_per_second", "memory_peak_bytes")},
+        "step_seconds_p50": summary.get("step_seconds_p50"),
+        **{
+            k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
+        },
+        "curve": {"epoch": [r["epoch"] for r in train[::every]], "loss": [r["loss"] for r in train[::every]]},
+        "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
+    }
+
+
+def _device(run: RunFiles) -> Device:
+    device = (run.summary or {}).get("device", "cpu")
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _short(path: Path) -> str:
+    """The end of a path as a name: the experiment and the time, or what the person called it."""
+    parts = path.resolve().parts[-2:]
+    return "_".join(parts) if len(parts) == 2 and parts[1][:1].isdigit() else parts[-1]
+
+
+def _shown(record: Record, kind: str) -> Sequence[Record]:
+    return record["images"][kind] if record["images"] is not None else ()
+
+
+def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
+    """The images of the disagreements by their positions, those that can still be read."""
+    found: dict[int, Image.Image] = {}
+    source = a.source or b.source
+    if source is None:
+        return found
+    for each in (*_shown(record, "only_a"), *_shown(record, "only_b")):
+        try:
+            picture = decode(source.read(each["index"])[0])
+        except (OSError, DamagedImage):
+            continue
+        # As large as it is shown at most.
+        picture.thumbnail((400, 400))
+        found[each["index"]] = picture
+    return found
+
+
+def _cell(each: Record, picture: Image.Image) -> Cell:
+    return Cell(
+        picture, each["class"], [f"A: {each['a']} ({each['loss_a']:.2f})", f"B: {each['b']} ({each['loss_b']:.2f})"]
+    )

@@ -1,0 +1,108 @@
+"""What a run folder holds for a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pycls_fast import build
+from pycls_fast.config import saved_config
+from pycls_fast.data import Source
+from pycls_fast.errors import UserError
+from pycls_fast.train.checkpoint import checkpoints
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as it is on disk, finished or not.
+
+    Attributes:
+        path: of its folder.
+        config: plain values, as it was saved.
+        records: the lines of `metrics.jsonl`.
+        summary: None while the run goes on.
+        classes: names, or None where no checkpoint tells them.
+        predictions: of the latest evaluation; None before the first.
+        source: the images of the latest evaluation; None where the data is not there any more.
+        missing: why there is no `source`.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    records: list[Record]
+    summary: Record | None
+    classes: tuple[str, ...] | None
+    predictions: Predictions | None
+    source: Source | None = field(repr=False)
+    missing: str | None = None
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """Of the weights that were evaluated last: the average where there is one."""
+        found = [r for r in self.records if r["kind"] == "eval"]
+        return [r for r in found if (r["split"], r["weights"]) == (found[-1]["split"], found[-1]["weights"])]
+
+
+def read_run(text: str) -> RunFiles:
+    """Read a run folder.
+
+    Raises:
+        UserError: it is none, or its files are damaged.
+    """
+    folder = RunFolder(Path(text).expanduser())
+    file = folder.path / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{text}: not a run folder (it has no config.yaml)")
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        summary = folder.path / "summary.json"
+        read = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{text}: a file of the run cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not the configuration of a run")
+    source, missing = _source(config, str(file))
+    return RunFiles(
+        path=folder.path,
+        config=config,
+        records=list(folder.records()),
+        summary=read,
+        classes=_classes(folder) or (source.classes if source is not None else None),
+        predictions=Predictions.load(folder.predictions) if folder.predictions.is_file() else None,
+        source=source,
+        missing=missing,
+    )
+
+
+def _classes(folder: RunFolder) -> tuple[str, ...] | None:
+    for checkpoint in checkpoints(folder.checkpoints):
+        try:
+            return tuple(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["classes"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str | None]:
+    """The run's own evaluation images, or why they cannot be had. Nothing is asked of the device it was trained on."""
+    here: dict[str, Any] = {
+        "run_dir": None,
+        "weights": None,
+        "parallel": {"name": "single"},
+        "runtime": {"device": "cpu"},
+    }
+    try:
+        checked = saved_config({**config, **here}, where)
+        with build.world(checked) as world:
+            return build.sources(checked, world)["val"], None
+    except UserError as error:
+        return None, error.lines[0]

@@ -1,0 +1,69 @@
+"""What two configurations differ in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pycls_fast import speed
+from pycls_fast.config.schema import Speed
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import DTENSORS
+from pycls_fast.precision import LEVELS
+from pycls_fast.speed import CATALOGUE, Device, SwitchName
+
+Record = dict[str, Any]
+
+_OF_THE_PLACE = {"run_dir", "resume"}
+NOT_SET = "-"
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], devices: tuple[Device, Device]) -> list[Record]:
+    """Keys with other values in the two, as `{key, a, b, class}`, in the order of the file.
+
+    Switches are those in force, whether they were set by hand or by a preset; their `class` is that of their card
+    ("identical", "rounding", "training"), of other keys it is None. A key that one of the two does not have is "-".
+
+    Args:
+        a, b: plain values of configurations.
+        devices: where the runs were.
+    """
+    first, second = _flat(a), _flat(b)
+    first |= _in_force(a, devices[0])
+    second |= _in_force(b, devices[1])
+    cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
+    return [
+        {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
+        for key in dict.fromkeys((*first, *second))
+        if key not in _OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
+    """The value of every switch by its key."""
+    try:
+        chosen = Speed.model_validate_json(json.dumps(config.get("speed", {})))
+        level = LEVELS[config["precision"]["name"]]
+        resolved: Mapping[SwitchName, str] = speed.resolve(
+            chosen.preset,
+            chosen.chosen(),
+            device,
+            config["optim"]["name"],
+            in_16_bits=level.compute != "float32" and not level.float8,
+            sharded=config["parallel"]["name"] in DTENSORS,
+        )
+    except (UserError, KeyError, ValueError):
+        # Of another version, or made for another machine: what is written there has to do.
+        return {}
+    return {f"speed.{name}": value for name, value in resolved.items()}

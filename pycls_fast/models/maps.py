@@ -1,0 +1,208 @@
+"""Where a network looks and what it sees there, as tensors over the image's grid.
+
+Shape letters as in `layers`; h, w are the grid's rows and columns. Nothing here needs gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.attention import attention_probabilities
+from pycls_fast.models.layers import Attention
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import Block, VisionTransformer
+
+Visit = Callable[[Tensor], None]
+
+
+def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """How much each head looks at each patch at the end, (B, H, h, w).
+
+    With a class token: its row of the last block's attention, as in DINO (Caron et al. 2021). With the mean over the
+    patches: the mean of the patches' rows. With attention pooling: its own query's. What class and register tokens are
+    given is left out, so that a map adds up to at most 1.
+
+    Args:
+        model: a `VisionTransformer`, whatever its kernel; in evaluation mode.
+        images_BCHW: as the model takes them.
+
+    Raises:
+        UserError: another model.
+    """
+    vit = _transformer(model, "attention")
+    last: list[Tensor] = []
+
+    def keep(probabilities_BHNN: Tensor) -> None:
+        last[:] = [probabilities_BHNN]
+
+    with watched(vit, keep):
+        vit(images_BCHW)
+    (probabilities_BHNN,) = last
+    if vit.classifier == "map":
+        # One query over the patches alone.
+        return _on_grid(probabilities_BHNN[:, :, 0])
+    return _on_grid(_readout(vit, probabilities_BHNN))
+
+
+def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """How much of each patch reaches the classifier through all blocks, (B, h, w).
+
+    Abnar and Zuidema, Quantifying Attention Flow in Transformers, 2020, arXiv 2005.00928, section 3: heads are
+    averaged, the residual branch counts as half of each block, and the blocks' matrices are multiplied. Read where
+    `attention_maps` reads.
+
+    Args:
+        model, images_BCHW: as there.
+
+    Raises:
+        UserError: another model.
+    """
+    vit = _transformer(model, "rollout")
+    flow: list[Tensor] = []
+
+    def multiply(probabilities_BHNN: Tensor) -> None:
+        mean_BNN = probabilities_BHNN.mean(dim=1)
+        if mean_BNN.shape[1] != mean_BNN.shape[2]:
+            # The query of attention pooling, behind the blocks: it has no residual branch.
+            patches_BNN = flow[0][:, vit.extra_tokens :]
+            flow[:] = [mean_BNN @ patches_BNN]
+            return
+        step_BNN = 0.5 * (mean_BNN + torch.eye(mean_BNN.shape[1], dtype=mean_BNN.dtype, device=mean_BNN.device))
+        flow[:] = [step_BNN @ flow[0] if flow else step_BNN]
+
+    with watched(vit, multiply):
+        vit(images_BCHW)
+    (flow_BNN,) = flow
+    if vit.classifier == "map":
+        return _on_grid(flow_BNN[:, 0, vit.extra_tokens :])
+    return _on_grid(_readout(vit, flow_BNN))
+
+
+def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """The last features that still have a place, (B, h, w, D).
+
+    Of a `VisionTransformer` the last block's patch tokens through the final norm, of a `ResNet` the last stage's.
+
+    Raises:
+        UserError: another model.
+    """
+    seen: list[Tensor] = []
+    if isinstance(model, ResNet):
+        with _hooked(model.stages[-1], seen):
+            model(images_BCHW)
+        # (B, D, h, w) -> (B, h, w, D)
+        return seen[0].permute(0, 2, 3, 1)
+    vit = _transformer(model, "features", or_resnet=True)
+    with _hooked(vit.blocks[-1], seen):
+        vit(images_BCHW)
+    # (N, B, D) -> (B, N, D)
+    features_BND = seen[0].transpose(0, 1) if vit.batch_dim == 1 else seen[0]
+    return _on_grid(vit.norm(features_BND[:, vit.extra_tokens : vit.tokens]), token_dim=1)
+
+
+def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    """What speaks for a class at each place of a ResNet's last stage, (B, h, w), not negative.
+
+    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). Behind the last stage are a mean and a linear layer, so the
+    gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
+
+    Args:
+        labels_B: int64, the classes.
+
+    Raises:
+        UserError: another model.
+    """
+    if not isinstance(model, ResNet):
+        raise UserError("kind: class is for ResNets of this package; a vision transformer has attention and rollout")
+    features_BhwD = patch_features(model, images_BCHW)
+    weights_BD = model.head.weight[labels_B].to(features_BhwD.dtype)
+    places = features_BhwD.shape[1] * features_BhwD.shape[2]
+    return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD)) / places
+
+
+def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
+    """The features of all images together on their first principal components, each between 0 and 1: (B, h, w, count).
+
+    As pictures, three of them are red, green and blue (Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 7.5).
+    The ends are the first and last hundredth, and what lies beyond is cut off. Fewer places than components leave the
+    rest at 0.5. The sign of a component, which is nobody's, is chosen to make its largest weight positive.
+    """
+    flat_PD = features_BhwD.flatten(0, 2).double()
+    centred_PD = flat_PD - flat_PD.mean(dim=0)
+    directions_CD = torch.linalg.svd(centred_PD, full_matrices=False).Vh[:count]
+    largest_C1 = directions_CD.abs().argmax(dim=1, keepdim=True)
+    directions_CD = directions_CD * directions_CD.gather(1, largest_C1).sign()
+    scores_PC = centred_PD @ directions_CD.T
+    low_C, high_C = scores_PC.quantile(0.01, dim=0), scores_PC.quantile(0.99, dim=0)
+    # A component without any spread says nothing: grey.
+    spread_C = high_C - low_C
+    scaled_PC = ((scores_PC - low_C) / spread_C.clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
+    scaled_PC = torch.where(spread_C > 1e-12, scaled_PC, 0.5)
+    missing = count - scaled_PC.shape[1]
+    return F.pad(scaled_PC, (0, missing), value=0.5).unflatten(0, features_BhwD.shape[:3])
+
+
+@contextmanager
+def watched(model: VisionTransformer, visit: Visit) -> Iterator[None]:
+    """Within the block the attention is written out, and `visit` sees its probabilities, in the order of the blocks.
+
+    They are (B, H, N, N), without padding; a MAP head's come last, (B, H, 1, patches).
+    """
+    tokens, padded = model.tokens, model.tokens if model.padding else None
+    modules: list[tuple[Attention, int | None]] = [
+        (block.attention, padded) for block in model.blocks if isinstance(block, Block)
+    ]
+    if model.pooling is not None:
+        modules.append((model.pooling.attention, None))
+    kernels = [module.kernel for module, _ in modules]
+
+    def written_out(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None) -> Tensor:
+        probabilities_BHNN = attention_probabilities(queries_BHNE, keys_BHNE, keys=keys)
+        visit(probabilities_BHNN[:, :, :tokens, :tokens])
+        return probabilities_BHNN @ values_BHNE
+
+    def kernel(keys: int | None) -> Callable[..., Tensor]:
+        return lambda queries, its_keys, values: written_out(queries, its_keys, values, keys=keys)
+
+    try:
+        for module, keys in modules:
+            module.kernel = kernel(keys)
+        yield
+    finally:
+        for (module, _), before in zip(modules, kernels, strict=True):
+            module.kernel = before
+
+
+@contextmanager
+def _hooked(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> VisionTransformer:
+    if not isinstance(model, VisionTransformer):
+        others = " and ResNets" if or_resnet else ""
+        instead = "" if or_resnet else "; a ResNet has features and class"
+        raise UserError(f"kind: {kind} is for vision transformers{others} of this package{instead}")
+    return model
+
+
+def _readout(vit: VisionTransformer, matrix: Tensor) -> Tensor:
+    """(..., N, N) -> (..., patches): the row that the classifier reads, or the mean of those of the patches."""
+    to_patches = matrix[..., vit.extra_tokens :]
+    return to_patches[..., 0, :] if vit.classifier == "token" else to_patches[..., vit.extra_tokens :, :].mean(dim=-2)
+
+
+def _on_grid(values: Tensor, token_dim: int = -1) -> Tensor:
+    side = math.isqrt(values.shape[token_dim])
+    return values.unflatten(token_dim, (side, side))

@@ -1,0 +1,122 @@
+"""A network for use, made from saved weights and what they say of themselves: no dataset, no configuration file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycls_fast import build
+from pycls_fast.build import Switches
+from pycls_fast.config import saved_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
+from pycls_fast.parallel import World, prepare_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.weights import Origin, Weights, find_checkpoint, open_weights
+
+PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
+"""Levels that need no setting of the whole process and no special hardware."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A network in evaluation mode on its device, and what it was trained with.
+
+    Attributes:
+        config: of the run, but for what is of no use here: the device, the precision and the switches are those that
+            were asked for.
+        classes: names of the outputs, in their order.
+        world: this process alone, on the device.
+    """
+
+    config: RunConfig
+    network: nn.Module
+    classes: tuple[str, ...]
+    origin: Origin
+    world: World
+    switches: Switches
+
+
+def restore(
+    source: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+) -> Restored:
+    """Build the network that saved weights belong to, and fill it.
+
+    Args:
+        source: a run folder, a checkpoint, or a file of `tools/export_net.py`.
+        which: "auto" (the average where there is one), "model" or "ema".
+        device: "auto", "cpu" or "cuda".
+        precision: one of `PRECISIONS`.
+        fast: take the fast kernels; else those that are written out.
+
+    Raises:
+        UserError: no such weights, weights that do not say what they are of, or a device that is not there.
+    """
+    _check("which", which, ("auto", "model", "ema"))
+    _check("device", device, ("auto", "cpu", "cuda"))
+    _check("precision", precision, PRECISIONS)
+    if foreign.is_hub(str(source)):
+        raise UserError(
+            f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
+        )
+    weights = open_weights(find_checkpoint(Path(source).expanduser()), kind=which)
+    config = _config(weights, device, precision, "fast" if fast else "reference")
+    classes = weights.classes
+    assert classes is not None
+    with build.world(config) as world:
+        switches = build.switches(config, world.device)
+        # The caller's generator is not ours to move; initial values are overwritten below.
+        with torch.random.fork_rng(devices=[]):
+            network = build.model(config, config.model.num_classes or len(classes), switches)
+        _fill(network, weights)
+        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        build.lower(config, network, world.device)
+    return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
+
+
+def _check(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{key}: must be one of {', '.join(allowed)}; got {value}")
+
+
+def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:
+    path = weights.origin.path
+    if weights.config is None or weights.classes is None:
+        raise UserError(
+            f"weights: {path} does not say which model and classes it is of; give a run folder, a checkpoint, or a "
+            "file that tools/export_net.py has written"
+        )
+    saved = weights.config
+    # Where files are decoded by another library their pixels differ a little: as in the run, then.
+    decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
+    changes: Mapping[str, Any] = {
+        "run_dir": None,
+        "weights": None,
+        "precision": {"name": precision},
+        "parallel": {"name": "single"},
+        # The maps and the features that are asked for are those of whole batches without padding.
+        "speed": {"preset": preset, "decode": decode, "normalize_on": "device", "sequence_padding": "none",
+                  "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
+        "runtime": {"device": device},
+    }  # fmt: skip
+    return saved_config({**saved, **changes}, str(path))
+
+
+def _fill(network: nn.Module, weights: Weights) -> None:
+    state = network.state_dict()
+    here = {name: tuple(value.shape) for name, value in state.items()}
+    there = {name: tuple(spec.shape) for name, spec in weights.specs.items()}
+    wrong = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if wrong:
+        raise UserError(
+            f"weights: {weights.origin.path} is not of the model that it names: {len(wrong)} tensors differ, the first "
+            f"is {wrong[0]} with shape {there.get(wrong[0])} there and {here.get(wrong[0])} in the model"
+        )
+    with torch.no_grad():
+        weights.fill(state)

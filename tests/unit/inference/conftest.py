@@ -1,0 +1,62 @@
+"""A run of a small random network on 8 x 8 pixels, and images of that size, which are seen as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.train import checkpoint
+from tests.numerics.test_models_peers import randomise
+
+CLASSES = tuple(f"class [{i}]" for i in range(10))
+SMALL = ["data.image_size=8", "augment.eval_crop_ratio=1.0"]
+VIT = [*SMALL, "model.width=24", "model.depth=2", "model.heads=3", "model.mlp_width=24", "model.patch_size=2"]
+
+
+def make_run(folder: Path, *overrides: str, config_name: str = "vit_digits", ema: bool = False) -> Path:
+    """A run folder that has nothing but a checkpoint."""
+    config = load_config(config_name, [*(VIT if config_name == "vit_digits" else SMALL), *overrides])
+    network = make_network(config)
+    state = {
+        "step": 7,
+        "model": network.state_dict(),
+        "ema": {name: -value for name, value in network.state_dict().items()} if ema else None,
+        "optimizer": {},
+        "classes": list(CLASSES),
+        "config": config.model_dump(mode="json"),
+    }
+    checkpoint.save({k: v for k, v in state.items() if v is not None}, folder / "checkpoints", 7, keep=2)
+    return folder
+
+
+def make_network(config: RunConfig) -> torch.nn.Module:
+    """The same in every call."""
+    network = build.model(config, config.model.num_classes or 10, build.switches(config, torch.device("cpu")))
+    return randomise(network).float().eval()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    """uint8 (5, 8, 8, 3)."""
+    return np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, pixels: np.ndarray) -> Path:
+    """The pixels as files 0.png to 4.png, the last one in a folder below."""
+    place = tmp_path / "images"
+    (place / "more").mkdir(parents=True)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(place / ("more" if number == 4 else ".") / f"{number}.png")
+    return place

@@ -1,0 +1,199 @@
+"""A loaded run says of an image what its network says, written out by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+import pycls_fast
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train.export import export
+from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
+
+
+def by_hand(pixels: np.ndarray, *overrides: str, sign: int = 1, config_name: str = "vit_digits") -> Tensor:
+    """float64 logits of bytes, without any of the package's preprocessing."""
+    config = load_config(config_name, [*(VIT if config_name == "vit_digits" else SMALL), *overrides])
+    mean, std = (torch.tensor(v, dtype=torch.float64) for v in (config.data.mean, config.data.std))
+    network = make_network(config).double()
+    if sign < 0:
+        network.load_state_dict({name: -value for name, value in network.state_dict().items()})
+    with torch.no_grad():
+        return network(((torch.from_numpy(pixels).double() / 255 - mean) / std).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
+def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_name: str) -> None:
+    wanted = by_hand(pixels, config_name=config_name)
+    classifier = pycls_fast.load(make_run(tmp_path / "run", config_name=config_name))
+    torch.testing.assert_close(classifier.logits(folder).double(), wanted, rtol=1e-4, atol=1e-4)
+    found = classifier.predict(folder, topk=3, batch_size=2)
+    assert [Path(each.image).name for each in found] == [f"{i}.png" for i in range(5)]
+    for each, scores in zip(found, wanted, strict=True):
+        chances, labels = scores.softmax(dim=0).topk(3)
+        assert [guess.label for guess in each.top] == labels.tolist()
+        assert [guess.class_name for guess in each.top] == [CLASSES[label] for label in labels]
+        assert [guess.probability for guess in each.top] == pytest.approx(chances.tolist(), rel=1e-3)
+        assert (each.label, each.class_name, each.probability) == (
+            each.top[0].label,
+            each.top[0].class_name,
+            each.top[0].probability,
+        )
+    assert len({each.label for each in found}) > 1
+
+
+def test_files_arrays_and_workers_agree(run_dir: Path, pixels: np.ndarray, folder: Path) -> None:
+    classifier = pycls_fast.load(run_dir)
+    one = classifier.logits(pixels)
+    assert torch.equal(classifier.logits(folder, num_workers=2, batch_size=5), one)
+    assert torch.equal(classifier.logits([Image.fromarray(image) for image in pixels]), one)
+    torch.testing.assert_close(classifier.logits(torch.from_numpy(pixels), batch_size=2), one)
+
+
+def test_features_are_what_the_head_sees(run_dir: Path, pixels: np.ndarray) -> None:
+    classifier = pycls_fast.load(run_dir)
+    features = classifier.features(pixels, batch_size=2)
+    assert features.shape == (5, 24)
+    head: Any = classifier.network.head
+    torch.testing.assert_close(head(features), classifier.logits(pixels))
+
+
+def test_the_eval_transform_of_the_run(tmp_path: Path) -> None:
+    """12 x 16 pixels, of which crop_ratio 0.8 leaves the inner 8 x 8 of 10 x 13."""
+    classifier = pycls_fast.load(make_run(tmp_path / "run", "augment.eval_crop_ratio=0.8"))
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (12, 16, 3), dtype=np.uint8))
+    # torchvision's Resize and CenterCrop
+    cut = image.resize((13, 10), Image.Resampling.BILINEAR).crop((2, 1, 10, 9))
+    wanted = by_hand(np.array(cut)[None])
+    torch.testing.assert_close(classifier.logits(image).double(), wanted, rtol=1e-4, atol=1e-4)
+    image.save(tmp_path / "image.png")
+    assert torch.equal(classifier.logits(tmp_path / "image.png"), classifier.logits(image))
+    assert classifier.preprocessing.startswith("short side 10 (bilinear), centre 8 x 8")
+
+
+def test_the_average_is_taken_unless_the_weights_are_asked_for(tmp_path: Path, pixels: np.ndarray) -> None:
+    run = make_run(tmp_path / "run", "optim.ema_decay=0.9", ema=True)
+    for which, sign in (("auto", -1), ("ema", -1), ("model", 1)):
+        found = pycls_fast.load(run, which=which).logits(pixels)
+        torch.testing.assert_close(found.double(), by_hand(pixels, sign=sign), rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_trained_class_by_class_has_sigmoids(tmp_path: Path, pixels: np.ndarray) -> None:
+    (each, *_) = pycls_fast.load(make_run(tmp_path / "run", "loss=bce")).predict(pixels, topk=99)
+    assert len(each.top) == 10
+    wanted = by_hand(pixels)[0].sigmoid().sort(descending=True).values
+    assert [guess.probability for guess in each.top] == pytest.approx(wanted.tolist(), rel=1e-3)
+
+
+def test_more_outputs_than_classes(tmp_path: Path, pixels: np.ndarray) -> None:
+    classifier = pycls_fast.load(make_run(tmp_path / "run", "model.num_classes=12"))
+    (each, *_) = classifier.predict(pixels, topk=12)
+    names = {guess.label: guess.class_name for guess in each.top}
+    assert (names[9], names[11]) == ("class [9]", "output 11")
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("amp_bf16", 0.1), ("bf16", 0.1), ("fp16", 0.02)])
+def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance: float) -> None:
+    classifier = pycls_fast.load(run_dir, precision=precision)
+    found, wanted = classifier.logits(pixels).double(), by_hand(pixels)
+    error = (found - wanted).norm() / wanted.norm()
+    assert 1e-6 < error < tolerance
+
+
+def test_an_exported_file_says_the_same(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
+    settings = {"which": "auto", "dtype": None, "overwrite": False}
+    assert export(str(run_dir), str(tmp_path / "net.safetensors"), **settings) == 0  # type: ignore[arg-type]
+    one, two = (pycls_fast.load(source).predict(pixels) for source in (run_dir, tmp_path / "net.safetensors"))
+    assert one == two
+
+
+def test_an_image_that_cannot_be_read(run_dir: Path, folder: Path) -> None:
+    (folder / "2.png").write_bytes(b"no image")
+    classifier = pycls_fast.load(run_dir)
+    with pytest.raises(UserError, match=r"2\.png: not an image of a known format"):
+        classifier.predict(folder)
+    skipped: list[str] = []
+    done: list[int] = []
+    found = classifier.predict(
+        folder, batch_size=2, skip=lambda name, reason: skipped.append(Path(name).name), advance=done.append
+    )
+    assert [each.position for each in found] == [0, 1, 3, 4]
+    assert skipped == ["2.png"]
+    assert sum(done) == 5
+    gone = Image.open(folder / "1.png")
+    gone.fp.close()  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="image 0: "):
+        classifier.predict(gone)
+
+
+def test_loading_moves_no_generator(run_dir: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    network = pycls_fast.load(run_dir).network
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not network.training
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys, pycls_fast; print(pycls_fast.__version__, [m for m in ('torch', 'numpy') if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{pycls_fast.__version__} []"
+
+
+def test_scores_that_are_no_numbers(tmp_path: Path, pixels: np.ndarray) -> None:
+    classifier = pycls_fast.load(make_run(tmp_path / "run"))
+    classifier.network.head.bias[0] = torch.nan  # type: ignore[index,union-attr]
+    with pytest.raises(UserError, match="gives scores that are no numbers"):
+        classifier.predict(pixels)
+
+
+def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
+    save_file({"stem.x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    state = json.loads((run_dir / "checkpoints" / "step_000000007" / "state.json").read_text())
+    assert state["classes"] == list(CLASSES)
+    for source, settings, line in (
+        (tmp_path / "nowhere", {}, "is no file of weights and no run folder"),
+        ("timm:vit_tiny_patch16_224", {}, "names weights of another project"),
+        (tmp_path / "other.safetensors", {}, "does not say which model and classes it is of"),
+        (run_dir, {"which": "ema"}, "has no average"),
+        (run_dir, {"which": "best"}, "which: must be one of auto, model, ema; got best"),
+        (run_dir, {"device": "tpu"}, "device: must be one of auto, cpu, cuda; got tpu"),
+        (run_dir, {"precision": "int8"}, "precision: must be one of fp32"),
+    ):
+        with pytest.raises(UserError, match=line):
+            pycls_fast.load(source, **settings)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="topk: must be at least 1"):
+        pycls_fast.load(run_dir).predict(pixels, topk=0)
+
+
+def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
+    settings = {"which": "auto", "dtype": None, "overwrite": False}
+    export(str(run_dir), str(tmp_path / "net.safetensors"), **settings)  # type: ignore[arg-type]
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        about = file.metadata()
+    tensors = load_file(tmp_path / "net.safetensors")
+    del tensors["norm.bias"]
+    save_file(tensors, tmp_path / "net.safetensors", about)
+    with pytest.raises(UserError, match=r"1 tensors differ, the first is norm\.bias with shape None there and \(24,\)"):
+        pycls_fast.load(tmp_path / "net.safetensors")
+    config = json.loads(about["config"]) | {"seeed": 1}
+    save_file(tensors, tmp_path / "net.safetensors", about | {"config": json.dumps(config)})
+    with pytest.raises(UserError, match=r"seeed: unknown key; did you mean seed\? \(.*net\.safetensors\)"):
+        pycls_fast.load(tmp_path / "net.safetensors")

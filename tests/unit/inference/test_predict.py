@@ -1,0 +1,184 @@
+"""tools/predict.py and tools/feature_maps.py, from their arguments to what they write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import pycls_fast
+from pycls_fast.config.options_line import read_options
+from pycls_fast.errors import UserError
+from tests.unit.inference.conftest import make_run
+
+TOOLS = Path(__file__).parents[3] / "tools"
+
+
+def run_tool(name: str, *arguments: object) -> int:
+    tool = runpy.run_path(str(TOOLS / f"{name}.py"))
+    return tool["main"](read_options([str(a) for a in arguments], tool["Options"], ("run", "images")))
+
+
+@pytest.fixture
+def bad(folder: Path) -> Path:
+    """Among the images one that is none."""
+    (folder / "bad[red].png").write_bytes(b"GIF89a, not really")
+    return folder
+
+
+def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("predict", run_dir, bad, "format=json", "topk=2") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    wanted = pycls_fast.load(run_dir).predict(sorted(bad.rglob("[0-9].png")), topk=2)
+    assert [row["image"] for row in found["images"]] == [each.image for each in wanted]
+    assert [(row["label"], row["class"], row["probability"]) for row in found["images"]] == [
+        (each.label, each.class_name, each.probability) for each in wanted
+    ]
+    assert [len(row["top"]) for row in found["images"]] == [2] * 5
+    assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
+    assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
+    assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
+
+
+def test_csv(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("predict", run_dir, bad / "1.png", bad / "0.png", "format=csv", f"output={tmp_path / 'x.csv'}") == 0
+    assert capsys.readouterr() == ("", "")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))
+    wanted = pycls_fast.load(run_dir).predict([bad / "1.png", bad / "0.png"])
+    assert [Path(row["image"]).name for row in rows] == ["1.png", "0.png"]
+    for row, each in zip(rows, wanted, strict=True):
+        assert (int(row["label"]), row["class"]) == (each.label, each.class_name)
+        assert (int(row["label_5"]), row["class_5"]) == (each.top[4].label, each.top[4].class_name)
+        assert float(row["probability_2"]) == pytest.approx(each.top[1].probability, rel=1e-5)
+
+
+def test_the_table(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("predict", run_dir, bad, "topk=3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (each, *_) = pycls_fast.load(run_dir).predict(bad / "0.png")
+    (line,) = [line for line in lines if "/0.png" in line or "0.png " in line]
+    # Class names with brackets are names and no markup.
+    assert each.class_name in line
+    assert f"{100 * each.probability:.1f}" in line
+    assert each.top[2].class_name in line
+    assert each.top[3].class_name not in line
+
+
+def test_the_sheet(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("predict", run_dir, bad, "format=sheet", f"output={tmp_path / 'sheet.png'}") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'sheet.png'}\n"
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    first = np.asarray(Image.open(bad / "0.png"))
+    # 8 pixels on 192, enlarged without smoothing, above the strip with the class.
+    assert np.array_equal(sheet[8:152:24, 8:200:24], first[:6])
+
+
+def test_a_list_on_standard_input(
+    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\n\n{bad / 'gone.png'}\n{bad / '1.png'}\n"))
+    assert run_tool("predict", run_dir, "-", "format=json") == 0
+    said = capsys.readouterr()
+    assert [Path(row["image"]).name for row in json.loads(said.out)["images"]] == ["3.png", "1.png"]
+    assert "gone.png: cannot be read: No such file or directory" in said.err
+
+
+@pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])
+def test_when_nothing_can_be_read(
+    run_dir: Path, bad: Path, form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(bad)
+    assert run_tool("predict", run_dir, bad / "bad[[]red].png", f"format={form}") == 2
+    assert "1 of 1 images could not be read" in capsys.readouterr().err
+    assert not (bad / "predictions.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "line"),
+    [
+        ("predict", [], "run: missing; set it with run=VALUE"),
+        ("predict", ["RUN"], "images: none were given; give files, folders or patterns behind the run"),
+        ("predict", ["RUN", "nowhere.png"], "images: nowhere.png is no file, no folder and no pattern"),
+        ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
+        ("predict", ["RUN", "IMAGES", "format=xml"], 'format: must be one of table, json, csv, sheet; got "xml"'),
+        ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
+        ("predict", ["RUN", "IMAGES", "--topk"], "--topk: not a key=value; the keys are run, images, format"),
+        ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
+        ("predict", ["RUN", "IMAGES", "output=no/x.json"], "output: no is no folder; make it, or give another"),
+        ("predict", ["nowhere", "IMAGES"], "weights: nowhere is no file of weights and no run folder"),
+        ("feature_maps", ["RUN"], "images: none were given"),
+        ("feature_maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
+        (
+            "feature_maps",
+            ["RUN", "IMAGES", "kind=x"],
+            'kind: must be one of attention, rollout, features, class; got "x"',
+        ),
+        ("feature_maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
+        ("feature_maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
+        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at a time"),
+    ],
+)
+def test_mistakes_get_a_line(
+    run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, arguments: Any, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"RUN": str(run_dir), "IMAGES": str(folder)}
+    with pytest.raises(UserError) as caught:
+        run_tool(tool, *(names.get(argument, argument) for argument in arguments))
+    assert any(told.startswith(line) for told in caught.value.lines), caught.value.lines
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = (folder / "0.png").rename(folder / "seed=3.png")
+    assert run_tool("predict", run_dir, odd, "format=json") == 0
+    assert json.loads(capsys.readouterr().out)["images"][0]["image"] == str(odd)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "kind", "columns"),
+    [
+        ("vit_digits", "attention", 5),
+        ("vit_digits", "rollout", 2),
+        ("vit_digits", "features", 2),
+        ("resnet_digits", "features", 2),
+        ("resnet_digits", "class", 2),
+    ],
+)
+def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: int) -> None:
+    run, output = make_run(tmp_path / "run", config_name=config_name), tmp_path / "maps.png"
+    assert run_tool("feature_maps", run, bad, f"kind={kind}", f"output={output}") == 0
+    sheet = np.asarray(Image.open(output)).astype(int)
+    cells = sheet[:, 8:].shape[1] // 200
+    assert cells == columns
+    first = np.asarray(Image.open(bad / "0.png"))
+    assert np.array_equal(sheet[8:152:24, 8:200:24], first[:6])
+    for column in range(1, columns):
+        drawn = sheet[8:150, 8 + 200 * column :][:, :190]
+        assert (drawn.max(axis=2) - drawn.min(axis=2)).max() > 30, "no colour over the picture"
+    if kind == "attention":
+        assert run_tool("feature_maps", run, bad, "heads=false", f"output={output}") == 0
+        assert np.asarray(Image.open(output)).shape[1] == 2 * 200 + 8
+
+
+def test_a_map_is_where_it_belongs() -> None:
+    """One hot place of four: its quarter of the picture is the brightest."""
+    import torch
+
+    from pycls_fast.inference.map_pictures import _rows
+
+    picture = np.full((1, 40, 40, 3), 128, np.uint8)
+    hot = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
+    (row,) = _rows(picture, ["x"], ["y"], hot, kind="rollout", heads=True, opacity=1.0)
+    light = np.asarray(row[1].picture.convert("L")).astype(float)
+    quarters = [light[:20, :20].mean(), light[:20, 20:].mean(), light[20:, :20].mean(), light[20:, 20:].mean()]
+    assert np.argmax(quarters) == 1
+    assert quarters[1] > 2 * max(quarters[0], quarters[2], quarters[3])

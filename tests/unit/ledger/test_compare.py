@@ -1,0 +1,265 @@
+"""Two runs side by side: planted disagreements are found, sets that differ are not compared, the page is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.compare import compare
+from pycls_fast.ledger.compare.conduct import comparison
+from pycls_fast.ledger.compare.runs import read_run
+from pycls_fast.ledger.compare.settings import differences
+from pycls_fast.ledger.compare.table import verdict
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder
+from tests.unit.ledger.test_page import Tags
+
+IMAGES = 359
+# Position -> (predicted, loss), where a run is wrong.
+WRONG_A = {3: (9, 2.0), 10: (8, 4.0), 50: (1, 3.0)}
+WRONG_B = {10: (7, 5.0), 20: (6, 1.5), 30: (5, 6.0), 40: (4, 3.0), 359 - 1: (0, 2.5)}
+
+
+class Page(Tags):
+    """As the ledger's, but for pictures, which are inside of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.pictures += 1
+            assert str(dict(attrs)["src"]).startswith("data:image/")
+            return
+        super().handle_starttag(tag, attrs)
+
+
+def labels(digits: Path) -> np.ndarray:
+    run = load_config("vit_digits", [f"data.root={digits}"])
+    from pycls_fast import build
+
+    with build.world(run) as world:
+        source: Any = build.sources(run, world)["val"]
+    return np.array([source.read(index)[1] for index in range(len(source))])
+
+
+def make_run(
+    path: Path, digits: Path, wrong: dict[int, tuple[int, float]], *overrides: str, finished: bool = True
+) -> Path:
+    """A run folder whose latest evaluation was wrong in these images alone."""
+    config = load_config("vit_digits", [f"data.root={digits}", *overrides])
+    folder = RunFolder(path)
+    folder.create()
+    folder.write_config(config.model_dump(mode="json"))
+    for step in range(1, 11):
+        folder.add_record("train", step, step / 2, loss=2 - 0.1 * step, images_per_second=1e3, memory_peak_bytes=10**9)
+    right = labels(digits)
+    predicted, losses = right.copy(), np.full(len(right), 0.1, np.float32)
+    for position, (label, loss) in wrong.items():
+        # Never the right one by chance.
+        predicted[position] = label if label != right[position] else (label + 1) % 10
+        losses[position] = loss
+    Predictions(np.arange(len(right)), right, predicted, losses).save(folder.predictions)
+    top1 = 100.0 * float((predicted == right).mean())
+    for epoch in (2, 5):
+        final = folder.add_record(
+            "eval",
+            2 * epoch,
+            epoch,
+            split="val",
+            weights="model",
+            top1=top1 - 5 + epoch,
+            top5=100.0,
+            loss=0.2,
+            count=359,
+        )
+    if finished:
+        folder.write_json("summary.json", {
+            "final": final, "steps": 10, "epochs": 5.0, "images_per_second": 1000.0 + len(wrong), "wall_seconds": 60.0,
+            "step_seconds_p50": 0.01, "memory_peak_bytes": 10**9, "parameters": 10**5, "world_size": 1, "device": "cpu",
+            "forward_flops_per_image": 10**6,
+        })  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def a(tmp_path: Path, digits: Path) -> Path:
+    return make_run(tmp_path / "a", digits, WRONG_A)
+
+
+@pytest.fixture
+def b(tmp_path: Path, digits: Path) -> Path:
+    return make_run(tmp_path / "b", digits, WRONG_B, "optim.lr=1e-3", "speed=reference")
+
+
+def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
+    record = json.loads((tmp_path / "out" / "compare.json").read_text())
+    pair, found = record["images"]["pair"], record["images"]
+    assert (pair["only_first"], pair["only_second"], pair["changed"], pair["images"]) == (4, 2, 7, IMAGES)
+    assert pair["difference"] == pytest.approx(-100 * 2 / IMAGES)
+    assert (found["both_wrong"], found["both_wrong_otherwise"], record["not_paired"]) == (1, 1, None)
+    # The clearest first, and no more than were asked for.
+    assert [each["index"] for each in found["only_a"]] == [30, 40, 358]
+    assert [each["index"] for each in found["only_b"]] == [50, 3]
+    first = found["only_a"][0]
+    assert (first["loss_a"], first["loss_b"]) == pytest.approx((0.1, 6.0))
+    assert first["a"] == first["class"] != first["b"]
+    assert f"/{first['class']}/" in first["name"]
+    changed = {row["class"]: row["difference"] for row in found["classes"] if row["difference"]}
+    right = labels(Path(first["name"]).parents[1])
+    assert set(changed) <= {str(right[position]) for position in (*WRONG_A, *WRONG_B)}
+    assert sum(row["images"] for row in found["classes"]) == IMAGES
+    said = capsys.readouterr().out
+    assert "only A right: 4   only B right: 2   both wrong: 1" in said
+    assert "No difference that 359 images could show: -0.56 points" in said
+    assert "speed.attention" in said
+
+
+def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
+    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    page = Page()
+    page.feed((tmp_path / "out" / "index.html").read_text())
+    assert not page.open
+    assert len(page.ids) == len(set(page.ids))
+    assert set(page.references) <= set(page.ids)
+    assert (page.pictures, page.seen.count("svg")) == (5, 3)
+    for words in ("Right in A, wrong in B: 3 of 4", "Right in B, wrong in A: 2", "optim.lr", "0.001", "rounding"):
+        assert words in page.text
+    for name, cells in (("a_right_b_wrong", 3), ("b_right_a_wrong", 2)):
+        assert np.asarray(Image.open(tmp_path / "out" / f"{name}.png")).shape[1] == cells * 200 + 8
+    # A second comparison in the same place leaves nothing of the first.
+    compare(str(a), str(a), output=str(tmp_path / "out"), images=3)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
+
+
+def test_the_same_run_twice(a: Path) -> None:
+    record = comparison(read_run(str(a)), read_run(str(a)), 24)
+    assert verdict(record) == "Every prediction is the same on all 359 images."
+    assert record["settings"] == []
+    assert record["images"]["only_a"] == record["images"]["only_b"] == []
+
+
+def test_a_difference_that_is_one(a: Path, tmp_path: Path, digits: Path) -> None:
+    worse = make_run(tmp_path / "worse", digits, dict.fromkeys(range(0, 60, 2), (5, 2.0)))
+    record = comparison(read_run(str(worse)), read_run(str(a)), 24)
+    assert verdict(record).startswith("B is right more often on these 359 images: +")
+    assert len(record["images"]["only_b"]) == 24
+
+
+def test_settings_are_those_in_force() -> None:
+    a = load_config("vit_digits", ["speed=fast", "speed.decode=pillow"]).model_dump(mode="json")
+    b = load_config("vit_digits", ["speed=reference", "optim=sgd", "optim.lr=0.1"]).model_dump(mode="json")
+    found = {row["key"]: row for row in differences(a, b, ("cpu", "cpu"))}
+    assert found["speed.preset"] == {"key": "speed.preset", "a": "fast", "b": "reference", "class": None}
+    assert (found["speed.attention"]["a"], found["speed.attention"]["b"]) == ("sdpa", "reference")
+    assert found["speed.attention"]["class"] == "rounding"
+    # Set by hand in one, the preset's in the other, and the same.
+    assert "speed.decode" not in found
+    assert (found["optim.momentum"]["a"], found["optim.momentum"]["b"]) == ("-", "0.9")
+    assert (found["optim.name"]["a"], found["optim.name"]["b"]) == ("adamw", "sgd")
+    assert "run_dir" not in found
+    on_cuda = {row["key"]: row["a"] for row in differences(a, b, ("cuda", "cpu"))}
+    assert on_cuda["speed.input_copy"] == "prefetch"
+
+
+def reason(a: Path, b: Path) -> str:
+    record = comparison(read_run(str(a)), read_run(str(b)), 24)
+    assert (record["images"] is None) == (record["not_paired"] is not None)
+    return record["not_paired"] or ""
+
+
+def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) -> None:
+    other = make_run(tmp_path / "other", digits, {}, "data.split_seed=1")
+    assert " in A stands where " in reason(a, other)
+    fewer = make_run(tmp_path / "fewer", digits, {}, "data.val_fraction=0.1")
+    assert reason(a, fewer).startswith("they were evaluated on other images: 359 and 1")
+    compare(str(a), str(other), output=str(tmp_path / "out"), images=3)
+    page = Page()
+    page.feed((tmp_path / "out" / "index.html").read_text())
+    assert "Not compared image by image: they were evaluated on other images" in page.text
+    assert (page.pictures, page.seen.count("svg")) == (0, 2)
+
+
+def test_the_same_data_in_another_place_is_compared(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(digits, tmp_path / "moved")
+    config = yaml.safe_load((b / "config.yaml").read_text())
+    config["data"]["root"] = str(tmp_path / "moved")
+    (b / "config.yaml").write_text(yaml.safe_dump(config))
+    assert reason(a, b) == ""
+
+
+def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
+    for run in (a, b):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["data"] |= {"root": str(tmp_path / "gone"), "source": "folder"}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    page = Page()
+    page.feed((tmp_path / "out" / "index.html").read_text())
+    assert page.pictures == 0
+    assert f"No pictures: data.root: there is no dataset folder {tmp_path / 'gone'}" in page.text
+    assert "image 30" in page.text
+    # Then the labels have to do.
+    predictions = Predictions.load(b / "predictions.npz")
+    Predictions(predictions.indices_N, predictions.labels_N[::-1], predictions.predicted_N, predictions.losses_N).save(
+        b / "predictions.npz"
+    )
+    assert "the right class differs for" in reason(a, b)
+
+
+def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
+    whole = Predictions.load(b / "predictions.npz")
+    kept = np.arange(IMAGES) != 30
+    columns = (whole.indices_N, whole.labels_N, whole.predicted_N, whole.losses_N)
+    Predictions(*(column[kept] for column in columns)).save(b / "predictions.npz")
+    record = comparison(read_run(str(a)), read_run(str(b)), 24)
+    assert record["images"]["left_out"] == 1
+    assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
+
+
+def test_runs_on_their_way(tmp_path: Path, a: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    going = make_run(tmp_path / "going", digits, {}, finished=False)
+    assert reason(a, going) == ""
+    (going / "predictions.npz").unlink()
+    (going / "metrics.jsonl").write_text("")
+    assert reason(a, going) == "B has no predictions yet: it has not been evaluated"
+    assert compare(str(going), str(a), output=str(tmp_path / "out"), images=3) == 0
+    said = capsys.readouterr().out
+    assert "A has no predictions yet" in said
+    assert "A is not finished." in said
+
+
+def test_other_classes_are_not_compared(a: Path, b: Path) -> None:
+    for run, classes in ((a, ["cat", "dog"]), (b, ["cat", "dog", "owl"])):
+        state = run / "checkpoints" / "step_000000010" / "state.json"
+        state.parent.mkdir()
+        (state.parent / ".metadata").touch()
+        state.write_text(json.dumps({"classes": classes}))
+    assert reason(a, b) == "their classes differ: A has 2, B has 3 (owl among them)"
+
+
+def test_mistakes(a: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, line in (
+        ((str(a), str(tmp_path)), "not a run folder"),
+        ((str(tmp_path / "nowhere"), str(a)), "not a run folder"),
+    ):
+        with pytest.raises(UserError, match=line):
+            compare(*arguments, output=None, images=3)
+    with pytest.raises(UserError, match=r"output: .* cannot be made"):
+        compare(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
+    (a / "summary.json").write_text("{")
+    with pytest.raises(UserError, match="a file of the run cannot be read"):
+        compare(str(a), str(a), output=None, images=3)

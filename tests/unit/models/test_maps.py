@@ -1,0 +1,184 @@
+"""Maps against the same written out by hand, block by block and head by head, on random weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, VisionTransformer, maps
+from tests.numerics.test_models_peers import randomise
+
+SIZES = {"image_size": 12, "patch_size": 4, "width": 12, "depth": 3, "heads": 3, "mlp_width": 20, "num_classes": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "token": {},
+    "registers": {"registers": 2, "attention": "sdpa", "qk_norm": True},
+    "pooled": {"classifier": "pooled", "layout": "batch_second", "qkv": "fused"},
+    "mae": {"classifier": "pooled", "class_token": True, "classifier_norm": "before_pool"},
+    "map": {"classifier": "map", "layer_scale": 0.3},
+    "padded": {"sequence_padding": 8, "attention": "sdpa"},
+}
+
+
+def vit(**kwargs: Any) -> Any:
+    return randomise(VisionTransformer(**{**SIZES, **kwargs})).double().eval()
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def by_hand(model: Any) -> list[list[list[Tensor]]]:
+    """softmax(q k^T / sqrt(E)) of each image, block and head, in plain loops; a MAP head's row as a last block."""
+    with torch.no_grad():
+        features = model._embed(model.stem(images()))
+        found = []
+        for sample in range(2):
+            x = features[:, sample] if model.batch_dim == 1 else features[sample]
+            blocks = []
+            for block in model.blocks:
+                x1 = block.norm1(x)
+                blocks.append(heads(block.attention, x1, x1))
+                mixed = torch.cat([p @ v for p, v in zip(blocks[-1], cut(block.attention.value(x1)), strict=True)], 1)
+                branch = block.attention.projection(mixed)
+                x = x + (branch if block.scale1 is None else block.scale1(branch))
+                branch = block.mlp(block.norm2(x))
+                x = x + (branch if block.scale2 is None else block.scale2(branch))
+            if model.pooling is not None:
+                blocks.append(heads(model.pooling.attention, model.pooling.probe[None], model.norm(x)))
+            found.append(blocks)
+    return found
+
+
+def cut(values_ND: Tensor) -> list[Tensor]:
+    return [values_ND[:, 4 * head : 4 * head + 4] for head in range(3)]
+
+
+def heads(attention: Any, asking: Tensor, asked: Tensor) -> list[Tensor]:
+    rows = []
+    for q, k in zip(cut(attention.query(asking)), cut(attention.key(asked)), strict=True):
+        if attention.query_norm is not None:
+            q, k = attention.query_norm(q), attention.key_norm(k)
+        scores = (q @ k.T) / math.sqrt(4)
+        rows.append(scores.exp() / scores.exp().sum(dim=1, keepdim=True))
+    return rows
+
+
+def read(model: Any, matrix: Tensor) -> Tensor:
+    extra = model.extra_tokens
+    row = matrix[0] if model.classifier == "token" else matrix[extra:].mean(dim=0)
+    return row[extra:].reshape(3, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_of_the_last_block(kind: str) -> None:
+    model = vit(**KINDS[kind])
+    kernels = [block.attention.kernel for block in model.blocks]
+    with torch.no_grad():
+        found = maps.attention_maps(model, images())
+    assert found.shape == (2, 3, 3, 3)
+    for sample, blocks in enumerate(by_hand(model)):
+        for head, matrix in enumerate(blocks[-1]):
+            wanted = matrix[0].reshape(3, 3) if model.classifier == "map" else read(model, matrix)
+            torch.testing.assert_close(found[sample, head], wanted, rtol=1e-10, atol=0)
+    assert [block.attention.kernel for block in model.blocks] == kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollout(kind: str) -> None:
+    model = vit(**KINDS[kind])
+    with torch.no_grad():
+        found = maps.attention_rollout(model, images())
+    for sample, blocks in enumerate(by_hand(model)):
+        flow = torch.eye(model.tokens, dtype=torch.float64)
+        for matrices in blocks[:3]:
+            flow = (0.5 * sum(matrices) / 3 + 0.5 * torch.eye(model.tokens, dtype=torch.float64)) @ flow
+        # Of a MAP head the one query's row over the patches, then what reached those.
+        pooled = model.classifier == "map"
+        wanted = ((sum(blocks[3]) / 3) @ flow)[0].reshape(3, 3) if pooled else read(model, flow)
+        torch.testing.assert_close(found[sample], wanted, rtol=1e-10, atol=0)
+        assert 0 < found[sample].sum() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("kind", ["pooled", "mae", "padded"])
+def test_patch_features_are_what_the_classifier_pools(kind: str) -> None:
+    model = vit(**KINDS[kind])
+    with torch.no_grad():
+        features = maps.patch_features(model, images())
+        logits = model(images())
+    assert features.shape == (2, 3, 3, 12)
+    if kind == "mae":
+        torch.testing.assert_close(model.head(features.mean(dim=(1, 2))), logits, rtol=1e-10, atol=1e-12)
+
+
+def test_the_model_computes_the_same_while_it_is_watched() -> None:
+    model = vit(**KINDS["padded"])
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        before = model(images())
+        with maps.watched(model, seen.append):
+            torch.testing.assert_close(model(images()), before, rtol=1e-10, atol=1e-12)
+    assert [tuple(each.shape) for each in seen] == [(2, 3, 10, 10)] * 3
+    assert all(torch.allclose(each.sum(dim=-1), torch.ones((), dtype=torch.float64)) for each in seen)
+
+
+def test_kernels_come_back_after_an_error() -> None:
+    model = vit()
+    kernels = [block.attention.kernel for block in model.blocks]
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"), maps.watched(model, fail):
+        model(images())
+    assert [block.attention.kernel for block in model.blocks] == kernels
+
+
+def test_class_maps_are_grad_cam() -> None:
+    """Selvaraju et al. 2017, equations 1 and 2, with the gradients of autograd."""
+    model: nn.Module = randomise(ResNet(depth=18, num_classes=4)).double().eval()
+    batch, labels = torch.randn(2, 3, 64, 64, dtype=torch.float64), torch.tensor([3, 1])
+    kept: list[Tensor] = []
+    handle = model.stages[-1].register_forward_hook(lambda m, a, output: (output.retain_grad(), kept.append(output))[0])  # type: ignore[index]
+    logits = model(batch)
+    logits[torch.arange(2), labels].sum().backward()
+    handle.remove()
+    assert kept[0].grad is not None
+    alpha = kept[0].grad.mean(dim=(2, 3), keepdim=True)
+    wanted = F.relu((alpha * kept[0]).sum(dim=1)).detach()
+    with torch.no_grad():
+        found = maps.class_maps(model, batch, labels)
+    assert wanted.max() > 0
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_principal_components() -> None:
+    """A plane of known directions inside of 6 dimensions, and noise far below it."""
+    generator = torch.Generator().manual_seed(1)
+    basis = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=generator)).Q
+    places = torch.randn(2, 5, 5, 2, dtype=torch.float64, generator=generator) * torch.tensor([10.0, 3.0]).double()
+    features = places @ basis[:2] + 7 + 1e-6 * torch.randn(2, 5, 5, 6, dtype=torch.float64, generator=generator)
+    found = maps.principal_components(features)
+    assert found.shape == (2, 5, 5, 3)
+    assert 0 == found.min() < found.max() == 1
+    for component in range(2):
+        pair = torch.stack([found[..., component].flatten(), places[..., component].flatten()])
+        assert torch.corrcoef(pair)[0, 1].abs() > 0.98
+    # Of one place there is nothing to see.
+    assert (maps.principal_components(features[:1, :1, :1]) == 0.5).all()
+
+
+@pytest.mark.parametrize("compute", [maps.attention_maps, maps.attention_rollout])
+def test_what_a_model_does_not_have(compute: Any) -> None:
+    network = ResNet(depth=18, num_classes=4)
+    with pytest.raises(UserError, match="is for vision transformers of this package; a ResNet has features and class"):
+        compute(network, images())
+    with pytest.raises(UserError, match="kind: class is for ResNets"):
+        maps.class_maps(vit(), images(), torch.tensor([0, 1]))
+    with pytest.raises(UserError, match="kind: features is for vision transformers and ResNets of this package"):
+        maps.patch_features(nn.Identity(), images())

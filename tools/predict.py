@@ -1,0 +1,56 @@
+"""What is in these images: `python tools/predict.py RUN IMAGES... [key=value ...]`.
+
+RUN          a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file
+             that tools/export_net.py has written; class names and preprocessing are in there
+IMAGES       files, folders (with all that is below them), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a
+             list of files on standard input
+
+    format=      table, json, csv, or sheet: a picture of the pictures with the predictions written on them
+    output=      a file; left out: standard output, for sheet predictions.png (then predictions_2.png, ...)
+    topk=5       classes to name
+    which=       auto (the average of the weights where there is one), model or ema
+    device=      auto, cpu or cuda
+    precision=   fp32, amp_bf16, amp_fp16, bf16 or fp16
+    batch_size=  images at a time (64)
+    num_workers= processes that read and decode (none for few images, else one for each core)
+
+Files that cannot be read are named at the end. Exit status: 0, or 2 when none could be read.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.config import Section, options_line
+from pycls_fast.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Options(Section):
+    """Keys of this tool."""
+
+    run: Annotated[str, Field(min_length=1)]
+    images: tuple[str, ...] = ()
+    format: Literal["table", "json", "csv", "sheet"] = "table"
+    output: str | None = None
+    topk: Positive = 5
+    which: Literal["auto", "model", "ema"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
+    batch_size: Positive | None = None
+    num_workers: Annotated[int, Field(ge=0)] | None = None
+
+
+def main(options: Options) -> int:
+    """Predict and write."""
+    if not options.images:
+        raise UserError("images: none were given; give files, folders or patterns behind the run")
+    # torch takes seconds to import; a mistake on the command line is told before that.
+    from pycls_fast.inference.report import predict
+
+    return predict(**dict(options))
+
+
+if __name__ == "__main__":
+    options_line(main, Options, words=("run", "images"))
