@@ -24,9 +24,9 @@ _HEAD = """\
 Made by `python tools/model_zoo.py`. What was published comes from `pycls_fast/published.py`, what was measured here
 from `docs/results/top1.json`, where every number has its command and hardware; `not yet` means that there was no run.
 
-Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop. Parameters with 1,000 classes. GMACs are
-billions of multiply-adds of one image at the size given (a run's summary counts twice as many FLOPs). The tests count
-both on every experiment's network.
+Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop, as published and, under `here`, as
+measured here. Parameters with 1,000 classes. GMACs are billions of multiply-adds of one image at the size given (a
+run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
 """
 
 _RECIPES = """\
@@ -90,9 +90,8 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         weights = f"`{known.weights}`" if known.weights else ""
         size = f"{known.parameters:g} | {known.gmacs:g} | {known.size} | {config.schedule.epochs}"
         ours = _ours(measured, "experiment", name)
-        yield (
-            f"| `{name}` | {_network(config.model.model_dump())} | {size} | {top1} | {known.source} | {ours} | {weights} |"
-        )
+        model = _network(config.model.model_dump())
+        yield f"| `{name}` | {model} | {size} | {top1} | {known.source} | {ours} | {weights} |"
 
 
 def _network(model: Mapping[str, Any]) -> str:
@@ -105,7 +104,7 @@ def _network(model: Mapping[str, Any]) -> str:
 
 
 def _weights(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| `weights=` | `--config-name` | px | published | source | measured here |"
+    yield "| `weights=` | `--config-name` | px | published | source | here |"
     yield "|---|---|---|---|---|---|"
     experiment = {known.weights: name for name, known in published.EXPERIMENTS.items()}
     # The same networks under a second name.

@@ -29,9 +29,7 @@ def loss(config: RunConfig, chosen: Switches, device: torch.device) -> Loss:
     """
     plain: Loss = CrossEntropy(config.loss.label_smoothing)
     if config.loss.name == "bce":
-        plain = BinaryCrossEntropy(
-            config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_target_threshold
-        )
+        plain = BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold)
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
         return plain
     _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")

@@ -146,8 +146,8 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
             if needed
             else f"is for schedule=step; leave it out with schedule={schedule.name}",
         )
-    if config.loss.bce_target_threshold is not None and config.loss.name != "bce":
-        yield "loss.bce_target_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
+    if config.loss.bce_threshold is not None and config.loss.name != "bce":
+        yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
 

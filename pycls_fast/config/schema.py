@@ -206,13 +206,13 @@ class Augment(Section):
 class Loss(Section):
     """`bce` is binary cross-entropy per class, summed over classes as in big_vision or averaged as in timm.
 
-    With `bce_target_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
+    With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
     """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     bce_reduction: Literal["mean", "sum"] = "mean"
-    bce_target_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    bce_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
 
 
 class _Optim(Section):

@@ -54,18 +54,19 @@ def test_an_experiment_builds(name: str) -> None:
         build.optimizer(config, model, switches)
         build.ema(config, model, switches)
     assert all(parameter.is_meta for parameter in model.parameters())
-    if "digits" not in name:
+    if name in published.EXPERIMENTS:
         known = published.EXPERIMENTS[name]
-        # Positions come with the size, and some papers cut decimals off.
+        # Some papers cut decimals off, some count norms in (a thousandth).
         if known.size == config.data.image_size:
-            assert known.gmacs - 0.06 <= counted.forward_flops / 2e9 < 1.005 * known.gmacs + 0.1
+            assert 0.999 * known.gmacs - 0.06 <= counted.forward_flops / 2e9 < 1.005 * known.gmacs + 0.1
         assert counted.parameters / 1e6 == pytest.approx(known.parameters, abs=0.11 + 0.0005 * known.parameters)
     build.loss(config, build.switches(config, torch.device("cpu")), torch.device("cpu"))
     build.mixer(config)
     schedule = build.schedule(config, steps_per_epoch=100)
     assert schedule.total_steps == 100 * config.schedule.epochs
     highest = max(map(schedule, range(schedule.total_steps)))
-    assert highest == schedule(schedule.warmup_steps) == pytest.approx(build.peak_lr(config), rel=0.005)
+    assert highest == pytest.approx(build.peak_lr(config), rel=0.005)
+    assert schedule(schedule.warmup_steps) == pytest.approx(highest, rel=0.005)
     assert 0 <= schedule(0) <= highest
     assert (schedule(0) < highest) == (config.schedule.warmup_epochs > 0)
 
@@ -156,8 +157,15 @@ def test_a_model_file_has_the_published_size(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.06)
 
 
-def test_every_experiment_has_its_published_number_in_the_header() -> None:
-    assert published.EXPERIMENTS.keys() == {name for name in EXPERIMENTS if "digits" not in name}
+def chosen_data(name: str) -> str:
+    """The data of an experiment, or of the one that it is based on."""
+    defaults = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
+    own = [entry[key] for entry in defaults if isinstance(entry, dict) for key in entry if key.endswith("data")]
+    return str(own[0]) if own else chosen_data(defaults[0])
+
+
+def test_every_experiment_on_imagenet_has_its_published_number_in_the_header() -> None:
+    assert published.EXPERIMENTS.keys() == {name for name in EXPERIMENTS if chosen_data(name) == "imagenet"}
     for name, known in published.EXPERIMENTS.items():
         header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
         assert "measured here: not yet" in header

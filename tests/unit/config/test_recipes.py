@@ -164,7 +164,7 @@ def resolved(config: RunConfig) -> Facts:
         "schedule": (schedule.name, schedule.step_epochs, schedule.step_factor),
         "clip": optim.clip_norm,
         "loss": config.loss.name,
-        "threshold": config.loss.bce_target_threshold,
+        "threshold": config.loss.bce_threshold,
         "smoothing": config.loss.label_smoothing,
         "policy": policy,
         "color": augment.color_jitter[0] if augment.color_jitter else None,
