@@ -1,6 +1,7 @@
 """Classification losses. Targets stay label pairs `(labels_a_B, labels_b_B, lam)` until a loss needs more.
 
-All losses here are affine in the target: the loss of a mixed target is the mixed loss of the two labels.
+All losses here but binary cross-entropy with a threshold are affine in the target: the loss of a mixed target is the
+mixed loss of the two labels.
 """
 
 from __future__ import annotations
@@ -58,15 +59,19 @@ class BinaryCrossEntropy:
     """One sigmoid per class (Beyer et al. 2020; Wightman et al. 2021, section 2.1), nats.
 
     The target of a class is its share in the mix, smoothed to `(1 - s) t + s / K` as in timm. `reduction` is over
-    classes: "mean" (timm) or "sum" (big_vision); images are always averaged.
+    classes: "mean" (timm) or "sum" (big_vision); images are always averaged. With a `threshold` targets above it are 1
+    and the others 0, as in timm and DeiT III (which has 0): both classes of a mixed image are there, whole.
     """
 
     label_smoothing: float = 0.0
     reduction: str = "mean"
+    threshold: float | None = None
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         logits_BK = _wide(logits_BK)
         target_BK = self.dense(targets, logits_BK)
+        if self.threshold is not None:
+            target_BK = target_BK.gt(self.threshold).to(target_BK.dtype)
         loss_BK = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="none")
         return loss_BK.mean() if self.reduction == "mean" else loss_BK.sum(dim=1).mean()
 
@@ -105,6 +110,7 @@ class FusedLoss:
             return plain(logits_BK, Targets(labels_B))
 
         self.plain = plain
+        self._is_affine = getattr(plain, "threshold", None) is None
         self._pair = torch.compile(pair, fullgraph=True, dynamic=False, **compiler)
         self._each = torch.compile(each, fullgraph=True, dynamic=False, **compiler)
         self._single = torch.compile(single, fullgraph=True, dynamic=False, **compiler)
@@ -113,8 +119,14 @@ class FusedLoss:
         if targets.mixed_B is None:
             loss: Tensor = self._single(logits_BK, targets.labels_B)
             return loss
-        if _is_per_image(targets.lam):
-            weighted: Tensor = self._each(logits_BK, targets.labels_B, targets.mixed_B, targets.lam)
+        lam = targets.lam
+        if not self._is_affine and not _is_per_image(lam):
+            # Two losses of whole labels do not mix into that of the mixed target. Filled on the device: no wait for it.
+            wide = torch.promote_types(logits_BK.dtype, torch.float32)
+            ones_B = logits_BK.new_ones(len(logits_BK), dtype=wide)
+            lam = ones_B * lam
+        if _is_per_image(lam):
+            weighted: Tensor = self._each(logits_BK, targets.labels_B, targets.mixed_B, lam)
             return weighted
         one, other = self._pair(logits_BK, targets.labels_B, targets.mixed_B)
         mixed: Tensor = targets.lam * one + (1.0 - targets.lam) * other

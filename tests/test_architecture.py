@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 _LEAVES = {"errors", "counter"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "parallel"}
-_TRAIN = _BUILD | {"build"}
+_TRAIN = _BUILD | {"build", "published"}
 _INFERENCE = _TRAIN | {"train"}
 _LEDGER = _INFERENCE | {"inference"}
 
@@ -26,6 +26,7 @@ _LEDGER = _INFERENCE | {"inference"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "counter": set(),
+    "published": set(),
     "models": _LEAVES,
     "data": _LEAVES,
     "optim": _LEAVES,

@@ -9,6 +9,7 @@ from pycls_fast.build.data import (
     prepare_on_host,
     preprocessing,
     train_loader,
+    with_preprocessing,
 )
 from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
 from pycls_fast.build.network import (
@@ -22,7 +23,7 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
-from pycls_fast.build.sources import eval_set, sources
+from pycls_fast.build.sources import eval_set, imagenet_wnids, sources
 
 __all__ = [
     "Switches",
@@ -33,6 +34,7 @@ __all__ = [
     "ema",
     "eval_loader",
     "eval_set",
+    "imagenet_wnids",
     "is_sharded",
     "level",
     "loss",
@@ -56,6 +58,7 @@ __all__ = [
     "strategy",
     "switches",
     "train_loader",
+    "with_preprocessing",
     "world",
     "wrap",
 ]

@@ -9,6 +9,7 @@ import torch
 
 from pycls_fast.build.device import DTYPES, Switches, level
 from pycls_fast.build.sources import order
+from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
     ElementMixer,
@@ -30,6 +31,7 @@ from pycls_fast.data import (
 from pycls_fast.data.pictures import DECODERS, Decoder
 from pycls_fast.data.policies import Step
 from pycls_fast.errors import UserError
+from pycls_fast.models.foreign import Preprocessing
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 
@@ -212,6 +214,24 @@ def preprocessing(config: RunConfig) -> str:
         f"short side {short_side} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
         f"mean {mean}, std {std}"
     )
+
+
+def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
+    """The configuration that prepares images for scoring as the weights' own description says.
+
+    Raises:
+        UserError: a size that does not go with the model.
+    """
+    data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
+    # Of the whole pixels that were published: `EvalTransform` rounds to just those.
+    augment = {"eval_crop_ratio": about.image_size / about.short_side, "interpolation": about.interpolation}
+    changed = config.model_copy(
+        update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
+    )
+    found = [f"{key}: {message}" for key, message in problems(changed, needs_data=False)]
+    if found:
+        raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")
+    return changed
 
 
 def mixer(config: RunConfig) -> Mixer | ElementMixer | None:

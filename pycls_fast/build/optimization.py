@@ -29,7 +29,7 @@ def loss(config: RunConfig, chosen: Switches, device: torch.device) -> Loss:
     """
     plain: Loss = CrossEntropy(config.loss.label_smoothing)
     if config.loss.name == "bce":
-        plain = BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction)
+        plain = BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold)
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
         return plain
     _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
@@ -52,6 +52,9 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
         warmup_start_factor=settings.warmup_start_factor,
         final_factor=settings.final_factor,
         shape=settings.name,
+        from_start=settings.curve_from == "start",
+        step_length=(settings.step_epochs or settings.epochs) * steps_per_epoch,
+        step_factor=settings.step_factor,
     )
 
 

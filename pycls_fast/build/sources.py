@@ -82,6 +82,13 @@ def eval_set(config: RunConfig, classes: tuple[str, ...], world: World) -> EvalS
     )
 
 
+def imagenet_wnids() -> tuple[str, ...]:
+    """ImageNet-1k's 1,000 WordNet ids in the order of every published model's outputs."""
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
 def _opening(config: RunConfig, index_all: bool) -> Opening:
     data = config.data
     cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)

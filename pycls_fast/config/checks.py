@@ -138,6 +138,16 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
             f"use schedule.warmup_epochs={schedule.epochs} or less",
         )
+    if (schedule.name == "step") != (schedule.step_epochs is not None):
+        needed = schedule.name == "step"
+        yield (
+            "schedule.step_epochs",
+            "not set; give the epochs between two steps (30, say)"
+            if needed
+            else f"is for schedule=step; leave it out with schedule={schedule.name}",
+        )
+    if config.loss.bce_threshold is not None and config.loss.name != "bce":
+        yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
 

@@ -204,11 +204,15 @@ class Augment(Section):
 
 
 class Loss(Section):
-    """`bce` is binary cross-entropy per class, summed over classes as in big_vision or averaged as in timm."""
+    """`bce` is binary cross-entropy per class, summed over classes as in big_vision or averaged as in timm.
+
+    With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
+    """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     bce_reduction: Literal["mean", "sum"] = "mean"
+    bce_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
 
 
 class _Optim(Section):
@@ -300,14 +304,22 @@ Optim = SGD | AdamW | LAMB | Lion | Adafactor | Muon | AdamW8bit
 
 
 class Schedule(Section):
-    """Learning rate per step: linear warm-up, then cosine or constant. `max_steps` stops early, the curve unchanged."""
+    """Learning rate per step: linear warm-up, then a curve. `max_steps` stops early, the curve unchanged.
 
-    name: Literal["cosine", "constant"] = "cosine"
+    `cosine` and `linear` fall to `final_factor`; `step` multiplies by `step_factor` after every `step_epochs` epochs.
+    The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, the warm-up in its place
+    as long as it lasts (timm, pycls).
+    """
+
+    name: Literal["cosine", "linear", "step", "constant"] = "cosine"
     epochs: PositiveInt = 100
     max_steps: PositiveInt | None = None
     warmup_epochs: NonNegativeFloat = 5.0
     warmup_start_factor: Probability = 0.0
     final_factor: Probability = 0.0
+    curve_from: Literal["warmup_end", "start"] = "warmup_end"
+    step_epochs: PositiveInt | None = None
+    step_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
 
 
 class Precision(Section):

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+Shape = Literal["cosine", "linear", "step", "constant"]
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -14,7 +16,10 @@ class Schedule:
     Attributes:
         lr: peak learning rate, reached at step `warmup_steps`.
         total_steps: length of the whole curve; the last step is `total_steps - 1`, one short of the final value.
-        shape: "cosine" (half a period; Loshchilov and Hutter, 2017, without restarts) or "constant".
+        shape: "cosine" (half a period; Loshchilov and Hutter, 2017, without restarts), "linear", "step" (times
+            `step_factor` after every `step_length` steps; He et al. 2016) or "constant".
+        from_start: the curve begins at step 0 and the warm-up hides its beginning, as in timm and pycls, so that the
+            rate after the warm-up is a little below `lr`; else it begins where the warm-up ends.
     """
 
     lr: float
@@ -22,15 +27,21 @@ class Schedule:
     warmup_steps: int = 0
     warmup_start_factor: float = 0.0
     final_factor: float = 0.0
-    shape: Literal["cosine", "constant"] = "cosine"
+    shape: Shape = "cosine"
+    from_start: bool = False
+    step_length: int = 1
+    step_factor: float = 0.1
 
     def __call__(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             start = self.warmup_start_factor
             return self.lr * (start + (1.0 - start) * step / self.warmup_steps)
+        begin = 0 if self.from_start else self.warmup_steps
         if self.shape == "constant":
             return self.lr
-        progress = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-        return self.lr * (self.final_factor + (1.0 - self.final_factor) * cosine)
+        if self.shape == "step":
+            return self.lr * float(self.step_factor ** ((step - begin) // self.step_length))
+        progress = min((step - begin) / max(self.total_steps - begin, 1), 1.0)
+        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1.0 - progress
+        return self.lr * (self.final_factor + (1.0 - self.final_factor) * left)

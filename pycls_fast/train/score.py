@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pycls_fast import build
+from pycls_fast import build, published
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
@@ -25,11 +27,7 @@ from pycls_fast.train.weights import find_weights, load_weights, open_weights
 def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
     """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
     if config.data.eval_set is not None:
-        # Other projects' files do not name classes.
-        named = isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors")
-        classes = open_weights(Path(found), world=world).classes if named else None
-        if classes is None:
-            raise UserError(f"weights: {found} does not name its classes, which data.eval_set goes by")
+        classes = _classes(config, found, world)
         return build.eval_set(config, classes, world)
     sources = build.sources(config, world)
     if split not in sources:
@@ -37,17 +35,43 @@ def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> E
     return EvalSet(sources[split], "best of all classes")
 
 
+def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
+    """Names of the outputs, which the further sets go by."""
+    named = isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors")
+    classes = open_weights(Path(found), world=world).classes if named else None
+    if classes is not None:
+        return classes
+    # Other projects' files do not name classes; with as many outputs as ImageNet-1k has they are its, in its order.
+    if config.model.num_classes in (None, 1000):
+        return build.imagenet_wnids()
+    raise UserError(
+        f"weights: {found} does not name its classes, which data.eval_set goes by, and model.num_classes="
+        f"{config.model.num_classes} is not ImageNet-1k's 1000"
+    )
+
+
+def _beside(about: foreign.Preprocessing | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The published number and ours minus it, as rows and as a record; nothing where none is known."""
+    known = published.WEIGHTS.get(about.weights) if about is not None else None
+    if about is None or known is None:
+        return [], {}
+    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
+    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
+    return rows, {"published": {"weights": about.weights, **asdict(known)}}
+
+
 def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
     return None if values is None else torch.from_numpy(values).to(world.device)
 
 
-def score(config: RunConfig, split: str, output: str | None) -> int:
+def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print what it scored.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
         split: "train", "val", or "test" where the data has one.
         output: a JSON file for the numbers.
+        own_preprocessing: weights of other projects that say how images are prepared for them get theirs so.
 
     Raises:
         UserError: weights or a split that do not exist or do not fit.
@@ -55,6 +79,9 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
     if config.weights is None:
         raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
     found = find_weights(config.weights)
+    about = foreign.described(found)
+    if about is not None and own_preprocessing:
+        config = build.with_preprocessing(config, about)
     with build.world(config) as world:
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
@@ -84,6 +111,9 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
         for name, reason in result.damaged:
             display.warn(f"{name}: {reason}; not counted")
         preprocessing = build.preprocessing(config)
+        # The numbers are those of the plain validation images, prepared as published.
+        taken = about is not None and own_preprocessing
+        rows, comparison = _beside(about if taken and split == "val" else None, result.top1)
         record: dict[str, Any] = {
             "split": split,
             "weights": origin.kind,
@@ -104,12 +134,14 @@ def score(config: RunConfig, split: str, output: str | None) -> int:
                 ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
                 ("images", f"{result.count:,}"),
                 ("right is", scored.rule),
-                ("preprocessing", preprocessing),
+                ("preprocessing", preprocessing + (", as the weights say" if taken else "")),
+                *rows,
             ],
         )
         if output is not None:
             values = {
                 **record,
+                **comparison,
                 "checkpoint": str(origin.path),
                 "step": origin.step,
                 "config_name": config.config_name,

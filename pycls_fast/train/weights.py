@@ -102,6 +102,8 @@ def load_weights(
 def find_weights(source: str | Path) -> Path | str:
     """The checkpoint or file that a source means, or the source itself if it is a hub's name.
 
+    A folder is a run's, a checkpoint's or one of timm's (`config.json` beside `model.safetensors`).
+
     Raises:
         UserError: there is none.
     """
@@ -116,6 +118,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if path.is_file() or (path / ".metadata").is_file():
         return path.resolve()
+    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+        # A model as timm and its hub keep it.
+        return (path / "model.safetensors").resolve()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     candidates = [
         folder / "best",

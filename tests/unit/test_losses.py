@@ -90,6 +90,18 @@ def test_binary_cross_entropy_is_that_of_dense_targets(reduction: str, smoothing
     assert_same(ours, given, lambda x: timm(x, target_BK))
 
 
+@pytest.mark.parametrize("lam", MIXES)
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, 0.0), (0.1, 0.2)])
+def test_binary_cross_entropy_with_a_threshold_is_timms(smoothing: float, threshold: float, lam: Share) -> None:
+    given = targets(lam)
+    target_BK = dense(given, smoothing)
+    timm = TimmBinaryCrossEntropy(smoothing=0.0, target_threshold=threshold)
+    ours = BinaryCrossEntropy(smoothing, threshold=threshold)
+    assert_same(ours, given, lambda x: timm(x, target_BK))
+    fused = FusedLoss(ours, backend="eager")
+    assert torch.equal(fused(logits(), given), ours(logits(), given))
+
+
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_binary_cross_entropy_smooths_class_indices_as_timm_does(reduction: str, smoothing: float) -> None:

@@ -2,6 +2,7 @@
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign.fit import Fitted, fit
+from pycls_fast.models.foreign.preprocessing import Preprocessing, described
 from pycls_fast.models.foreign.read import OURS, ReadWeights, is_hub, is_source, read_weights
 from pycls_fast.models.foreign.timm import from_timm_vit, to_timm_vit
 from pycls_fast.models.foreign.torchvision import (
@@ -15,8 +16,10 @@ from pycls_fast.models.foreign.torchvision import (
 __all__ = [
     "OURS",
     "Fitted",
+    "Preprocessing",
     "ReadWeights",
     "UserError",
+    "described",
     "fit",
     "from_timm_vit",
     "from_torchvision_resnet",

@@ -26,7 +26,7 @@ ONE_MISTAKE = [
     (["schedule.lr=1"], f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
     (
         ["loss.zzz=1"],
-        f"loss.zzz: unknown key; loss has name, label_smoothing, bce_reduction {HERE}",
+        f"loss.zzz: unknown key; loss has name, label_smoothing, bce_reduction, bce_threshold {HERE}",
     ),
     (["+optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
@@ -44,7 +44,7 @@ ONE_MISTAKE = [
     # Files that do not exist.
     (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
     (["optim=adam"], "optim=adam: no such file in configs/optim; did you mean adamw?"),
-    (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine"),
+    (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine, linear, step"),
     (["optim=3"], "optim=3: a group takes the name of a file in configs/optim/"),
     (["optim=null"], "optim=null: a group takes the name of a file in configs/optim/"),
     (["model=[vit_s16,vit_b16]"], "model=[vit_s16,vit_b16]: a group takes the name of a file in configs/model/"),
@@ -87,7 +87,7 @@ ONE_MISTAKE = [
         "speed.attention: must be one of reference, sdpa, sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn, products; "
         f'got "sdap"; did you mean sdpa? {HERE}',
     ),
-    (["schedule.name=step"], f'schedule.name: must be one of cosine, constant; got "step" {HERE}'),
+    (["schedule.name=poly"], f'schedule.name: must be one of cosine, linear, step, constant; got "poly" {HERE}'),
     (["model.kind=vitt"], f"model.kind: must be one of vit, resnet, timm; got vitt; did you mean vit? {HERE}"),
     # Things that cannot go together.
     (["data=folder"], f"data.root: {ROOT} (configs/data/folder.yaml or the command line)"),
@@ -113,6 +113,19 @@ ONE_MISTAKE = [
         ["schedule.epochs=3"],
         "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=3; use schedule.warmup_epochs=3 "
         "or less (configs/vit_digits.yaml)",
+    ),
+    (
+        ["schedule.name=step"],
+        "schedule.step_epochs: not set; give the epochs between two steps (30, say) "
+        "(configs/schedule/cosine.yaml or the command line)",
+    ),
+    (
+        ["schedule.step_epochs=3"],
+        f"schedule.step_epochs: is for schedule=step; leave it out with schedule=cosine {HERE}",
+    ),
+    (
+        ["loss.bce_threshold=0.2"],
+        f"loss.bce_threshold: is for loss=bce; leave it out with loss=cross_entropy {HERE}",
     ),
     (
         ["augment.scale=[0.5,0.1]"],
@@ -225,7 +238,7 @@ def test_the_way_out_that_a_line_names_works() -> None:
 
 
 def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
-    with pytest.raises(UserError, match=r"^--config-name zzz: no such experiment; there is resnet18, .*vit_ti16$"):
+    with pytest.raises(UserError, match=r"^--config-name zzz: no such experiment; there is .*resnet18, .*vit_ti16$"):
         load_config("zzz")
 
 

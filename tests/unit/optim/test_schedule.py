@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 
 from pycls_fast.optim import Schedule
 
@@ -75,6 +75,42 @@ def test_constant_after_the_warm_up(warmup: int) -> None:
     for step in range(30):
         expected = LR * np.interp(step, [0, warmup], [0.2, 1.0]) if warmup else LR
         assert ours(step) == pytest.approx(expected, rel=1e-12), step
+
+
+@pytest.mark.parametrize(("total", "warmup", "start", "final"), CURVES)
+def test_timm_without_a_prefix_counts_the_curve_from_the_start(
+    total: int, warmup: int, start: float, final: float
+) -> None:
+    ours = Schedule(LR, total, warmup, start, final, from_start=True)
+    theirs = CosineLRScheduler(
+        optimizer(), t_initial=total, lr_min=final * LR, warmup_t=warmup, warmup_lr_init=start * LR
+    )
+    for step in range(total + 5):
+        assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-12, abs=1e-15), step
+    if final < 1:
+        assert ours(warmup) < Schedule(LR, total, warmup, start, final)(warmup) == LR
+
+
+@pytest.mark.parametrize(("warmup", "length", "factor"), [(0, 3, 0.1), (4, 5, 0.5)])
+def test_steps_are_torchs(warmup: int, length: int, factor: float) -> None:
+    ours = Schedule(LR, 30, warmup, 0.2, shape="step", step_length=length, step_factor=factor)
+    sgd = optimizer()
+    theirs: SequentialLR | StepLR = StepLR(sgd, length, factor)
+    if warmup:
+        sgd = optimizer()
+        parts = [LinearLR(sgd, start_factor=0.2, total_iters=warmup), StepLR(sgd, length, factor)]
+        theirs = SequentialLR(sgd, parts, milestones=[warmup])
+    for step in range(30):
+        assert ours(step) == pytest.approx(sgd.param_groups[0]["lr"], rel=1e-9), step
+        sgd.step()
+        theirs.step()
+
+
+def test_a_straight_line_is_ffcvs_cycle() -> None:
+    """FFCV interpolates between (0, 1e-4 lr), (peak, lr) and (end, 0)."""
+    ours = Schedule(LR, 160, 20, 1e-4, shape="linear")
+    for step in range(161):
+        assert ours(step) == pytest.approx(np.interp(step, [0, 20, 160], [1e-4 * LR, LR, 0.0]), rel=1e-9, abs=1e-12)
 
 
 def test_the_borders() -> None:

@@ -1,0 +1,122 @@
+"""What other projects say of their weights: their full name, and what is done to an image before it is scored."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Resize the short side, cut out the centre, normalise.
+
+    Attributes:
+        weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
+        image_size, short_side: of the crop and of the resized image, in pixels.
+        interpolation: of that resizing.
+        mean, std: of each channel, as fractions of 255.
+    """
+
+    weights: str
+    image_size: int
+    short_side: int
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def described(source: str | Path) -> Preprocessing | None:
+    """The description that comes with weights: timm's and torchvision's by name, and files beside timm's `config.json`.
+
+    Args:
+        source: what `read_weights` takes, or a path.
+
+    Returns:
+        None for weights that come without one.
+
+    Raises:
+        UserError: no such weights, or a preprocessing that there is nothing for here.
+    """
+    text = str(source)
+    if text.startswith("timm:"):
+        return _of_timm_name(text.removeprefix("timm:"))
+    if text.startswith("torchvision:"):
+        return _of_torchvision_name(text.removeprefix("torchvision:"))
+    path = Path(text).expanduser()
+    about = path.parent / "config.json"
+    if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
+        return None
+    try:
+        config = json.loads(about.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"weights: {about} is no JSON ({error})") from error
+    # Other libraries keep a config.json beside their weights, too.
+    kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
+    return _of_timm(kept, str(config.get("architecture", "")), str(about)) if isinstance(kept, dict) else None
+
+
+def _of_timm_name(name: str) -> Preprocessing | None:
+    import timm as library
+
+    kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
+    if kept is None:
+        raise UserError(f"weights: timm {library.__version__} has no weights {name}")
+    return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]), f"timm:{name}")
+
+
+def _of_timm(kept: Mapping[str, Any], architecture: str, source: str) -> Preprocessing:
+    """As `timm.data.create_transform` reads it, at the size that the weights are meant to be tested at."""
+    size = (kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))[-1]
+    crop = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
+    if kept.get("crop_mode", "center") != "center" or crop > 1:
+        raise UserError(
+            f"weights: {source} asks for crop_mode={kept.get('crop_mode')} of {crop:g} of the image, and here the "
+            "centre is cut out; preprocessing=config takes that of the configuration"
+        )
+    return Preprocessing(
+        weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
+        image_size=int(size),
+        short_side=math.floor(size / crop),
+        interpolation=_known(str(kept.get("interpolation", "bicubic")), source),
+        mean=_three(kept.get("mean", (0.485, 0.456, 0.406))),
+        std=_three(kept.get("std", (0.229, 0.224, 0.225))),
+    )
+
+
+def _of_torchvision_name(name: str) -> Preprocessing:
+    import torchvision as library
+
+    model, _, tag = name.partition(".")
+    try:
+        weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
+    steps = weights.transforms()
+    return Preprocessing(
+        weights=f"torchvision:{model}.{weights.name}",
+        image_size=steps.crop_size[0],
+        short_side=steps.resize_size[0],
+        interpolation=_known(steps.interpolation.value, f"torchvision:{name}"),
+        mean=_three(steps.mean),
+        std=_three(steps.std),
+    )
+
+
+def _known(interpolation: str, source: str) -> str:
+    if interpolation not in ("bilinear", "bicubic"):
+        raise UserError(
+            f"weights: {source} asks for interpolation={interpolation}, and here are bilinear and bicubic; "
+            "preprocessing=config takes that of the configuration"
+        )
+    return interpolation
+
+
+def _three(values: Any) -> tuple[float, float, float]:
+    first, second, third = (float(value) for value in values)
+    return first, second, third

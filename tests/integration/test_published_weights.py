@@ -1,0 +1,213 @@
+"""`tools/test_net.py` on weights of other projects: their own preprocessing, and the published number beside ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_data_config
+
+from pycls_fast import build, published
+from pycls_fast.config import load_config
+from pycls_fast.data import EvalTransform
+from pycls_fast.data.pictures import PillowPicture
+from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
+from pycls_fast.train.score import score
+from tests.integration.runs import command, run_process
+
+CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")
+NAME = "deit_small_patch16_224.fb_in1k"
+# DeiT's small model with two narrow blocks.
+SMALL = {"img_size": 96, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": len(CLASSES)}
+OURS = ("model.width=48", "model.depth=2", "model.heads=3", "model.mlp_width=192")
+MACHINE = ("data.num_workers=0", "runtime.progress=plain", "runtime.device=cpu", "precision=fp32")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Twenty small photographs of other shapes and the five classes' folders of training."""
+    random = np.random.default_rng(0)
+    for index in range(20):
+        height, width = random.integers(90, 240, 2)
+        low = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        for split in ("train", "val"):
+            folder = tmp_path / "images" / split / CLASSES[index % 5]
+            folder.mkdir(parents=True, exist_ok=True)
+            low.resize((int(width), int(height)), Image.Resampling.BICUBIC).save(folder / f"{index}.png")
+    return tmp_path / "images"
+
+
+def timm_folder(path: Path, **about: Any) -> torch.nn.Module:
+    """Random weights as timm's hub keeps them."""
+    torch.manual_seed(3)
+    model = timm.create_model("vit_small_patch16_224", **SMALL).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4)
+    path.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    kept = {
+        "tag": "fb_in1k",
+        "input_size": [3, 96, 96],
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.25, 0.3],
+    }
+    config = {"architecture": "deit_small_patch16_224", "num_classes": len(CLASSES), "pretrained_cfg": kept | about}
+    (path / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def timm_top1(model: torch.nn.Module, root: Path, about: dict[str, Any]) -> tuple[float, float]:
+    """What timm's own transform and a plain loop score: top-1 in percent, and the loss."""
+    transform = create_transform(**resolve_data_config({k: v for k, v in about.items() if k != "tag"}))
+    pictures, labels_list = [], []
+    for label, name in enumerate(CLASSES):
+        for path in sorted((root / "val" / name).iterdir()):
+            with Image.open(path) as image:
+                pictures.append(transform(image.convert("RGB")))
+            labels_list.append(label)
+    batch, labels = torch.stack(pictures), torch.tensor(labels_list)
+    with torch.no_grad():
+        logits = model(batch)
+    right = (logits.argmax(1) == labels).double().mean().item() * 100
+    return right, torch.nn.functional.cross_entropy(logits, labels).item()
+
+
+def test_a_timm_folder_is_scored_as_timm_scores_it(
+    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = timm_folder(tmp_path / "deit")
+    about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
+    settings = (f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE)
+    config = load_config("deit_s16", settings)
+    assert score(config, "val", str(tmp_path / "scores.json")) == 0
+    told = json.loads((tmp_path / "scores.json").read_text())
+    top1, loss = timm_top1(model, images, about)
+    assert told["top1"] == pytest.approx(top1)
+    assert told["loss"] == pytest.approx(loss, rel=1e-5)
+    assert 0 < top1 < 100
+    assert told["preprocessing"] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told["published"] == {
+        "weights": f"timm:{NAME}",
+        "top1": 79.856,
+        "size": 224,
+        "source": "timm, results/results-imagenet.csv",
+    }
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "published 79.86% on ImageNet-1k's 50,000 validation images at 224 px" in printed
+    assert f"ours {top1 - 79.856:+.2f}" in printed
+    assert ", as the weights say" in printed
+    # The configuration's own preprocessing is another one, and has no published number.
+    other = load_config("deit_s16", [*settings, "data.image_size=96"])
+    assert score(other, "val", str(tmp_path / "other.json"), own_preprocessing=False) == 0
+    told = json.loads((tmp_path / "other.json").read_text())
+    assert told["preprocessing"].startswith("short side 110 (bicubic), centre 96 x 96, mean 0.485")
+    assert "published" not in told
+    assert told["loss"] != pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_tool(tmp_path: Path, images: Path) -> None:
+    timm_folder(tmp_path / "deit")
+    settings = (f"data.root={images}", f"weights={tmp_path / 'deit' / 'model.safetensors'}", *OURS, *MACHINE)
+    done = run_process(command(*settings, tool="test_net", config_name="deit_s16"), cwd=tmp_path)
+    assert "published" in done.stdout
+    done = run_process(
+        command(*settings, "preprocessing=own", tool="test_net", config_name="deit_s16"), cwd=tmp_path, expect=2
+    )
+    assert done.stderr.startswith("error: preprocessing: ")
+
+
+def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm_folder(tmp_path / "deit")
+    monkeypatch.setattr(build, "imagenet_wnids", lambda: CLASSES)
+    settings = (f"weights={tmp_path / 'deit'}", f"data.eval_root={images / 'val'}", *OURS, *MACHINE)
+    config = load_config("deit_s16", [*settings, "data.eval_set=sketch"])
+    assert score(config, "val", str(tmp_path / "sketch.json")) == 0
+    plain = load_config("deit_s16", [*settings, f"data.root={images}"])
+    assert score(plain, "val", str(tmp_path / "val.json")) == 0
+    sketch, val = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("sketch", "val"))
+    assert (sketch["top1"], sketch["loss"], sketch["count"]) == (val["top1"], pytest.approx(val["loss"]), 20)
+    # That number is not the validation images'.
+    assert "published" not in sketch
+    config = load_config("deit_s16", [*settings, "data.eval_set=sketch", "model.num_classes=7"])
+    with pytest.raises(UserError, match=r"does not name its classes, .*model.num_classes=7 is not ImageNet-1k's 1000"):
+        score(config, "val", None)
+
+
+def test_imagenets_ids() -> None:
+    ids = build.imagenet_wnids()
+    assert (len(ids), ids[0], ids[999]) == (1000, "n01440764", "n15075141")
+    assert list(ids) == sorted(ids)
+
+
+def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
+    timm_folder(tmp_path / "squashed", crop_mode="squash")
+    with pytest.raises(UserError, match=r"config.json asks for crop_mode=squash .*preprocessing=config"):
+        foreign.described(tmp_path / "squashed" / "model.safetensors")
+    timm_folder(tmp_path / "lanczos", interpolation="lanczos")
+    with pytest.raises(UserError, match=r"interpolation=lanczos, and here are bilinear and bicubic"):
+        foreign.described(tmp_path / "lanczos" / "model.safetensors")
+    timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
+    about = foreign.described(tmp_path / "odd" / "model.safetensors")
+    assert about is not None
+    with pytest.raises(UserError, match=r"image_size: 100 is not divisible by .*\nweights: timm:deit"):
+        build.with_preprocessing(load_config("deit_s16", ["data.root=/nowhere"]), about)
+
+
+def test_weights_without_a_description(tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(b"")
+    assert foreign.described(tmp_path / "weights.pth") is None
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert foreign.described(tmp_path / "weights.pth") is None
+    assert foreign.described(tmp_path) is None
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is no JSON"):
+        foreign.described(tmp_path / "weights.pth")
+    for source, line in (("timm:resnet51x", "has no weights resnet51x"), ("torchvision:resnet50.V9", "no weights")):
+        with pytest.raises(UserError, match=line):
+            foreign.described(source)
+
+
+@pytest.mark.parametrize("source", [*published.WEIGHTS, "timm:deit_tiny_patch16_224", "torchvision:resnet50"])
+def test_published_weights_describe_themselves(source: str) -> None:
+    """By name, at the size of the published number; resized and cropped to the very pixels of the library."""
+    about = foreign.described(source)
+    assert about is not None
+    assert about.weights.startswith(source)
+    known = published.WEIGHTS[about.weights]
+    assert about.image_size == known.size
+    random = np.random.default_rng(1)
+    photo = Image.fromarray(random.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((517, 389))
+    if source.startswith("timm:"):
+        kept = timm.models.get_pretrained_cfg(source.removeprefix("timm:"))
+        assert kept is not None
+        options = resolve_data_config(pretrained_cfg=kept.to_dict(), use_test_size=True)
+        theirs = create_transform(**options)
+    else:
+        model, tag = about.weights.removeprefix("torchvision:").split(".")
+        theirs = torchvision.models.get_model_weights(model)[tag].transforms()
+    expected = theirs(photo)
+    config = build.with_preprocessing(load_config("resnet50", ["data.root=/nowhere"]), about)
+    ours = EvalTransform(
+        image_size=config.data.image_size,
+        crop_ratio=config.augment.eval_crop_ratio,
+        interpolation=config.augment.interpolation,
+    )
+    image_HWC = ours(PillowPicture(photo), 0).image_HWC
+    mean, std = (torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
+    batch = (torch.from_numpy(image_HWC.copy()).permute(2, 0, 1) / 255 - mean) / std
+    torch.testing.assert_close(batch, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,66 @@
+"""Every recipe trains: two steps of a shrunken network on synthetic images, everything else as the recipe has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pycls_fast import published
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
+from pycls_fast.train import train
+from tests.integration.runs import records
+
+# One of each kind of network, loss and optimizer.
+CHEAP = ("deit3_s16", "vit_c_1gf", "mae_finetune_b16", "rsb_a3")
+
+SMALL = (
+    "data.source=synthetic",
+    "data.synthetic_train_images=48",
+    "data.synthetic_val_images=8",
+    "data.synthetic_classes=7",
+    "data.global_batch_size=8",
+    "data.eval_batch_size=8",
+    "data.num_workers=0",
+    "schedule.max_steps=2",
+    "optim.ema_every_steps=1",
+    "runtime.device=cpu",
+    "runtime.log_every_steps=1",
+    "runtime.tensorboard=false",
+    "runtime.progress=plain",
+)
+
+
+def shrunk(name: str, run_dir: Path) -> list[str]:
+    """Overrides that leave little of the network and of the images."""
+    config = load_config(name, ["data.source=synthetic"])
+    model, size = config.model, 64
+    own: list[str] = []
+    if isinstance(model, ViTModel):
+        size = 2 * model.patch_size
+        own = ["model.width=16", "model.depth=2", "model.heads=2", "model.mlp_width=16"]
+        own += ["model.pre_logits=8"] if model.pre_logits else []
+        own += [f"model.stem_widths={[4] * len(model.stem_widths)}"] if model.stem_widths else []
+    elif isinstance(model, TimmModel):
+        own = [f"model.name={model.name.removesuffix('040')}002"]
+    else:
+        assert isinstance(model, ResNetModel)
+        own = ["model.depth=26"]
+    if config.data.image_size_schedule:
+        own.append("data.image_size_schedule=[[0,32]]")
+    return [*SMALL, *own, f"data.image_size={size}", f"run_dir={run_dir}"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in published.EXPERIMENTS],
+)
+def test_two_steps(tmp_path: Path, name: str) -> None:
+    config = load_config(name, shrunk(name, tmp_path / "run"))
+    assert train(config) == 0
+    steps = records(tmp_path / "run", "train")
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(0 < record["loss"] < 20 for record in steps)
+    evaluated = {record["weights"] for record in records(tmp_path / "run", "eval")}
+    assert evaluated == ({"model", "ema"} if config.optim.ema_decay is not None else {"model"})

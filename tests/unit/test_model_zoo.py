@@ -1,0 +1,39 @@
+"""The page of experiments and published weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pycls_fast import published
+from tools.model_zoo import MEASURED, PAGE, page
+
+ENTRY = {"top1": 79.81, "hardware": "8 H200", "date": "2027-01-02", "command": "python tools/train_net.py"}
+
+
+def test_the_page_in_the_repository_is_what_the_tables_say() -> None:
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page(measured), "run: python tools/model_zoo.py"
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Cells by the first one's name."""
+    rows = [row for row in text.splitlines() if row.startswith("| `")]
+    return {row.split("`")[1]: [cell.strip() for cell in row.split("|")] for row in rows if "weights=" not in row}
+
+
+def test_a_number_is_either_published_or_measured() -> None:
+    rows = {
+        row.split("`")[1]: [cell.strip() for cell in row.split("|")] for row in page([]).splitlines() if "| `" in row
+    }
+    assert rows.keys() >= published.EXPERIMENTS.keys() | published.WEIGHTS.keys()
+    assert (rows["deit_s16"][7], rows["deit_s16"][9]) == ("79.9", "not yet")
+    assert (rows["deit3_b16"][7], rows["vit_p_1gf"][10]) == ("none", "")
+    text = page([ENTRY | {"experiment": "deit_s16"}, ENTRY | {"weights": "timm:resnet50.a1_in1k", "top1": 81.2}])
+    rows = table(text)
+    assert (rows["deit_s16"][7], rows["deit_s16"][9]) == ("79.9", "79.81")
+    assert rows["timm:resnet50.a1_in1k"][6] == "81.20"
+    assert "- `deit_s16`: 79.81, 8 H200, 2027-01-02: `python tools/train_net.py`" in text
+    with pytest.raises(ValueError, match="no experiment and no weights of that name"):
+        page([ENTRY | {"experiment": "deit_s17"}])

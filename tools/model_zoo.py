@@ -1,0 +1,147 @@
+"""Write `docs/MODEL_ZOO.md`, one row per experiment on ImageNet-1k: `python tools/model_zoo.py`.
+
+What was published is in `pycls_fast/published.py`, what was measured here in `docs/results/top1.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pycls_fast import published
+from pycls_fast.config import load_config
+
+_DOCS = Path(__file__).parents[1] / "docs"
+PAGE = _DOCS / "MODEL_ZOO.md"
+MEASURED = _DOCS / "results" / "top1.json"
+
+_HEAD = """\
+# Model zoo
+
+Made by `python tools/model_zoo.py`. What was published comes from `pycls_fast/published.py`, what was measured here
+from `docs/results/top1.json`, where every number has its command and hardware; `not yet` means that there was no run.
+
+Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop, as published and, under `here`, as
+measured here. Parameters with 1,000 classes. GMACs are billions of multiply-adds of one image at the size given (a
+run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
+"""
+
+_RECIPES = """\
+## Recipes
+
+Each is a file `configs/NAME.yaml`, which has its command, hardware, source and how it differs from the source; a test
+compares the values with the source's (`tests/unit/config/test_recipes.py`). Weights without `timm:` or `torchvision:`
+are files that the source's page links.
+
+```
+python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
+```
+"""
+
+_WEIGHTS = """\
+## Published weights
+
+What others have published, with their own preprocessing, beside what it scores here:
+
+```
+python tools/test_net.py --config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k data.root=/path/to/imagenet
+```
+
+The numbers are those of the library that offers the weights, evaluated by it, and may differ a little from the paper's.
+"""
+
+
+def page(measured: Sequence[Mapping[str, Any]]) -> str:
+    """The whole page.
+
+    Args:
+        measured: entries of `top1.json`: `experiment` (a recipe that was trained) or `weights` (that were scored), with
+            `top1`, `hardware`, `date` and `command`.
+
+    Raises:
+        ValueError: an entry of an experiment or of weights that there are none of.
+    """
+    for entry in measured:
+        if entry.get("experiment") not in published.EXPERIMENTS and entry.get("weights") not in published.WEIGHTS:
+            raise ValueError(f"{MEASURED.name}: no experiment and no weights of that name: {entry}")
+    return "\n".join([_HEAD, _RECIPES, *_recipes(measured), "", _WEIGHTS, *_weights(measured), "", *_runs(measured)])
+
+
+def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    columns = (
+        "experiment",
+        "model",
+        "M parameters",
+        "GMACs",
+        "at px",
+        "epochs",
+        "published",
+        "source",
+        "measured here",
+    )
+    yield f"| {' | '.join(columns)} | weights |"
+    yield "|---" * len(columns) + "|---|"
+    for name, known in published.EXPERIMENTS.items():
+        config = load_config(name, ["data.root=/path/to/imagenet"])
+        top1 = "none" if known.top1 is None else f"{known.top1:g}"
+        weights = f"`{known.weights}`" if known.weights else ""
+        size = f"{known.parameters:g} | {known.gmacs:g} | {known.size} | {config.schedule.epochs}"
+        ours = _ours(measured, "experiment", name)
+        model = _network(config.model.model_dump())
+        yield f"| `{name}` | {model} | {size} | {top1} | {known.source} | {ours} | {weights} |"
+
+
+def _network(model: Mapping[str, Any]) -> str:
+    if model["kind"] == "resnet":
+        return f"ResNet-{model['depth']}"
+    if model["kind"] == "timm":
+        return str(model["name"])
+    stem = "conv" if model["stem"] == "conv" else f"/{model['patch_size']}"
+    return f"ViT {stem} {model['width']} x {model['depth']}"
+
+
+def _weights(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| `weights=` | `--config-name` | px | published | source | here |"
+    yield "|---|---|---|---|---|---|"
+    experiment = {known.weights: name for name, known in published.EXPERIMENTS.items()}
+    # The same networks under a second name.
+    experiment |= {
+        "timm:resnet50.tv_in1k": "torchvision_resnet50_v1",
+        "timm:resnet50.tv2_in1k": "torchvision_resnet50_v2",
+    }
+    for name, score in published.WEIGHTS.items():
+        yield (
+            f"| `{name}` | `{experiment[name]}` | {score.size} | {score.top1:.2f} | {score.source} | "
+            f"{_ours(measured, 'weights', name)} |"
+        )
+
+
+def _ours(measured: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
+    found = [f"{entry['top1']:.2f}" for entry in measured if entry.get(key) == name]
+    return ", ".join(found) or "not yet"
+
+
+def _runs(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How each number of our own came about."""
+    if not measured:
+        return
+    yield "## What was measured here"
+    yield ""
+    for entry in measured:
+        name = entry.get("experiment") or entry.get("weights")
+        yield f"- `{name}`: {entry['top1']:.2f}, {entry['hardware']}, {entry['date']}: `{entry['command']}`"
+    yield ""
+
+
+def main() -> int:
+    """Write the page."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    PAGE.write_text(page(measured), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
