@@ -57,8 +57,11 @@ PositiveIntOrAuto = Annotated[
 ]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _as_tuple(value: Any) -> Any:
+    """A text is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
@@ -262,7 +265,7 @@ class _Optim(Section):
     clip_norm: PositiveFloat | None = None
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     accumulation_steps: PositiveInt = 1
-    trainable: Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)] = ("all",)
+    trainable: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = ("all",)
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     ema_warmup: bool = True
     ema_every_steps: PositiveInt = 1

@@ -31,7 +31,8 @@ def draw_confusion(counts_KK: np.ndarray, classes: Sequence[str], path: Path, ti
     """
     count = len(classes)
     names = [_short(name) for name in classes]
-    side = min(4.0 + 0.33 * min(count, _WITH_NUMBERS) + 0.12 * max(min(count, _WITH_NAMES) - _WITH_NUMBERS, 0), 18.0)
+    named = min(count, _WITH_NAMES)
+    side = 4.0 + 0.33 * min(named, _WITH_NUMBERS) + 0.1 * max(named - _WITH_NUMBERS, 0)
     lists = count > _WITH_NUMBERS
     figure = Figure(figsize=(side + (4.5 if lists else 0.0), side), layout="constrained")
     if lists:
@@ -71,7 +72,7 @@ def _label(axes: Axes, names: Sequence[str]) -> None:
 
 def _write_numbers(axes: Axes, counts_KK: np.ndarray, share_KK: np.ndarray) -> None:
     for row, column in zip(*np.nonzero(counts_KK), strict=True):
-        color = "white" if share_KK[row, column] > 0.6 else "black"
+        color = "white" if share_KK[row, column] > 0.4 else "black"
         number = f"{counts_KK[row, column]}"
         axes.text(column, row, number, ha="center", va="center", fontsize=7, color=color)
 
