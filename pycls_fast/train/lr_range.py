@@ -67,8 +67,10 @@ def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
         losses: of each; the last one may be no number: there the loss blew up.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return Verdict(None, None, float(rates[0]))
     smoothed = smooth(finite)
-    lowest = int(smoothed.argmin()) if len(smoothed) else 0
+    lowest = int(smoothed.argmin())
     # The average of the first few says nothing yet.
     first = min(len(smoothed) // 10, lowest)
     above = np.flatnonzero(smoothed[lowest + 1 :] > smoothed[first]) + lowest + 1
