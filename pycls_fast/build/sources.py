@@ -124,7 +124,8 @@ def order(config: RunConfig, source: Source) -> Order | None:
                 "use loss.class_weights=balanced, or data.shuffle=full to do it all the same"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
-        return partial(class_order, labels=_labels(source, "data.sampling"), power=power)
+        labels = _labels(source, "data.sampling")
+        return partial(class_order, labels=labels, power=power, repeats=config.augment.repeats)
     if how == "full" or (how == "auto" and not prefers_blocks(source)):
         return None
     if ends is None:

@@ -8,7 +8,7 @@ from pycls_fast.counter import counter_seed
 from pycls_fast.data.draws import frozen_generator
 
 
-def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float) -> np.ndarray:
+def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float, repeats: int = 1) -> np.ndarray:
     """An order of as many images as there are, in which a class of n images has a share proportional to `n ** power`.
 
     0 is class-balanced sampling, 1/2 square-root sampling, 1 would be each image once (Kang et al., Decoupling
@@ -21,9 +21,11 @@ def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float) -> n
     Args:
         labels: int64, of each image.
         power: in [0, 1].
+        repeats: of the sampler that takes this order.
 
     Returns:
-        Positions, int64, as many as labels; with repetitions.
+        Positions, int64, as many as labels. Where an image comes again its position is higher by a multiple of
+        `repeats` times the number of images, which tells its augmentations apart (`ImageDataset`).
     """
     generator = frozen_generator(counter_seed(seed, epoch))
     count = len(labels)
@@ -36,7 +38,17 @@ def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float) -> n
     quotas = np.diff(borders)
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
     drawn = [_drawn(images, quota, generator) for images, quota in zip(by_class, quotas.tolist(), strict=True)]
-    return generator.permutation(np.concatenate(drawn).astype(np.int64))
+    order = generator.permutation(np.concatenate(drawn).astype(np.int64))
+    return order + _times_before(order) * (count * repeats)
+
+
+def _times_before(order: np.ndarray) -> np.ndarray:
+    """How often each place's image has come before it."""
+    by_image = np.argsort(order, kind="stable")
+    _, first, times = np.unique(order[by_image], return_index=True, return_counts=True)
+    before = np.empty_like(order)
+    before[by_image] = np.arange(len(order)) - np.repeat(first, times)
+    return before
 
 
 def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> np.ndarray:
