@@ -53,6 +53,10 @@ class CrossEntropy:
         # Cross-entropy is linear in the target, so mixing losses is mixing targets, without a B x K target.
         return (targets.lam * loss + (1.0 - targets.lam) * other).mean()
 
+    def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        """The loss of every image, (B,)."""
+        return F.cross_entropy(_wide(logits_BK), labels_B, label_smoothing=self.label_smoothing, reduction="none")
+
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
@@ -68,12 +72,20 @@ class BinaryCrossEntropy:
     threshold: float | None = None
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
+        loss_BK = self._by_class(logits_BK, targets)
+        return loss_BK.mean() if self.reduction == "mean" else loss_BK.sum(dim=1).mean()
+
+    def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        """The loss of every image, (B,)."""
+        loss_BK = self._by_class(logits_BK, Targets(labels_B))
+        return loss_BK.mean(dim=1) if self.reduction == "mean" else loss_BK.sum(dim=1)
+
+    def _by_class(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         logits_BK = _wide(logits_BK)
         target_BK = self.dense(targets, logits_BK)
         if self.threshold is not None:
             target_BK = target_BK.gt(self.threshold).to(target_BK.dtype)
-        loss_BK = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="none")
-        return loss_BK.mean() if self.reduction == "mean" else loss_BK.sum(dim=1).mean()
+        return F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="none")
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
@@ -87,6 +99,41 @@ class BinaryCrossEntropy:
             lam = lam.to(target_BK.dtype)[:, None]
         target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * lam))
         return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - lam)))
+
+
+@dataclass(frozen=True)
+class ClassWeighted:
+    """A loss whose images count as much as their class weighs; both classes of a mixed image weigh in.
+
+    The mean is over images, not over weights as in torch: it then does not depend on how a batch is cut into
+    microbatches and ranks.
+
+    Attributes:
+        weights_K: float32, one for each class, on the logits' device.
+    """
+
+    plain: CrossEntropy | BinaryCrossEntropy
+    weights_K: Tensor
+
+    def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
+        loss_B = self._weighted(logits_BK, targets.labels_B)
+        if targets.mixed_B is None:
+            return loss_B.mean()
+        other_B = self._weighted(logits_BK, targets.mixed_B)
+        return (targets.lam * loss_B + (1.0 - targets.lam) * other_B).mean()
+
+    def _weighted(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        return self.weights_K[labels_B] * self.plain.each(logits_BK, labels_B)
+
+
+def balanced_weights(counts_K: Tensor) -> Tensor:
+    """float32: images / (classes * images of the class), over the classes that have any, as scikit-learn's "balanced".
+
+    A class without images weighs 1, which nothing comes to multiply.
+    """
+    present_K = counts_K > 0
+    mean = counts_K.sum() / present_K.sum().clamp(min=1)
+    return torch.where(present_K, mean / counts_K.clamp(min=1), 1.0).float()
 
 
 class FusedLoss:

@@ -15,6 +15,7 @@ from pycls_fast.build.device import Switches, autocast, compute_dtype, level, se
 from pycls_fast.build.network import (
     counted_model,
     draw_on_device,
+    freeze,
     is_sharded,
     lower,
     model,
@@ -23,17 +24,21 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
-from pycls_fast.build.sources import eval_set, imagenet_wnids, sources
+from pycls_fast.build.sizes import by_size
+from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
 
 __all__ = [
     "Switches",
     "autocast",
+    "by_size",
+    "class_counts",
     "compute_dtype",
     "counted_model",
     "draw_on_device",
     "ema",
     "eval_loader",
     "eval_set",
+    "freeze",
     "imagenet_wnids",
     "is_sharded",
     "level",

@@ -55,13 +55,15 @@ def train_loader(
         order=order(config, source),
         repeats=config.augment.repeats,
     )
+    # An image of a rare class may take up the whole epoch.
+    times = 1 if config.data.sampling == "uniform" else len(source)
     dataset = ImageDataset(
         source,
         transform,
         seed=config.seed,
         training=True,
         host=prepare_on_host(config, chosen),
-        repeats=config.augment.repeats,
+        repeats=config.augment.repeats * times,
         open_picture=_decoder(chosen),
     )
     return _loader(config, dataset, sampler, world)

@@ -29,10 +29,15 @@ def num_classes(config: RunConfig, source: Source) -> int:
     """Outputs of the model: as configured, else as many as the data has classes.
 
     Raises:
-        UserError: fewer outputs than classes.
+        UserError: fewer outputs than classes, or one class.
     """
     found = len(source.classes)
     chosen = config.model.num_classes
+    if chosen is None and found < 2:
+        raise UserError(
+            f"data.root: one class alone ({', '.join(source.classes)}) leaves nothing to tell apart; there must be 2 "
+            "class folders at least"
+        )
     if chosen is not None and chosen < found:
         raise UserError(
             f"model.num_classes: {chosen} outputs for data with {found} classes; leave it out to take {found}"
@@ -134,6 +139,15 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
     """The network, without memory, whose operations and activations are reported: padding is no work of the model's."""
     return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"}, empty=True)
+
+
+def freeze(config: RunConfig, network: nn.Module) -> None:
+    """Leave gradients to the parts of the network that `optim.trainable` names, in place.
+
+    Raises:
+        UserError: a name that the network does not have.
+    """
+    optim.freeze(network, config.optim.trainable, head=network.head_name)  # type: ignore[arg-type]  # every model has one
 
 
 def draw_on_device(network: nn.Module) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,21 +17,33 @@ from pycls_fast.build.device import Switches, level
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
+from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
 from pycls_fast.optim.ema import Live
 from pycls_fast.speed import SwitchName
 
 
-def loss(config: RunConfig, chosen: Switches, device: torch.device) -> Loss:
+def loss(config: RunConfig, chosen: Switches, device: torch.device, class_counts: np.ndarray | None = None) -> Loss:
     """The training loss.
+
+    Args:
+        class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when random
+            images are timed, all classes weigh the same.
 
     Raises:
         UserError: it cannot be compiled on this machine.
     """
-    plain: Loss = CrossEntropy(config.loss.label_smoothing)
+    unweighted: CrossEntropy | BinaryCrossEntropy = CrossEntropy(config.loss.label_smoothing)
     if config.loss.name == "bce":
-        plain = BinaryCrossEntropy(config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold)
+        unweighted = BinaryCrossEntropy(
+            config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold
+        )
+    plain: Loss = unweighted
+    if config.loss.class_weights == "balanced" and class_counts is not None:
+        weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
+        # Outputs that no image has are no class.
+        spare = max((config.model.num_classes or 0) - len(weights_K), 0)
+        plain = ClassWeighted(unweighted, F.pad(weights_K, (0, spare), value=1.0))
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
         return plain
     _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")

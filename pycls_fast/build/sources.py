@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import (
@@ -17,6 +19,7 @@ from pycls_fast.data import (
     SyntheticSource,
     block_ends,
     block_order,
+    class_order,
     open_eval_set,
     open_folder,
     open_splits,
@@ -118,9 +121,18 @@ def order(config: RunConfig, source: Source) -> Order | None:
     """The order of epochs as `data.shuffle` says; None for any order.
 
     Raises:
-        UserError: blocks were asked for of a source that has none.
+        UserError: blocks were asked for of a source that has none, or classes that cannot be drawn.
     """
     ends, how = block_ends(source), config.data.shuffle
+    if config.data.sampling != "uniform":
+        if how == "auto" and prefers_blocks(source):
+            raise UserError(
+                f"data.sampling: {config.data.sampling} visits images in any order, which is slow with this source; "
+                "use loss.class_weights=balanced, or data.shuffle=full to do it all the same"
+            )
+        power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
+        labels = _labels(source, "data.sampling")
+        return partial(class_order, labels=labels, power=power, repeats=config.augment.repeats)
     if how == "full" or (how == "auto" and not prefers_blocks(source)):
         return None
     if ends is None:
@@ -130,3 +142,21 @@ def order(config: RunConfig, source: Source) -> Order | None:
     batch = config.data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch
     return partial(block_order, block_ends=ends, buffer=config.data.shuffle_buffer, global_batch_size=batch)
+
+
+def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
+    """Images of each class, int64, where `loss.class_weights` needs them.
+
+    Raises:
+        UserError: a source that does not know its labels.
+    """
+    if config.loss.class_weights == "none":
+        return None
+    return np.bincount(_labels(source, "loss.class_weights"), minlength=len(source.classes))
+
+
+def _labels(source: Source, key: str) -> np.ndarray:
+    labels = getattr(source, "labels", None)
+    if labels is None:
+        raise UserError(f"{key}: needs all labels ahead, which this source does not know; leave it out")
+    return np.asarray(labels, dtype=np.int64)

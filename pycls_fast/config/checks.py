@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycls_fast.config.schema import ResNetModel, RunConfig, ViTModel
+from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, ViTModel
 
 
 def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[str, str]]:
@@ -21,6 +21,7 @@ def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[st
     yield from _model(config)
     yield from _data(config)
     yield from _schedule(config)
+    yield from _frozen(config)
     yield from _precision(config)
     yield from _memory(config)
     yield from _parallel(config)
@@ -58,6 +59,12 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"data.{key}", f"data.source={data.source} has folders of fixed names; leave it out"
     if data.shard_cache_gib is not None and data.shard_cache is None:
         yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
+    if data.sampling != "uniform" and data.shuffle == "blocks":
+        yield (
+            "data.sampling",
+            f"{data.sampling} visits images in any order, and data.shuffle=blocks keeps to that of the shards; use "
+            "data.shuffle=full or loss.class_weights=balanced",
+        )
     if data.eval_set is not None and data.eval_root is None:
         yield "data.eval_root", f"not set; give the files of data.eval_set={data.eval_set} as data.eval_root=PATH"
 
@@ -132,7 +139,7 @@ def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
     schedule = config.schedule
-    if schedule.warmup_epochs > schedule.epochs:
+    if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
         yield (
             "schedule.warmup_epochs",
             f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
@@ -150,6 +157,25 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
+
+
+def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
+    trainable = config.optim.trainable
+    if "all" in trainable and len(trainable) > 1:
+        yield "optim.trainable", f"all is everything; leave {trainable[trainable.index('all') - 1]} or all out"
+    if trainable == ("all",):
+        return
+    if config.parallel.name in ("fairscale_fsdp", "fairscale_sharded_ddp"):
+        yield (
+            "optim.trainable",
+            f"frozen parts do not go with parallel={config.parallel.name}, which flattens or exchanges all weights "
+            "alike; use parallel=ddp or fsdp",
+        )
+    if config.parallel.sync_batchnorm:
+        yield (
+            "parallel.sync_batchnorm",
+            "would replace the batch norms whose statistics optim.trainable freezes; leave it out",
+        )
 
 
 def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:

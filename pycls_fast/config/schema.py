@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from pycls_fast.speed import SwitchName
@@ -36,6 +36,32 @@ def _loss_scale(value: Any) -> Any:
 
 # One line for a bad value, where a union of types would give one for each of them.
 LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
+
+
+AUTO = 0
+"""What a whole number that is `auto` is until the training images are known (`build.by_size`)."""
+
+
+def _or_auto(value: Any) -> Any:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value == "auto":
+        return AUTO
+    if is_number and value > 0:
+        return value
+    raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
+
+
+# Typed as the number that it is in every run.
+PositiveIntOrAuto = Annotated[
+    int, PlainValidator(_or_auto), PlainSerializer(lambda value: "auto" if value == AUTO else value)
+]
+
+
+def _as_tuple(value: Any) -> Any:
+    """A text is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
@@ -115,6 +141,11 @@ class Data(Section):
     `shuffle: blocks` shards are read one after the other, mixing within `shuffle_buffer` images; `auto` does so behind
     a network.
 
+    With `global_batch_size: auto` it follows the number of training images (`build.by_size`). `normalization: weights`
+    takes mean and standard deviation from what `weights` names, where that says them, in place of `mean` and `std`.
+    `sampling` is how often a class comes in an epoch: as often as it has images, each class equally often, or by the
+    square root of its images (`data.class_order`).
+
     `image_size_schedule` holds pairs of a first epoch and the training images' size from there on; before the first
     pair and in evaluation it is `image_size`.
 
@@ -137,17 +168,19 @@ class Data(Section):
     shard_cache_gib: PositiveFloat | None = None
     shuffle: Literal["auto", "full", "blocks"] = "auto"
     shuffle_buffer: PositiveInt = 16384
+    sampling: Literal["uniform", "square_root", "balanced"] = "uniform"
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     eval_root: Text | None = None
     wnids: Text | None = None
     image_size: PositiveInt = 224
     image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
-    global_batch_size: PositiveInt = 256
+    global_batch_size: PositiveIntOrAuto = 256
     eval_batch_size: PositiveInt | None = None
     num_workers: Annotated[int, Field(ge=0)] | None = None
     prefetch_factor: PositiveInt = 2
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     split_seed: Seed = 0
+    normalization: Literal["configured", "weights"] = "configured"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
     max_damaged: Annotated[int, Field(ge=0)] = 100
@@ -207,16 +240,23 @@ class Loss(Section):
     """`bce` is binary cross-entropy per class, summed over classes as in big_vision or averaged as in timm.
 
     With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
+    `class_weights: balanced` weighs each image by the mean number of images of a class over that of its own class.
     """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     bce_reduction: Literal["mean", "sum"] = "mean"
     bce_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    class_weights: Literal["none", "balanced"] = "none"
 
 
 class _Optim(Section):
-    """`ema_decay` is per step whatever `ema_every_steps`; `layer_decay` is the rate of a layer to that of the next."""
+    """`ema_decay` is per step whatever `ema_every_steps`; `layer_decay` is the rate of a layer to that of the next.
+
+    `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters with * for
+    any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state, and modules without
+    anything to train compute as in evaluation, so that batch norm keeps its statistics and nothing is dropped.
+    """
 
     lr: PositiveFloat
     lr_batch_size: PositiveInt | None = None
@@ -227,6 +267,7 @@ class _Optim(Section):
     clip_norm: PositiveFloat | None = None
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     accumulation_steps: PositiveInt = 1
+    trainable: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = ("all",)
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     ema_warmup: bool = True
     ema_every_steps: PositiveInt = 1
@@ -309,10 +350,13 @@ class Schedule(Section):
     `cosine` and `linear` fall to `final_factor`; `step` multiplies by `step_factor` after every `step_epochs` epochs.
     The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, the warm-up in its place
     as long as it lasts (timm, pycls).
+
+    With `epochs: auto` they follow the number of training images (`build.by_size`). `early_stopping_evals` ends the run
+    when the best evaluation, by `early_stopping_metric`, is so many evaluations old.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    epochs: PositiveInt = 100
+    epochs: PositiveIntOrAuto = 100
     max_steps: PositiveInt | None = None
     warmup_epochs: NonNegativeFloat = 5.0
     warmup_start_factor: Probability = 0.0
@@ -320,6 +364,8 @@ class Schedule(Section):
     curve_from: Literal["warmup_end", "start"] = "warmup_end"
     step_epochs: PositiveInt | None = None
     step_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    early_stopping_evals: PositiveInt | None = None
+    early_stopping_metric: Literal["top1", "loss"] = "top1"
 
 
 class Precision(Section):
@@ -423,13 +469,14 @@ class Runtime(Section):
 
     `keep_checkpoints` are the newest; the best is kept besides them. With `checkpoint_async` training goes on while a
     copy of its state is written; the copy takes as much of the host's memory as a rank's share of the state.
+    `eval_every_epochs: auto` makes 20 evaluations in a run at most.
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = None
     log_every_steps: PositiveInt = 10
-    eval_every_epochs: PositiveInt = 1
+    eval_every_epochs: PositiveIntOrAuto = 1
     checkpoint_every_steps: PositiveInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     checkpoint_async: bool = True

@@ -1,6 +1,7 @@
 """Images from disk to the device: sources, decoding, augmentation, sampling, loading, copy, mixing."""
 
 from pycls_fast.data.augment import Augmented, EvalTransform, TrainTransform, Transform, TransformByEpoch
+from pycls_fast.data.class_sampling import class_order
 from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
 from pycls_fast.data.loading import Batch, HostStage, ImageDataset, ImageLoader, Sample, collate, make_loader
@@ -62,6 +63,7 @@ __all__ = [
     "as_rgb",
     "block_ends",
     "block_order",
+    "class_order",
     "collate",
     "decode",
     "epoch_order",

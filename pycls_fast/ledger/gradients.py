@@ -201,6 +201,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         switches = build.switches(config, world.device)
         sources = build.sources(config, world)
         train = sources["train"]
+        config = build.by_size(config, len(train), world)
         steps_per_epoch = len(train) // config.data.global_batch_size
         if not steps_per_epoch:
             raise UserError(

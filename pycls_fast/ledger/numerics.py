@@ -41,6 +41,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
         train = build.sources(config, world)["train"]
+        config = build.by_size(config, len(train), world)
         classes = build.num_classes(config, train)
         plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
         exact = build.model(config, classes, plain).double().to(world.device)

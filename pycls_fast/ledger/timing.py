@@ -189,10 +189,12 @@ def _build(
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
-    microbatch = build.microbatch_size(config, world)
+    build.microbatch_size(config, world)
     same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
     sources = same_data[0] if same_data else build.sources(config, world)
     train = sources["train"]
+    config = build.by_size(config, len(train), world)
+    microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts) and len(train) < config.data.global_batch_size:
         raise UserError(
             f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "

@@ -1,6 +1,7 @@
 """Parameter groups, schedules, optimizers and the average of the weights."""
 
 from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.freeze import freeze
 from pycls_fast.optim.groups import NORMS, Group, by_name, layers, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
@@ -37,6 +38,7 @@ __all__ = [
     "assign",
     "by_name",
     "compile_step",
+    "freeze",
     "lamb",
     "layers",
     "lion",

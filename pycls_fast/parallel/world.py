@@ -207,5 +207,6 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that training changes and evaluation reads."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    """Buffers that training changes and evaluation reads, of a model in training mode: frozen modules have none."""
+    training = [module for module in model.modules() if module.training]
+    return [b for module in training for b in module.buffers(recurse=False) if b.is_floating_point()]

@@ -22,11 +22,13 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
+from pycls_fast.train.by_class import class_scores, confusion
+from pycls_fast.train.confusion import draw_confusion
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.evaluation import Predictions, evaluate
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
-from pycls_fast.train.run import Run, primary_records, start_run, summary
+from pycls_fast.train.run import Run, best_evaluation, primary_records, start_run, summary
 from pycls_fast.train.run_folder import environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
@@ -95,12 +97,18 @@ class Loop:
             if self._evaluation_due(step) and not self._evaluated(step):
                 # The process before this one was stopped between saving and evaluating.
                 self._evaluate(step)
+            if self._stops_early(step):
+                # It had stopped before: nothing has changed since.
+                run.total_steps = step
             run.display.begin_training(step, run.total_steps)
             with closing(self._microbatches()) as microbatches:
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
                     self._train_step(step, microbatches)
                     self._after_step(step + 1)
+                    if self._evaluation_due(step + 1) and self._stops_early(step + 1):
+                        run.total_steps = step + 1
+                        break
         except Stopped:
             return self._leave()
         self._finish()
@@ -240,6 +248,24 @@ class Loop:
     def _evaluations(self) -> list[dict[str, Any]]:
         return [record for record in self.run.folder.records() if record["kind"] == "eval"]
 
+    def _stops_early(self, done: int) -> bool:
+        """Whether the best evaluation is so old that the run ends here; the same on all ranks."""
+        run, schedule = self.run, self.run.config.schedule
+        if schedule.early_stopping_evals is None:
+            return False
+        evaluations = primary_records(run, self._evaluations()) if run.world.is_main else []
+        metric = schedule.early_stopping_metric
+        best = best_evaluation(evaluations, metric)
+        waited = run.world.from_main(0 if best is None else len(evaluations) - 1 - best)
+        if waited < schedule.early_stopping_evals or done >= run.total_steps:
+            return False
+        if run.world.is_main:
+            assert best is not None
+            at = evaluations[best]["epoch"]
+            run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
+            run.display.note(f"stopped early: {metric} was best at epoch {at:g}, {waited} evaluations ago")
+        return True
+
     def _evaluate(self, done: int) -> None:
         run = self.run
         run.world.at(f"evaluating after step {done}")
@@ -298,9 +324,10 @@ class Loop:
         if run.world.is_main:
             # Those of the average where there is one: it is evaluated last.
             result.predictions.save(run.folder.predictions)
-            record = run.folder.add_record(
-                "eval", done, run.epoch(done), split="val", weights=weights, **result.record()
-            )
+            by_class = class_scores(result.predictions, run.classes)
+            run.folder.write_json("classes.json", by_class)
+            numbers = {**result.record(), "class_top1": by_class["class_top1"]}
+            record = run.folder.add_record("eval", done, run.epoch(done), split="val", weights=weights, **numbers)
             run.display.end_evaluation(record)
             self.board.add(record)
 
@@ -340,6 +367,7 @@ class Loop:
         values = summary(run, self._evaluations(), rate, seconds, memory)
         run.folder.write_json("summary.json", values)
         draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        self._draw_confusion()
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
             run.display.note(
@@ -347,3 +375,10 @@ class Loop:
                 f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
+
+    def _draw_confusion(self) -> None:
+        """Of the latest evaluation."""
+        run = self.run
+        if run.folder.predictions.is_file():
+            counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
+            draw_confusion(counts_KK, run.classes, run.folder.path / "confusion.png", run.config.config_name)

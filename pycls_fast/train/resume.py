@@ -24,9 +24,11 @@ _SAME_ON_RESUME = (
     "data.image_size",
     "data.shuffle",
     "data.shuffle_buffer",
+    "data.sampling",
     "optim.name",
     "optim.ema_decay",
     "optim.min_factored",
+    "optim.trainable",
 )
 # What may differ without a word.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
@@ -108,7 +110,8 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
     wrong = [
         f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
         for key, (old, new) in sorted(changed.items())
-        if _under(key, _SAME_ON_RESUME)
+        # A key that is younger than the checkpoint says nothing.
+        if _under(key, _SAME_ON_RESUME) and key in before
     ]
     if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
         wrong.append(

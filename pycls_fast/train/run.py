@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +13,18 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source
-from pycls_fast.errors import UserError
-from pycls_fast.models import Complexity, complexity
+from pycls_fast.models import Complexity
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint, prepare_model
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint
+from pycls_fast.speed import CATALOGUE
 from pycls_fast.train import checkpoint
+from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import make_step as make_step
 from pycls_fast.train.display import Display, human
-from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.resume import choose_run_dir, resume
 from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step
-from pycls_fast.train.watchdog import Watchdog
-from pycls_fast.train.weights import load_weights
 
 # What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
 _STATE_COPIES = {
@@ -78,7 +76,8 @@ class Run:
         """Give all ranks the same BatchNorm statistics, those of the average included."""
         buffers = floating_buffers(self.network)
         if self.step.ema is not None:
-            names = {name for name, _ in self.network.named_buffers()}
+            found = {id(buffer) for buffer in buffers}
+            names = {name for name, buffer in self.network.named_buffers() if id(buffer) in found}
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
@@ -179,43 +178,11 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     Raises:
         UserError: anything in the configuration, the data or the machine that stands in the way.
     """
-    build.set_backend(config, world.device)
-    switches = build.switches(config, world.device)
-    build.microbatch_size(config, world)
-    sources = build.sources(config, world)
-    steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
-    if steps_per_epoch == 0:
-        raise UserError(
-            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
-            f"{len(sources['train'])} images; use a smaller one"
-        )
-    classes = build.num_classes(config, sources["train"])
-    sharded = build.is_sharded(config, world)
-    network = build.model(config, classes, switches, empty=sharded)
-
-    def load(filled: nn.Module | FlatShards) -> None:
-        if config.weights is None:
-            return
-        flat = filled if isinstance(filled, FlatShards) else None
-        origin = load_weights(
-            build.model(config, classes, switches, empty=True) if isinstance(filled, FlatShards) else filled,
-            config.weights,
-            classes=sources["train"].classes,
-            allow=config.weights_allow,
-            world=world,
-            into=flat,
-        )
-        display.table("weights", origin.fitted.table())
-
-    if not sharded:
-        load(network)
-    counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
-    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
-    largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    step = make_step(config, network, world, switches, steps_per_epoch, load)
-    whole = config.schedule.epochs * steps_per_epoch
+    parts = build_parts(config, world, display)
+    # Named after what was asked for: a restart with fewer ranks finds it, whatever else they change.
     run_dir, restarted = choose_run_dir(config, world)
+    config, sources = parts.config, parts.sources
+    whole = config.schedule.epochs * parts.steps_per_epoch
     folder = RunFolder(run_dir)
     run = Run(
         config=config,
@@ -223,91 +190,29 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         folder=folder,
         display=display,
         sources=sources,
-        network=network,
-        step=step,
-        switches=switches,
-        complexity=counted,
-        largest_unit=largest_unit,
+        network=parts.network,
+        step=parts.step,
+        switches=parts.switches,
+        complexity=parts.complexity,
+        largest_unit=parts.largest_unit,
         saver=Saver(
             folder.checkpoints,
             world,
             keep=config.runtime.keep_checkpoints,
             asynchronous=config.runtime.checkpoint_async,
         ),
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=parts.steps_per_epoch,
         total_steps=min(whole, config.schedule.max_steps or whole),
     )
     resume(run, restarted=restarted)
     if world.is_main:
         run.folder.create()
         resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}
-        resolved["speed"] |= {str(name): value for name, value in switches.items()}
+        resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
         run.folder.write_config(resolved)
         run.folder.write_json("environment.json", environment(world.device, world.size))
     _introduce(run)
     return run
-
-
-def make_step(
-    config: RunConfig,
-    network: nn.Module,
-    world: World,
-    switches: build.Switches,
-    steps_per_epoch: int,
-    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
-    *,
-    recorder: Recorder | None = None,
-) -> Step:
-    """The training step around a network that is on its device, which gets the precision's format.
-
-    A network without memory gets it when it has been cut, then its initial values, then those of `initialise`.
-    `recorder` stands in for CUDA graphs where there are none.
-
-    Raises:
-        UserError: what the machine, or this number of ranks, cannot run.
-    """
-    graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
-    if graphed and world.size > 1:
-        raise UserError(
-            f"speed.cuda_graphs: on records the step of one rank and this run has {world.size}; use "
-            f"speed.cuda_graphs=off"
-        )
-    if graphed:
-        build.draw_on_device(network)
-    sharded = build.is_sharded(config, world)
-    masters = build.lower(config, network, world.device, sharded=sharded)
-    build.save_activation_memory(config, network, switches)
-    wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
-    flat = wrapped.weights
-    owned = flat or masters
-    optimizer = wrapped.optimizer or build.optimizer(
-        config,
-        network,
-        switches,
-        masters,
-        sharded=sharded and flat is None,
-        groups=None if flat is None else flat.groups,
-    )
-    step = Step(
-        wrapped=wrapped,
-        parameters=owned.parameters if owned else [p for p in network.parameters() if p.requires_grad],
-        prepare=build.prepare(config, world.device, switches),
-        mixer=build.mixer(config),
-        loss=build.loss(config, switches, world.device),
-        autocast=build.autocast(config, world.device),
-        scaler=scaler,
-        optimizer=optimizer,
-        schedule=build.schedule(config, steps_per_epoch),
-        clip_norm=config.optim.clip_norm,
-        clip_foreach=switches[SwitchName.CLIP] == "foreach",
-        ema=build.ema(config, network, switches, owned),
-        seed=config.seed,
-        rank=world.rank,
-        masters=masters,
-        watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
-    )
-    return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
 
 
 def _introduce(run: Run) -> None:
@@ -336,10 +241,12 @@ def _introduce(run: Run) -> None:
             "one image",
             f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
         ),
+        *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
         ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
+        ("preprocessing", build.preprocessing(config)),
         ("memory per rank", f"{human(memory, 'B')} for weights, gradients and optimizer"),
         (
             "device",
@@ -349,6 +256,14 @@ def _introduce(run: Run) -> None:
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
+
+
+def _trainable_row(run: Run) -> list[tuple[str, str]]:
+    if "all" in run.config.optim.trainable:
+        return []
+    trained = [parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad]
+    names = ", ".join(run.config.optim.trainable)
+    return [("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors")]
 
 
 def summary(
@@ -379,6 +294,18 @@ def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[st
     """The evaluations that count: those of the average where there is one."""
     weights = "ema" if run.step.ema is not None else "model"
     return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
+
+
+def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> int | None:
+    """The place of the first of the best evaluations; None where there is none.
+
+    Args:
+        evaluations: records of `metrics.jsonl`.
+        metric: "top1" (the highest is best) or "loss" (the lowest; one that is no number is the worst).
+    """
+    scores = [-record["top1"] if metric == "top1" else record["loss"] for record in evaluations]
+    scores = [math.inf if score is None or math.isnan(score) else score for score in scores]
+    return scores.index(min(scores)) if scores else None
 
 
 def _number(value: float) -> float | None:

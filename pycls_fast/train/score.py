@@ -18,8 +18,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.normalization import normalized
 from pycls_fast.train.run_folder import device_name, versions
 from pycls_fast.train.weights import find_weights, load_weights, open_weights
 
@@ -88,6 +90,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         switches = build.switches(config, world.device)
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
+        config = normalized(build.by_size(config, len(source), world), world)
         network = build.model(config, build.num_classes(config, source), switches)
         origin = load_weights(
             network, found, classes=source.classes, allow=config.weights_allow, for_training=False, world=world
@@ -142,6 +145,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
             values = {
                 **record,
                 **comparison,
+                **({} if config.data.eval_set else class_scores(result.predictions, source.classes)),
                 "checkpoint": str(origin.path),
                 "step": origin.step,
                 "config_name": config.config_name,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare
 from pycls_fast.losses import Loss, Targets
-from pycls_fast.optim import Ema, MasterWeights, Schedule, set_lr
+from pycls_fast.optim import Ema, MasterWeights, set_lr
 from pycls_fast.parallel import Wrapped
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
@@ -31,7 +31,7 @@ class Step:
     autocast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Callable[[int], float]
     clip_norm: float | None
     clip_foreach: bool
     ema: Ema | None

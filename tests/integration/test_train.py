@@ -34,6 +34,8 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         "tensorboard",
         "curves.png",
         "predictions.npz",
+        "classes.json",
+        "confusion.png",
     }
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -26,7 +26,7 @@ ONE_MISTAKE = [
     (["schedule.lr=1"], f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
     (
         ["loss.zzz=1"],
-        f"loss.zzz: unknown key; loss has name, label_smoothing, bce_reduction, bce_threshold {HERE}",
+        "loss.zzz: unknown key; loss has name, label_smoothing, bce_reduction, bce_threshold, class_weights " + HERE,
     ),
     (["+optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
@@ -53,8 +53,12 @@ ONE_MISTAKE = [
     (["optim.lr=null"], f"optim.lr: must be a number; got null {HERE}"),
     (["optim.lr=true"], f"optim.lr: must be a number; got true {HERE}"),
     (["optim.lr.x=3"], f'optim.lr: must be a number; got {{"x": 3}} {HERE}'),
-    (["schedule.epochs=1.5"], f"schedule.epochs: must be a whole number; got 1.5 {HERE}"),
-    (["schedule.epochs='3'"], f'schedule.epochs: must be a whole number; got "3" {HERE}'),
+    (["schedule.epochs=1.5"], f"schedule.epochs: must be auto or a whole number greater than 0; got 1.5 {HERE}"),
+    (
+        ["schedule.epochs='3'"],
+        f'schedule.epochs: must be auto or a whole number greater than 0; got "3" {HERE}',
+    ),
+    (["schedule.max_steps=1.5"], f"schedule.max_steps: must be a whole number; got 1.5 {HERE}"),
     (["runtime.tensorboard=yes"], f'runtime.tensorboard: must be true or false; got "yes" {HERE}'),
     (["runtime.tensorboard=1"], f"runtime.tensorboard: must be true or false; got 1 {HERE}"),
     (
@@ -238,7 +242,7 @@ def test_the_way_out_that_a_line_names_works() -> None:
 
 
 def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
-    with pytest.raises(UserError, match=r"^--config-name zzz: no such experiment; there is .*resnet18, .*vit_ti16$"):
+    with pytest.raises(UserError, match=r"^--config-name zzz: no such experiment; there is .*finetune, .*vit_ti16$"):
         load_config("zzz")
 
 

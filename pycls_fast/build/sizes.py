@@ -1,0 +1,59 @@
+"""What is left to the number of training images (`auto`): batch size, epochs and how often to evaluate."""
+
+from __future__ import annotations
+
+from pycls_fast.config.schema import AUTO, RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+
+# Enough images for a head on new classes and a trunk that is there already; more epochs of few images bring little.
+_IMAGES = 100_000
+_EPOCHS = (10, 50)
+_LARGEST_BATCH = 64
+_STEPS_PER_EPOCH = 4
+_EVALUATIONS = 20
+
+
+def by_size(config: RunConfig, images: int, world: World) -> RunConfig:
+    """The configuration with numbers in the place of every `auto`; without any it is returned as it is.
+
+    - `schedule.epochs`: as many as show 100,000 images, no fewer than 10 and no more than 50.
+    - `data.global_batch_size`: the largest power of two up to 64 that leaves an epoch 4 steps, but 2 images for each
+      rank and microbatch at least, if there are so many. (With 3 ranks 3 times a power of two, and so on.)
+    - `runtime.eval_every_epochs`: 20 evaluations in all at most.
+
+    Args:
+        config: of the run.
+        images: in the training split.
+        world: the ranks.
+
+    Raises:
+        UserError: a warm-up longer than the epochs.
+    """
+    data, schedule, runtime = config.data, config.schedule, config.runtime
+    if schedule.epochs == AUTO:
+        schedule = schedule.model_copy(update={"epochs": _epochs(images)})
+        if schedule.warmup_epochs > schedule.epochs:
+            raise UserError(
+                f"schedule.warmup_epochs: {schedule.warmup_epochs:g} is longer than the training of {schedule.epochs} "
+                f"epochs that schedule.epochs=auto chose for {images:,} images; set one of the two"
+            )
+    if data.global_batch_size == AUTO:
+        parts = world.size * config.optim.accumulation_steps
+        data = data.model_copy(update={"global_batch_size": _batch(images, parts)})
+    if runtime.eval_every_epochs == AUTO:
+        runtime = runtime.model_copy(update={"eval_every_epochs": -(-schedule.epochs // _EVALUATIONS)})
+    return config.model_copy(update={"data": data, "schedule": schedule, "runtime": runtime})
+
+
+def _epochs(images: int) -> int:
+    low, high = _EPOCHS
+    return min(max(-(-_IMAGES // max(images, 1)), low), high)
+
+
+def _batch(images: int, parts: int) -> int:
+    most = max(min(_LARGEST_BATCH, images // _STEPS_PER_EPOCH), 1)
+    batch = parts
+    while batch * 2 <= most or (batch == parts and batch * 2 <= images):
+        batch *= 2
+    return batch

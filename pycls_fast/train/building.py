@@ -1,0 +1,148 @@
+"""What training computes with, built from a configuration: data, network with its weights, step. No run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from pycls_fast import build
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Source
+from pycls_fast.errors import UserError
+from pycls_fast.models import Complexity, complexity
+from pycls_fast.parallel import FlatShards, World, prepare_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.display import Display
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
+from pycls_fast.train.normalization import normalized
+from pycls_fast.train.step import Step
+from pycls_fast.train.watchdog import Watchdog
+from pycls_fast.train.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`config` has numbers where the given one left them to the data or the weights."""
+
+    config: RunConfig
+    sources: dict[str, Source]
+    network: nn.Module
+    step: Step
+    switches: build.Switches
+    complexity: Complexity
+    largest_unit: int
+    """Parameters of the largest block, which sharded strategies gather whole."""
+    steps_per_epoch: int
+
+
+def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
+    """Build every part, in the order that each needs the ones before it.
+
+    Raises:
+        UserError: anything in the configuration, the data or the machine that stands in the way.
+    """
+    build.set_backend(config, world.device)
+    switches = build.switches(config, world.device)
+    build.microbatch_size(config, world)
+    sources = build.sources(config, world)
+    config = normalized(build.by_size(config, len(sources["train"]), world), world)
+    steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
+            f"{len(sources['train'])} images; use a smaller one"
+        )
+    classes = build.num_classes(config, sources["train"])
+    sharded = build.is_sharded(config, world)
+    network = build.model(config, classes, switches, empty=sharded)
+
+    def load(filled: nn.Module | FlatShards) -> None:
+        if config.weights is None:
+            return
+        flat = filled if isinstance(filled, FlatShards) else None
+        origin = load_weights(
+            build.model(config, classes, switches, empty=True) if isinstance(filled, FlatShards) else filled,
+            config.weights,
+            classes=sources["train"].classes,
+            allow=config.weights_allow,
+            world=world,
+            into=flat,
+        )
+        display.table("weights", origin.fitted.table())
+
+    if not sharded:
+        load(network)
+    counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
+    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
+    largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
+    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    counts = build.class_counts(config, sources["train"])
+    step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
+    return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+
+
+def make_step(
+    config: RunConfig,
+    network: nn.Module,
+    world: World,
+    switches: build.Switches,
+    steps_per_epoch: int,
+    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+    *,
+    recorder: Recorder | None = None,
+    class_counts: np.ndarray | None = None,
+) -> Step:
+    """The training step around a network that is on its device, which gets the precision's format.
+
+    A network without memory gets it when it has been cut, then its initial values, then those of `initialise`.
+    `recorder` stands in for CUDA graphs where there are none; `class_counts` are for `build.loss`.
+
+    Raises:
+        UserError: what the machine, or this number of ranks, cannot run.
+    """
+    graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
+    if graphed and world.size > 1:
+        raise UserError(
+            f"speed.cuda_graphs: on records the step of one rank and this run has {world.size}; use "
+            f"speed.cuda_graphs=off"
+        )
+    if graphed:
+        build.draw_on_device(network)
+    build.freeze(config, network)
+    sharded = build.is_sharded(config, world)
+    masters = build.lower(config, network, world.device, sharded=sharded)
+    build.save_activation_memory(config, network, switches)
+    wrapped = build.wrap(config, network, world, switches, initialise)
+    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
+    flat = wrapped.weights
+    owned = flat or masters
+    optimizer = wrapped.optimizer or build.optimizer(
+        config,
+        network,
+        switches,
+        masters,
+        sharded=sharded and flat is None,
+        groups=None if flat is None else flat.groups,
+    )
+    step = Step(
+        wrapped=wrapped,
+        parameters=owned.parameters if owned else [p for p in network.parameters() if p.requires_grad],
+        prepare=build.prepare(config, world.device, switches),
+        mixer=build.mixer(config),
+        loss=build.loss(config, switches, world.device, class_counts),
+        autocast=build.autocast(config, world.device),
+        scaler=scaler,
+        optimizer=optimizer,
+        schedule=build.schedule(config, steps_per_epoch),
+        clip_norm=config.optim.clip_norm,
+        clip_foreach=switches[SwitchName.CLIP] == "foreach",
+        ema=build.ema(config, network, switches, owned),
+        seed=config.seed,
+        rank=world.rank,
+        masters=masters,
+        watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
+    )
+    return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step

@@ -1,0 +1,191 @@
+"""The learning-rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3).
+
+The experiment's own step, from its own start, with a rate that grows exponentially from step to step. The loss falls
+where the rate is useful, and rises again where it is too high.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pycls_fast import build
+from pycls_fast.config.command_line import DONE
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import to_device
+from pycls_fast.errors import UserError
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import build_parts
+from pycls_fast.train.display import Display
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run_folder import environment
+
+_SMOOTHING = 0.9
+# A smoothed loss of so many times the lowest one will not come back.
+_BLOWN_UP = 4.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a sweep says, in values of `optim.lr`; None where it does not.
+
+    Attributes:
+        suggested: where the smoothed loss falls fastest, per factor of the rate.
+        lowest: where it is lowest.
+        diverges: from where on it is back above its start.
+    """
+
+    suggested: float | None
+    lowest: float | None
+    diverges: float | None
+
+
+def smooth(losses: Sequence[float]) -> np.ndarray:
+    """Exponential moving average of the losses, without the bias to 0 of its start; float64."""
+    average, smoothed = 0.0, []
+    for count, loss in enumerate(losses, start=1):
+        average = _SMOOTHING * average + (1.0 - _SMOOTHING) * loss
+        smoothed.append(average / (1.0 - _SMOOTHING**count))
+    return np.array(smoothed, dtype=np.float64)
+
+
+def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
+    """Read a sweep.
+
+    Args:
+        rates: rising.
+        losses: of each; the last one may be no number: there the loss blew up.
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return Verdict(None, None, float(rates[0]))
+    smoothed = smooth(finite)
+    lowest = int(smoothed.argmin())
+    # The average of the first few says nothing yet.
+    first = min(len(smoothed) // 10, lowest)
+    above = np.flatnonzero(smoothed[lowest + 1 :] > smoothed[first]) + lowest + 1
+    diverges = float(rates[above[0]]) if len(above) else None
+    if diverges is None and len(finite) < len(losses):
+        diverges = float(rates[len(finite)])
+    if lowest - first < 2:
+        return Verdict(None, None, diverges)
+    slope = np.gradient(smoothed, np.log(np.array(rates[: len(smoothed)])))
+    steepest = first + int(slope[first : lowest + 1].argmin())
+    return Verdict(float(rates[steepest]), float(rates[lowest]), diverges)
+
+
+def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float, output: str | None) -> int:
+    """Sweep `optim.lr`, print what it says, and write `lr_find.json` and `lr_find.png`; no run folder is touched.
+
+    Args:
+        config: of the experiment.
+        steps: of the whole sweep, which ends earlier where the loss blows up.
+        lr_min, lr_max: of `optim.lr`, from the first step to the last.
+        output: the folder for the two files; left out, one in `lr_find/`.
+
+    Raises:
+        UserError: what training would refuse.
+    """
+    if lr_min >= lr_max:
+        raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
+    folder = Path(output).expanduser() if output is not None else _default_folder(config)
+    with build.world(config) as world:
+        display = Display(speaks=world.is_main, mode=config.runtime.progress)
+        parts = build_parts(config, world, display)
+        config = parts.config
+        # The rate that `optim.lr` stands for grows with the batch where `optim.lr_batch_size` is set.
+        scale = build.peak_lr(config) / config.optim.lr
+        rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
+        step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
+        metrics = TrainMetrics(world.device, read=parts.switches[SwitchName.METRICS])
+        loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps)
+        losses: list[float] = []
+        batches = to_device(loader, world.device, mode="blocking")
+        with display, closing(batches):  # type: ignore[type-var]  # a generator
+            display.begin_training(0, steps)
+            for number in range(steps):
+                step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
+                losses.append(metrics.read(world)["loss"])
+                display.advance(number + 1)
+                smoothed = smooth(losses)
+                # The same numbers on all ranks, so all of them stop here.
+                if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
+                    break
+        if world.is_main:
+            done = rates[: len(losses)]
+            verdict = judge(done, losses)
+            record = {
+                "config_name": config.config_name,
+                "optimizer": config.optim.name,
+                "lr_batch_size": config.optim.lr_batch_size,
+                "global_batch_size": config.data.global_batch_size,
+                "suggested": verdict.suggested,
+                "lowest": verdict.lowest,
+                "diverges": verdict.diverges,
+                "lr": done,
+                "loss": [loss if math.isfinite(loss) else None for loss in losses],
+                "environment": environment(world.device, world.size),
+            }
+            _write(folder, record, verdict, done, losses)
+            for line in _told(verdict, done):
+                display.note(line)
+            display.note(f"{folder / 'lr_find.json'}, {folder / 'lr_find.png'}")
+        return DONE
+
+
+def _default_folder(config: RunConfig) -> Path:
+    return Path("lr_find") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+
+
+def _told(verdict: Verdict, rates: Sequence[float]) -> list[str]:
+    lines = []
+    if verdict.suggested is None:
+        lines.append("the loss did not fall; try other lr_min and lr_max, or more steps")
+    else:
+        lines.append(
+            f"the loss falls fastest at optim.lr={verdict.suggested:.1e}, and is lowest at {verdict.lowest:.1e}"
+        )
+    if verdict.diverges is None:
+        lines.append(f"it did not diverge up to {rates[-1]:.1e}")
+    else:
+        lines.append(f"it diverges at {verdict.diverges:.1e}")
+    return lines
+
+
+def _write(
+    folder: Path, record: dict[str, Any], verdict: Verdict, rates: Sequence[float], losses: Sequence[float]
+) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lr_find.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        _draw(folder / "lr_find.png", record["config_name"], verdict, rates, losses)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written ({error.strerror}); give another folder") from error
+
+
+def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")
+    axes.plot(rates[: len(finite)], smooth(finite), linewidth=1.6, label="smoothed")
+    for value, name, style in ((verdict.suggested, "falls fastest", "--"), (verdict.diverges, "diverges", ":")):
+        if value is not None:
+            axes.axvline(value, linestyle=style, color="black", linewidth=1.0, label=f"{name}: {value:.1e}")
+    axes.set_xscale("log")
+    axes.set_xlabel("optim.lr")
+    axes.set_ylabel("loss (nats)")
+    axes.set_title(title, fontsize=11, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, format="png")

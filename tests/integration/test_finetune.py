@@ -1,0 +1,249 @@
+"""A folder of few, unlike images, and everything that is done to it on the way to a classifier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save_file
+
+from pycls_fast import build, speed
+from pycls_fast.config import load_config
+from pycls_fast.config.compose import load_run_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import train
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.lr_range import lr_range_test
+from pycls_fast.train.score import score
+from pycls_fast.train.weights import load_weights
+from tests.integration.runs import command, newest_checkpoint, records, run_process, under_torchrun
+
+NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
+MODES = ("RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA")
+TINY = (
+    "model.width=16",
+    "model.depth=2",
+    "model.heads=2",
+    "model.mlp_width=32",
+    "model.patch_size=8",
+    "data.image_size=32",
+    "data.num_workers=0",
+    "precision=fp32",
+    "runtime.tensorboard=false",
+    "runtime.progress=plain",
+)
+STATISTICS = {"mean": [0.3, 0.4, 0.5], "std": [0.2, 0.3, 0.4]}
+
+
+def picture(generator: np.random.RandomState, label: int, mode: str) -> Image.Image:
+    """Bright in the channel of its class, of any size and shape."""
+    height, width = generator.randint(5, 120, 2)
+    values = generator.randint(0, 60, (height, width, 3))
+    values[..., label] += generator.randint(120, 190)
+    image = Image.fromarray(values.astype(np.uint8))
+    if mode == "I;16":
+        return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+    return image.convert(mode)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images in three classes."""
+    root = tmp_path_factory.mktemp("my images")
+    generator = np.random.RandomState(0)
+    for label, name in enumerate(NAMES):
+        (root / name).mkdir()
+        for number in range(20):
+            mode = MODES[number % len(MODES)]
+            suffix = "JPG" if mode in ("RGB", "CMYK") else "png"
+            kind = "JPEG" if suffix == "JPG" else "PNG"
+            picture(generator, label, mode).save(root / name / f"image {number}.{suffix}", format=kind)
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of a network with seven other classes, and what its images were normalised with."""
+    config = load_config("finetune", ["data.root=/nowhere", *TINY])
+    torch.manual_seed(3)
+    network = build.model(config, 7, speed.resolve("reference", {}, "cpu"))
+    about = {"classes": json.dumps([f"c{k}" for k in range(7)]), "config": json.dumps({"data": STATISTICS})}
+    file = tmp_path_factory.mktemp("weights") / "seven.safetensors"
+    state = {name: torch.randn_like(value) * 0.1 + value for name, value in network.state_dict().items()}
+    save_file(state, file, metadata=about)
+    return file
+
+
+def finetune(images: Path, run_dir: Path, *overrides: str, name: str = "finetune") -> int:
+    return train(load_config(name, [f"data.root='{images}'", f"run_dir={run_dir}", *TINY, *overrides]))
+
+
+def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path) -> None:
+    """As a process, as a user starts it; then the run is scored, by its own configuration."""
+    run = tmp_path / "run"
+    given = [f"data.root={images}", f"weights={weights}", "model=vit_b16", *TINY, f"run_dir={run}"]
+    given += ["schedule.epochs=6", "optim.lr=5e-3"]
+    done = run_process(command(*given, config_name="finetune"), cwd=tmp_path)
+    assert "left fresh" in done.stdout
+    assert "3 classes, " in done.stdout
+    assert "36 (6 epochs of 6)" in done.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 36
+    assert summary["final"]["count"] == 12
+    assert summary["best"]["top1"] > 60
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["data"]["global_batch_size"] == 8
+    assert saved["data"]["mean"] == STATISTICS["mean"]
+    assert saved["data"]["std"] == STATISTICS["std"]
+    assert len(records(run, "eval")) == 6
+    state = newest_checkpoint(run)
+    assert sorted(state["classes"]) == sorted(NAMES)
+    assert state["model"]["head.weight"].shape == (3, 16)
+    by_class = json.loads((run / "classes.json").read_text())
+    assert [row["class"] for row in by_class["classes"]] == state["classes"]
+    assert [row["images"] for row in by_class["classes"]] == [4, 4, 4]
+    assert by_class["class_top1"] == pytest.approx(summary["final"]["class_top1"])
+    right = Predictions.load(run / "predictions.npz")
+    assert by_class["class_top1"] == pytest.approx(100 * (right.labels_N == right.predicted_N).mean())
+    with Image.open(run / "confusion.png") as drawn:
+        assert min(drawn.size) > 300
+    score(load_run_config(run, [f"weights={run}"]), "val", str(tmp_path / "scores.json"))
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["top1"] == pytest.approx(summary["best"]["top1"])
+    assert len(scores["classes"]) == 3
+
+
+def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: Path) -> None:
+    """Through a stop and a start, with an average of the weights and balanced classes."""
+    settings = [f"weights={weights}", "schedule.epochs=2", "schedule.warmup_epochs=0", "optim.ema_decay=0.9",
+                "data.sampling=balanced", "loss.class_weights=balanced", "model.drop_path=0.5"]  # fmt: skip
+    assert finetune(images, tmp_path / "whole", *settings, name="linear_probe") == 0
+    assert finetune(images, tmp_path / "parts", *settings, "schedule.max_steps=6", name="linear_probe") == 0
+    assert finetune(images, tmp_path / "parts", *settings, name="linear_probe") == 0
+    state, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
+    config = load_config("finetune", ["data.root=/nowhere", *TINY])
+    network = build.model(config, 3, speed.resolve("reference", {}, "cpu"))
+    load_weights(network, weights, classes=tuple(state["classes"]))
+    for name, value in network.state_dict().items():
+        for kind in ("model", "ema"):
+            assert torch.equal(parts[kind][name], state[kind][name])
+            assert torch.equal(state[kind][name], value) == (not name.startswith("head.")), (kind, name)
+    assert set(state["optimizer"]) == {"head.weight", "head.bias"}
+
+
+IMPATIENT = ("optim.lr=1e-12", "schedule.early_stopping_evals=2", "runtime.eval_every_epochs=1")
+
+
+def assert_stopped_early(run: Path) -> None:
+    """With a learning rate of next to nothing the first evaluation stays the best one."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == summary["final"]["step"] == 18
+    assert [record["step"] for record in records(run, "eval")] == [6, 12, 18]
+    assert {r["best_epoch"] for r in records(run, "event") if r["event"] == "stopped early"} == {1.0}
+    assert (run / "confusion.png").is_file()
+
+
+def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert finetune(images, run, *IMPATIENT) == 0
+    assert "stopped early: top1 was best at epoch 1, 2 evaluations ago" in capsys.readouterr().out
+    assert_stopped_early(run)
+    # Started again it is still over; with more patience it goes on.
+    assert finetune(images, run, *IMPATIENT) == 0
+    assert_stopped_early(run)
+    assert finetune(images, run, *IMPATIENT, "schedule.early_stopping_evals=3") == 0
+    assert [record["step"] for record in records(run, "eval")] == [6, 12, 18, 24]
+    assert json.loads((run / "summary.json").read_text())["steps"] == 24
+
+
+def test_two_ranks_stop_together(images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start = command(f"data.root={images}", *TINY, f"run_dir={run}", *IMPATIENT, config_name="finetune")
+    run_process(under_torchrun(start, 2), cwd=tmp_path)
+    assert_stopped_early(run)
+
+
+def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: Path, tmp_path: Path) -> None:
+    given = [f"data.root={images}", f"weights={weights}", *TINY]
+    found = run_process(command(*given, "k=5", "output=knn.json", tool="knn_net", config_name=None), cwd=tmp_path)
+    assert "5 nearest neighbours among 48 training images" in found.stdout
+    scores: dict[str, Any] = json.loads((tmp_path / "knn.json").read_text())
+    assert scores["count"] == 12
+    assert scores["top1"] > 60
+    assert scores["features"] == 16
+    config = load_config("finetune", [f"data.root='{images}'", f"weights={weights}", *TINY])
+    assert lr_range_test(config, steps=40, lr_min=1e-7, lr_max=10.0, output=str(tmp_path / "sweep")) == 0
+    sweep = json.loads((tmp_path / "sweep" / "lr_find.json").read_text())
+    assert sweep["lr"][0] == pytest.approx(1e-7)
+    assert 1e-6 < sweep["suggested"] < sweep["lowest"] <= sweep["lr"][-1] <= 10
+    assert (tmp_path / "sweep" / "lr_find.png").stat().st_size > 5000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["knn.json", "sweep"]
+
+
+def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weights: Path, tmp_path: Path) -> None:
+    """Each setting reaches the step: the first losses differ."""
+    (tmp_path / "uneven").mkdir()
+    for name, keep in zip(NAMES, (20, 6, 3), strict=True):
+        (tmp_path / "uneven" / name).mkdir()
+        for file in sorted((images / name).iterdir())[:keep]:
+            (tmp_path / "uneven" / name / file.name).symlink_to(file)
+    losses = []
+    for number, setting in enumerate(["seed=0", "data.sampling=balanced", "loss.class_weights=balanced"]):
+        run = tmp_path / f"run{number}"
+        common = [f"weights={weights}", "schedule.max_steps=3", "runtime.log_every_steps=1", "optim.lr=1e-2"]
+        assert finetune(tmp_path / "uneven", run, *common, setting) == 0
+        losses.append(tuple(record["loss"] for record in records(run, "train")))
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights=nothing.pth"], "weights: nothing.pth is no file of weights"),
+        (["optim.trainable=[head,bloks]"], "optim.trainable: bloks names nothing in this network"),
+        (["optim.trainable=[all,head]"], "optim.trainable: all is everything; leave head or all out"),
+        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: frozen parts do not go with"),
+        (["schedule.epochs=soon"], 'schedule.epochs: must be auto or a whole number greater than 0; got "soon"'),
+        (["schedule.warmup_epochs=60"], "schedule.warmup_epochs: 60 is longer than the training of 50 epochs"),
+        (["schedule.early_stopping_evals=0"], "schedule.early_stopping_evals: must be greater than 0"),
+        (["data.sampling=ballanced"], "did you mean balanced?"),
+    ],
+)
+def test_a_mistake_is_one_line(images: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        finetune(images, tmp_path / "run", *overrides)
+    (line,) = caught.value.lines
+    assert message in line
+
+
+def folder(root: Path, **counts: int) -> Path:
+    """Class folders with so many images."""
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 8)).save(root / name / f"{number}.png")
+    return root
+
+
+def test_too_few_classes_or_images(tmp_path: Path) -> None:
+    folder(tmp_path / "one", cat=5)
+    done = run_process(command("data.root=one", *TINY, config_name="finetune"), cwd=tmp_path, expect=2)
+    assert done.stderr.startswith("error: data.root: one class alone (cat) leaves nothing to tell apart")
+    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(UserError, match=r"data.root: .*a single image in the class dog"):
+        finetune(folder(tmp_path / "two", cat=5, dog=1), tmp_path / "run")
+
+
+def test_two_images_of_each_class_are_enough(tmp_path: Path) -> None:
+    """One of each to train on; batch norm needs two in a batch."""
+    images = folder(tmp_path / "few", cat=2, dog=2)
+    small = [setting for setting in TINY if not setting.startswith("model.")]
+    config = ["model=resnet18", "model.stem=small", *small, "schedule.epochs=2", f"data.root={images}"]
+    assert train(load_config("finetune", [*config, f"run_dir={tmp_path / 'run'}"])) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2

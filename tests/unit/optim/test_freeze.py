@@ -1,0 +1,124 @@
+"""Frozen parts do not change, by gradient or by statistics, and cost no optimizer state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer
+from pycls_fast.optim import freeze, parameter_groups
+from pycls_fast.parallel import floating_buffers
+
+
+def vit() -> VisionTransformer:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp_width=16, num_classes=3, drop_path=0.9
+    )
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def resnet() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(depth=18, num_classes=3, stem="small", zero_init_last_gamma=False, drop_path=0.9)
+
+
+def train(model: nn.Module, steps: int = 3) -> None:
+    groups = parameter_groups(model, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    assert owned == {p for p in model.parameters() if p.requires_grad} == set(optimizer.state)
+
+
+def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+@pytest.mark.parametrize("make", [vit, resnet])
+def test_only_the_head_changes(make: type[nn.Module]) -> None:
+    model = make()
+    freeze(model, ["head"], head="head")
+    before = copy.deepcopy(model.state_dict())
+    train(model)
+    assert changed(before, model) == {"head.weight", "head.bias"}
+    assert all(p.grad is None for name, p in model.named_parameters() if not name.startswith("head"))
+
+
+@pytest.mark.parametrize("make", [vit, resnet])
+def test_frozen_modules_compute_as_in_evaluation(make: type[nn.Module]) -> None:
+    """Drop-path of 0.9 and batch norm's own statistics would show; a pass through evaluation changes nothing."""
+    model = make()
+    freeze(model, ["head"], head="head")
+    images = torch.randn(6, 3, 8, 8)
+    model.eval()
+    model.train()
+    trained = model(images)
+    assert trained.requires_grad
+    assert torch.equal(trained, model.eval()(images))
+    assert model.head.training is False
+    assert model.train().head.training is True
+
+
+def test_units_by_pattern_and_single_parameters() -> None:
+    model = resnet()
+    freeze(model, ["head", "stages.3*", "stem.norm.bias"], head="head")
+    before = copy.deepcopy(model.state_dict())
+    train(model)
+    found = changed(before, model)
+    assert "stem.norm.bias" in found
+    assert {name.split(".")[0] for name in found} == {"head", "stages", "stem"}
+    parameters = {name for name, _ in model.named_parameters() if name in found}
+    assert all(name.startswith(("head.", "stages.3.", "stem.norm.bias")) for name in parameters)
+    assert "stem.norm.weight" not in found
+    # Something in the norm is trained, so its statistics follow; those of frozen stages do not.
+    assert "stem.norm.running_mean" in found
+    assert not any(name.startswith(("stages.0", "stages.1", "stages.2")) for name in found)
+
+
+def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
+    model = resnet()
+    every = len(floating_buffers(model.train()))
+    freeze(model, ["head", "stages.3.1"], head="head")
+    model.train()
+    own = [b for b in model.stages[3][1].buffers() if b.is_floating_point()]
+    assert [id(b) for b in floating_buffers(model)] == [id(b) for b in own]
+    assert 0 < len(own) < every
+
+
+def test_a_model_of_timm() -> None:
+    model = TimmModel(name="resnet18", num_classes=3, image_size=32)
+    freeze(model, ["head"], head=model.head_name)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"network.fc.weight", "network.fc.bias"}
+
+
+def test_all_leaves_everything_as_it_is() -> None:
+    model = vit()
+    freeze(model, ["all"], head="head")
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.train().modules())
+
+
+def test_a_copy_is_frozen_by_itself() -> None:
+    model = vit()
+    freeze(model, ["head"], head="head")
+    twin = copy.deepcopy(model).train()
+    assert not twin.blocks.training
+    assert twin.blocks.train() is twin.blocks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"), [("hed", "did you mean head"), ("blocks.9", "did you mean blocks"), ("x*", "")]
+)
+def test_a_name_that_is_not_there(pattern: str, hint: str) -> None:
+    with pytest.raises(UserError, match=rf"optim.trainable: .*names nothing.*{hint}"):
+        freeze(vit(), ["head", pattern], head="head")

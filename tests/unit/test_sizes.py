@@ -1,0 +1,76 @@
+"""What is left to the number of images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+
+
+def world(size: int = 1) -> World:
+    return World(rank=0, size=size, local_rank=0, device=torch.device("cpu"))
+
+
+def finetune(*overrides: str) -> RunConfig:
+    return load_config("finetune", ["data.root=/nowhere", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "epochs", "every"),
+    [
+        (3, 2, 50, 3),
+        (48, 8, 50, 3),
+        (255, 32, 50, 3),
+        (256, 64, 50, 3),
+        (2_000, 64, 50, 3),
+        (4_000, 64, 25, 2),
+        (50_000, 64, 10, 1),
+        (1_281_167, 64, 10, 1),
+    ],
+)
+def test_sizes_follow_the_number_of_images(images: int, batch: int, epochs: int, every: int) -> None:
+    config = build.by_size(finetune(), images, world())
+    assert config.data.global_batch_size == batch
+    assert config.schedule.epochs == epochs
+    assert config.runtime.eval_every_epochs == every
+    assert images // batch >= 1
+    # A run resumes with what it began with: the numbers are the same the second time.
+    assert build.by_size(config, images, world()) == config
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (3, 1), (8, 1), (2, 4)])
+def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
+    config = finetune(f"optim.accumulation_steps={steps}")
+    for images in (ranks * steps, 48, 1_000, 100_000):
+        batch = build.by_size(config, images, world(ranks)).data.global_batch_size
+        assert batch % (ranks * steps) == 0
+        assert batch <= max(images, ranks * steps)
+        assert batch // (ranks * steps) >= min(2, images // (ranks * steps))
+
+
+def test_numbers_that_are_given_stay() -> None:
+    config = finetune("schedule.epochs=7", "data.global_batch_size=13", "runtime.eval_every_epochs=4")
+    assert build.by_size(config, 48, world()) == config
+
+
+def test_auto_survives_a_file() -> None:
+    config = finetune()
+    saved = config.model_dump_json()
+    assert '"global_batch_size":"auto"' in saved
+    assert RunConfig.model_validate_json(saved) == config
+
+
+def test_a_warm_up_longer_than_what_was_chosen() -> None:
+    with pytest.raises(UserError, match=r"schedule.warmup_epochs: 30 is longer than the training of 10 epochs"):
+        build.by_size(finetune("schedule.warmup_epochs=30"), 50_000, world())
+    build.by_size(finetune("schedule.warmup_epochs=30"), 48, world())
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "many"])
+def test_what_is_neither_auto_nor_a_number(value: str) -> None:
+    with pytest.raises(UserError, match=r"data.global_batch_size: must be auto or a whole number greater than 0; got"):
+        finetune(f"data.global_batch_size={value}")

@@ -1,0 +1,48 @@
+"""What a sweep of learning rates says."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pycls_fast.train.lr_range import judge, smooth
+
+RATES = np.geomspace(1e-6, 10, 141).tolist()
+
+
+def curve(rate: float) -> float:
+    """Falls fastest per factor at 1e-3, is lowest at about 0.1, and back above its start a little later."""
+    return 2.3 - 1.5 / (1 + (1e-3 / rate) ** 2) + 40 * rate**3
+
+
+def test_finds_the_steepest_place_and_the_divergence() -> None:
+    verdict = judge(RATES, [curve(rate) for rate in RATES])
+    assert verdict.suggested is not None
+    assert verdict.lowest is not None
+    assert verdict.diverges is not None
+    # Smoothing lags by some steps, each a factor of 1.12.
+    assert 1e-3 < verdict.suggested < 4e-3
+    assert 0.03 < verdict.lowest < 0.3
+    assert verdict.lowest < verdict.diverges < 1.0
+
+
+def test_a_loss_that_blows_up_diverges_there() -> None:
+    rates = [rate for rate in RATES if rate < 0.02]
+    verdict = judge(rates, [*(curve(rate) for rate in rates[:-1]), math.nan])
+    assert verdict.diverges == rates[-1]
+    assert verdict.suggested is not None
+
+
+def test_a_loss_that_never_falls_suggests_nothing() -> None:
+    verdict = judge(RATES, [1 + rate for rate in RATES])
+    assert verdict.suggested is None
+    assert verdict.diverges is not None
+    assert judge(RATES[:1], [math.inf]).suggested is None
+
+
+def test_smoothing_of_a_constant_is_the_constant() -> None:
+    assert smooth([3.0] * 20) == pytest.approx(np.full(20, 3.0))
+    noisy = smooth([1.0, 3.0] * 50)
+    assert noisy[20:] == pytest.approx(np.full(80, 2.0), abs=0.2)

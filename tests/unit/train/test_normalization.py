@@ -1,0 +1,62 @@
+"""Mean and standard deviation that weights were trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from pycls_fast.config import load_config
+from pycls_fast.train.checkpoint import ALONE
+from pycls_fast.train.normalization import normalized, statistics
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def test_hubs_say_it_without_a_download() -> None:
+    assert statistics("timm:vit_base_patch16_224.augreg_in21k_ft_in1k") == HALF
+    assert statistics("timm:deit_small_patch16_224.fb_in1k") == IMAGENET
+    clip = statistics("timm:vit_base_patch16_clip_224.openai_ft_in1k")
+    assert clip is not None
+    assert clip[0] == tuple(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai_ft_in1k").mean)
+    assert clip not in (HALF, IMAGENET)
+    assert statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
+    assert statistics("torchvision:resnet50") == IMAGENET
+    # Loading says what is wrong with these.
+    assert statistics("timm:no_such_model") is None
+    assert statistics("torchvision:resnet50.NO_SUCH_WEIGHTS") is None
+
+
+def test_files_say_it_where_they_can(tmp_path: Path) -> None:
+    np.savez(tmp_path / "google.npz", a=np.zeros(1))
+    assert statistics(tmp_path / "google.npz") == HALF
+    config = {"data": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    save_file({"a": torch.ones(1)}, tmp_path / "ours.safetensors", metadata={"config": json.dumps(config)})
+    assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
+    assert statistics(tmp_path / "mute.safetensors") is None
+    torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
+    assert statistics(tmp_path / "mute.pth") is None
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> None:
+    np.savez(tmp_path / "google.npz", a=np.zeros(1))
+    own = [] if ask else ["data.normalization=configured"]
+    config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own])
+    found = normalized(config, ALONE)
+    assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
+    assert found.data.normalization == "configured"
+    assert normalized(found, ALONE) == found
+
+
+def test_without_weights_the_configured_values_stay() -> None:
+    found = normalized(load_config("finetune", ["data.root=/nowhere", "data.std=[1.0,1.0,1.0]"]), ALONE)
+    assert found.data.std == (1.0, 1.0, 1.0)
+    assert found.data.normalization == "configured"

@@ -1,0 +1,34 @@
+"""Classify by nearest neighbours, untrained: `python tools/knn_net.py model=vit_b16 weights=SOURCE data.root=PATH`.
+
+Features in front of the head; the k=20 training images that are nearest vote with exp(similarity / temperature). For a
+run folder as weights the configuration is the run's; else it is that of the experiment finetune.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from pycls_fast.config import RunConfig, Section, command_line
+
+
+class Options(Section):
+    """Keys of this tool alone: neighbours, temperature of their votes, split to score, JSON file for the numbers."""
+
+    k: Annotated[int, Field(gt=0)] = 20
+    temperature: Annotated[float, Field(gt=0.0)] = 0.07
+    split: str = "val"
+    output: str | None = None
+
+
+def main(config: RunConfig, options: Options) -> int:
+    """Score the features on a split."""
+    # torch takes seconds to import; a mistake in the configuration is told before that.
+    from pycls_fast.train.knn import score_neighbours
+
+    return score_neighbours(
+        config, k=options.k, temperature=options.temperature, split=options.split, output=options.output
+    )
+
+
+if __name__ == "__main__":
+    command_line(main, default="finetune", options=Options, config_of_weights=True)

@@ -1,0 +1,34 @@
+"""Find a learning rate: `python tools/lr_find.py --config-name EXPERIMENT data.root=PATH [steps=100]`.
+
+Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and says where the loss falls fastest
+and where it diverges. Writes lr_find.json and lr_find.png into the folder output=PATH (left out: one in lr_find/).
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from pycls_fast.config import RunConfig, Section, command_line
+
+
+class Options(Section):
+    """Keys of this tool alone."""
+
+    steps: Annotated[int, Field(ge=10)] = 100
+    lr_min: Annotated[float, Field(gt=0.0)] = 1e-7
+    lr_max: Annotated[float, Field(gt=0.0)] = 1.0
+    output: str | None = None
+
+
+def main(config: RunConfig, options: Options) -> int:
+    """Sweep and say."""
+    # torch takes seconds to import; a mistake in the configuration is told before that.
+    from pycls_fast.train.lr_range import lr_range_test
+
+    return lr_range_test(
+        config, steps=options.steps, lr_min=options.lr_min, lr_max=options.lr_max, output=options.output
+    )
+
+
+if __name__ == "__main__":
+    command_line(main, default="finetune", options=Options)
