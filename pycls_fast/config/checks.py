@@ -155,6 +155,11 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if config.loss.bce_threshold is not None and config.loss.name != "bce":
         yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
+    elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
+        yield (
+            "loss.class_weights",
+            "weighs the shares of a mix, which loss.bce_threshold rounds; use one of them",
+        )
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
 

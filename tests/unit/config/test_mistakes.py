@@ -128,6 +128,10 @@ ONE_MISTAKE = [
         f"schedule.step_epochs: is for schedule=step; leave it out with schedule=cosine {HERE}",
     ),
     (
+        ["loss=bce", "loss.bce_threshold=0.2", "loss.class_weights=balanced"],
+        "loss.class_weights: weighs the shares of a mix, which loss.bce_threshold rounds; use one of them " + HERE,
+    ),
+    (
         ["loss.bce_threshold=0.2"],
         f"loss.bce_threshold: is for loss=bce; leave it out with loss=cross_entropy {HERE}",
     ),
