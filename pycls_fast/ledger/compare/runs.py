@@ -106,3 +106,5 @@ def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str |
             return build.sources(checked, world)["val"], None
     except UserError as error:
         return None, error.lines[0]
+    except OSError as error:
+        return None, str(error)
