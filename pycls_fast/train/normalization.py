@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.schema import RunConfig
+from pycls_fast.models import foreign
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.weights import find_weights, open_weights
@@ -34,39 +35,22 @@ def normalized(config: RunConfig, world: World) -> RunConfig:
 def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
     """Mean and standard deviation, of values from 0 to 1, that images had for these weights.
 
-    Runs and files of ours say them, timm and torchvision know those of their hubs, and Google's `.npz` are all of one
-    kind. None for any other file.
+    Runs and files of ours say them, timm and torchvision know those of their hubs, timm's folders have them in a file
+    beside, and Google's `.npz` are all of one kind. None for any other file.
 
     Raises:
         UserError: no such weights.
     """
     found = find_weights(source)
-    if isinstance(found, str):
-        return _of_hub(found)
-    if found.suffix == ".npz":
+    path = Path(found)
+    if path.suffix == ".npz":
         return _JAX
-    if found.is_dir() or found.suffix == ".safetensors":
+    if isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors"):
         config = open_weights(found, world=world).config
-        return None if config is None else (_triple(config["data"]["mean"]), _triple(config["data"]["std"]))
-    return None
-
-
-def _of_hub(source: str) -> Statistics | None:
-    """What the library says without a download; None for a name that it does not have, of which loading complains."""
-    library, _, name = source.partition(":")
-    if library == "timm":
-        import timm
-
-        known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-        return None if known is None else (_triple(known.mean), _triple(known.std))
-    import torchvision
-
-    model, _, tag = name.partition(".")
-    try:
-        preset = torchvision.models.get_model_weights(model)[tag or "DEFAULT"].transforms()
-    except (KeyError, ValueError):
-        return None
-    return _triple(preset.mean), _triple(preset.std)
+        if config is not None:
+            return _triple(config["data"]["mean"]), _triple(config["data"]["std"])
+    about = foreign.described(found, for_scoring=False)
+    return None if about is None else (about.mean, about.std)
 
 
 def _triple(values: Any) -> tuple[float, float, float]:

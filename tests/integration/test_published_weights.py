@@ -156,7 +156,7 @@ def test_imagenets_ids() -> None:
 
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     timm_folder(tmp_path / "squashed", crop_mode="squash")
-    with pytest.raises(UserError, match=r"config.json asks for crop_mode=squash .*preprocessing=config"):
+    with pytest.raises(UserError, match=r"model.safetensors asks for crop_mode=squash .*preprocessing=config"):
         foreign.described(tmp_path / "squashed" / "model.safetensors")
     timm_folder(tmp_path / "lanczos", interpolation="lanczos")
     with pytest.raises(UserError, match=r"interpolation=lanczos, and here are bilinear and bicubic"):

@@ -21,6 +21,7 @@ class Preprocessing:
         image_size, short_side: of the crop and of the resized image, in pixels.
         interpolation: of that resizing.
         mean, std: of each channel, as fractions of 255.
+        unknown: what of it there is nothing for here, in words; empty where all of it can be done.
     """
 
     weights: str
@@ -29,21 +30,29 @@ class Preprocessing:
     interpolation: str
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    unknown: str = ""
 
 
-def described(source: str | Path) -> Preprocessing | None:
+def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing | None:
     """The description that comes with weights: timm's and torchvision's by name, and files beside timm's `config.json`.
 
     Args:
         source: what `read_weights` takes, or a path.
+        for_scoring: the whole of it has to be known here; else mean and std alone.
 
     Returns:
         None for weights that come without one.
 
     Raises:
-        UserError: no such weights, or a preprocessing that there is nothing for here.
+        UserError: no such weights, or, for scoring, a preprocessing that there is nothing for here.
     """
-    text = str(source)
+    about = _described(str(source))
+    if about is not None and for_scoring and about.unknown:
+        raise UserError(f"weights: {source} asks for {about.unknown}; preprocessing=config takes the configuration's")
+    return about
+
+
+def _described(text: str) -> Preprocessing | None:
     if text.startswith("timm:"):
         return _of_timm_name(text.removeprefix("timm:"))
     if text.startswith("torchvision:"):
@@ -58,7 +67,7 @@ def described(source: str | Path) -> Preprocessing | None:
         raise UserError(f"weights: {about} is no JSON ({error})") from error
     # Other libraries keep a config.json beside their weights, too.
     kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
-    return _of_timm(kept, str(config.get("architecture", "")), str(about)) if isinstance(kept, dict) else None
+    return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
 
 
 def _of_timm_name(name: str) -> Preprocessing | None:
@@ -67,25 +76,24 @@ def _of_timm_name(name: str) -> Preprocessing | None:
     kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
     if kept is None:
         raise UserError(f"weights: timm {library.__version__} has no weights {name}")
-    return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]), f"timm:{name}")
+    return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
 
 
-def _of_timm(kept: Mapping[str, Any], architecture: str, source: str) -> Preprocessing:
+def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     """As `timm.data.create_transform` reads it, at the size that the weights are meant to be tested at."""
     size = (kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))[-1]
     crop = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
-    if kept.get("crop_mode", "center") != "center" or crop > 1:
-        raise UserError(
-            f"weights: {source} asks for crop_mode={kept.get('crop_mode')} of {crop:g} of the image, and here the "
-            "centre is cut out; preprocessing=config takes that of the configuration"
-        )
+    is_centre = kept.get("crop_mode", "center") == "center" and crop <= 1
+    way = f"crop_mode={kept.get('crop_mode')} of {crop:g} of the image, and here the centre is cut out"
+    interpolation = str(kept.get("interpolation", "bicubic"))
     return Preprocessing(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=int(size),
         short_side=math.floor(size / crop),
-        interpolation=_known(str(kept.get("interpolation", "bicubic")), source),
+        interpolation=interpolation,
         mean=_three(kept.get("mean", (0.485, 0.456, 0.406))),
         std=_three(kept.get("std", (0.229, 0.224, 0.225))),
+        unknown=_unknown(interpolation) if is_centre else way,
     )
 
 
@@ -102,19 +110,16 @@ def _of_torchvision_name(name: str) -> Preprocessing:
         weights=f"torchvision:{model}.{weights.name}",
         image_size=steps.crop_size[0],
         short_side=steps.resize_size[0],
-        interpolation=_known(steps.interpolation.value, f"torchvision:{name}"),
+        interpolation=steps.interpolation.value,
         mean=_three(steps.mean),
         std=_three(steps.std),
+        unknown=_unknown(steps.interpolation.value),
     )
 
 
-def _known(interpolation: str, source: str) -> str:
-    if interpolation not in ("bilinear", "bicubic"):
-        raise UserError(
-            f"weights: {source} asks for interpolation={interpolation}, and here are bilinear and bicubic; "
-            "preprocessing=config takes that of the configuration"
-        )
-    return interpolation
+def _unknown(interpolation: str) -> str:
+    has_it = interpolation in ("bilinear", "bicubic")
+    return "" if has_it else f"interpolation={interpolation}, and here are bilinear and bicubic"
 
 
 def _three(values: Any) -> tuple[float, float, float]:

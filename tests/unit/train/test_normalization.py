@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
 from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.normalization import normalized, statistics
 
@@ -28,9 +29,11 @@ def test_hubs_say_it_without_a_download() -> None:
     assert clip not in (HALF, IMAGENET)
     assert statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
     assert statistics("torchvision:resnet50") == IMAGENET
-    # Loading says what is wrong with these.
-    assert statistics("timm:no_such_model") is None
-    assert statistics("torchvision:resnet50.NO_SUCH_WEIGHTS") is None
+    # Squashed, not cut out, which matters for scoring alone.
+    assert statistics("timm:vit_base_patch16_siglip_224.webli") == HALF
+    for wrong in ("timm:no_such_model", "torchvision:resnet50.NO_SUCH_WEIGHTS"):
+        with pytest.raises(UserError, match="has no weights"):
+            statistics(wrong)
 
 
 def test_files_say_it_where_they_can(tmp_path: Path) -> None:
@@ -41,6 +44,11 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
     assert statistics(tmp_path / "mute.safetensors") is None
+    (tmp_path / "timm").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "timm/model.safetensors")
+    kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    (tmp_path / "timm/config.json").write_text(json.dumps(kept))
+    assert statistics(tmp_path / "timm/model.safetensors") == HALF
     torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
     assert statistics(tmp_path / "mute.pth") is None
 
