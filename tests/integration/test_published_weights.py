@@ -177,7 +177,11 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json is no JSON"):
         foreign.described(tmp_path / "weights.pth")
-    for source, line in (("timm:resnet51x", "has no weights resnet51x"), ("torchvision:resnet50.V9", "no weights")):
+    for source, line in (
+        ("timm:resnet51x", "has no weights resnet51x"),
+        ("timm:resnet50.zzz", "has no weights resnet50.zzz"),
+        ("torchvision:resnet50.V9", "has no weights resnet50.V9"),
+    ):
         with pytest.raises(UserError, match=line):
             foreign.described(source)
 

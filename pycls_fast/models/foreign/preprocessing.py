@@ -73,7 +73,10 @@ def _described(text: str) -> Preprocessing | None:
 def _of_timm_name(name: str) -> Preprocessing | None:
     import timm as library
 
-    kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
+    try:
+        kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
+    except RuntimeError:  # a tag that the model does not have
+        kept = None
     if kept is None:
         raise UserError(f"weights: timm {library.__version__} has no weights {name}")
     return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
