@@ -38,11 +38,15 @@ def fit_weights(
             f"weights: {source} was trained on other classes than data.root has: output {place} was "
             f"{_named(read.classes or (), place)} and is {_named(classes, place)}"
         )
+    head: str = network.head_name  # type: ignore[assignment]  # every model names its head
     if place is not None:
-        head: str = network.head_name  # type: ignore[assignment]  # every model names its head
         kept = {name: value for name, value in read.tensors.items() if not name.startswith(f"{head}.")}
         read = replace(read, tensors=kept)
     fitted = foreign.fit(read, network, allow=allow)
+    if place is not None:
+        for name in fitted.fresh:
+            if name.startswith(f"{head}."):
+                fitted.fresh[name] = f"{len(classes)} classes, {len(read.classes or ())} others in the file"
     if fitted.fresh and not for_training:
         name, reason = next(iter(fitted.fresh.items()))
         raise UserError(

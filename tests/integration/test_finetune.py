@@ -90,7 +90,7 @@ def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path
     given = [f"data.root={images}", f"weights={weights}", "model=vit_b16", *TINY, f"run_dir={run}"]
     given += ["schedule.epochs=6", "optim.lr=5e-3"]
     done = run_process(command(*given, config_name="finetune"), cwd=tmp_path)
-    assert "left fresh" in done.stdout
+    assert "head.weight, head.bias: 3 classes, 7 others in the file" in done.stdout
     assert "3 classes, " in done.stdout
     assert "36 (6 epochs of 6)" in done.stdout
     summary = json.loads((run / "summary.json").read_text())
