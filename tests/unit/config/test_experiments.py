@@ -16,6 +16,7 @@ from pycls_fast.config.compose import CONFIGS, is_global
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.models import complexity
+from pycls_fast.parallel import World
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 # `ladder` holds ladders of switches for the ledger, no group.
@@ -45,7 +46,7 @@ def load(name: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_builds(name: str) -> None:
-    config = load(name)
+    config = build.by_size(load(name), 10_000, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
     assert config.config_name == name
     switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")
     with torch.device("meta"):

@@ -51,13 +51,13 @@ def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[
 
 
 def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with ranks(2, timeout=0.4) as both:
-        for step in range(15):
+    with ranks(2, timeout=1.5) as both:
+        for step in range(20):
             for rank in both:
                 rank.monitor.at(f"computing step {step}")
-            time.sleep(0.05)
+            time.sleep(0.1)
         # All at the same place for longer than the timeout: compiling, perhaps.
-        time.sleep(1.0)
+        time.sleep(2.0)
         assert not any(rank.ended.is_set() for rank in both)
     assert capsys.readouterr().err == ""
 
