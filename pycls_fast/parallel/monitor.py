@@ -93,7 +93,8 @@ class Monitor:
         try:
             while not self._stop.wait(self._interval):
                 place = self._say()
-                if place.seconds >= self._timeout and self._differ():
+                # Told to stop in the meantime: the main thread has got on, and nobody has been listened to for long.
+                if place.seconds >= self._timeout and self._differ() and not self._stop.is_set():
                     self._report()
         except RuntimeError:
             # The store went away: the ranks are being ended, which the main thread hears of by itself.

@@ -62,6 +62,16 @@ def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.4) as both:
+        for rank in both:
+            rank.monitor.at("computing step 0")
+        # Both have been there for longer than the timeout, and listen for four beats, again and again.
+        time.sleep(1.0)
+    assert not any(rank.ended.is_set() for rank in both)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.4) as (first, second):
         # Stopped as a whole (SIGSTOP, a machine that is gone): its monitor beats no more.
