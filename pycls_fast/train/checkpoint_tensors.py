@@ -138,8 +138,12 @@ def _tensor_entries(entries: Mapping[str, Any]) -> Iterator[tuple[str, TensorSto
 
 
 def _quiet() -> None:
-    # What is meant: a file is read without asking the other ranks.
+    # What is meant: a file is read without asking the other ranks. Once here, before any other thread puts filters back
+    # that it has found, and again for those who have changed them since.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+_quiet()
 
 
 def _check_local(path: str, value: Tensor) -> None:
