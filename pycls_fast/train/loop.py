@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
-from pycls_fast.train.by_class import class_scores, confusion
-from pycls_fast.train.confusion import draw_confusion
-from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import Predictions, evaluate
+from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
-from pycls_fast.train.run import Run, best_evaluation, primary_records, start_run, summary
+from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.run_folder import environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
@@ -84,6 +80,7 @@ class Loop:
         self.stop = stop
         self.board = board
         self.agreement = Agreement(run.world)
+        self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
         self.reported: dict[str, str] = {}
@@ -94,10 +91,10 @@ class Loop:
         run = self.run
         step = run.start_step
         try:
-            if self._evaluation_due(step) and not self._evaluated(step):
+            if self.evaluations.due(step) and not self.evaluations.has(step):
                 # The process before this one was stopped between saving and evaluating.
                 self._evaluate(step)
-            if self._stops_early(step):
+            if self.evaluations.stop_early(step):
                 # It had stopped before: nothing has changed since.
                 run.total_steps = step
             run.display.begin_training(step, run.total_steps)
@@ -106,7 +103,7 @@ class Loop:
                 for step in range(run.start_step, run.total_steps):
                     self._train_step(step, microbatches)
                     self._after_step(step + 1)
-                    if self._evaluation_due(step + 1) and self._stops_early(step + 1):
+                    if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
                         run.total_steps = step + 1
                         break
         except Stopped:
@@ -143,7 +140,7 @@ class Loop:
             run.finish_saving()
         # A save that failed ends the run on all ranks at the same step, as a signal does.
         stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
-        evaluating = self._evaluation_due(done)
+        evaluating = self.evaluations.due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
         if done % runtime.log_every_steps == 0 or saving or stopping:
             self._log(done)
@@ -238,98 +235,18 @@ class Loop:
                 *(f"{name}: {reason}" for name, reason in run.damaged.items()),
             )
 
-    def _evaluation_due(self, done: int) -> bool:
-        every = self.run.steps_per_epoch * self.run.config.runtime.eval_every_epochs
-        return done > 0 and (done % every == 0 or done == self.run.total_steps)
-
-    def _evaluated(self, step: int) -> bool:
-        return bool(self.run.world.from_main([r for r in self._evaluations() if r["step"] == step]))
-
-    def _evaluations(self) -> list[dict[str, Any]]:
-        return [record for record in self.run.folder.records() if record["kind"] == "eval"]
-
-    def _stops_early(self, done: int) -> bool:
-        """Whether the best evaluation is so old that the run ends here; the same on all ranks."""
-        run, schedule = self.run, self.run.config.schedule
-        if schedule.early_stopping_evals is None:
-            return False
-        evaluations = primary_records(run, self._evaluations()) if run.world.is_main else []
-        metric = schedule.early_stopping_metric
-        best = best_evaluation(evaluations, metric)
-        waited = run.world.from_main(0 if best is None else len(evaluations) - 1 - best)
-        if waited < schedule.early_stopping_evals or done >= run.total_steps:
-            return False
-        if run.world.is_main:
-            assert best is not None
-            at = evaluations[best]["epoch"]
-            run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
-            run.display.note(f"stopped early: {metric} was best at epoch {at:g}, {waited} evaluations ago")
-        return True
-
     def _evaluate(self, done: int) -> None:
-        run = self.run
-        run.world.at(f"evaluating after step {done}")
-        self._evaluate_weights(done, "model")
-        if run.step.ema is not None:
-            with run.step.ema.swapped_in():
-                self._evaluate_weights(done, "ema")
+        self.reported.update(self.evaluations.take(done))
         self._report_damage(done)
         # The checkpoint of this step, on its way since before the evaluation.
-        run.finish_saving()
-        if not run.world.is_main:
-            return
-        scores = [record["top1"] for record in primary_records(run, self._evaluations())]
-        newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
-        if newest is not None and scores and scores[-1] == max(scores):
-            self._keep_as_best(newest)
-        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        self.run.finish_saving()
+        if self.run.world.is_main:
+            self.evaluations.keep_if_best()
+            self.evaluations.draw()
 
-    def _keep_as_best(self, newest: Path) -> None:
-        try:
-            checkpoint.keep_as_best(newest)
-            # The best before it.
-            checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
-        except OSError as error:
-            self.run.display.warn(f"{newest}: the best so far, but no link to it can be made ({error.strerror})")
-
-    def _evaluate_weights(self, done: int, weights: str) -> None:
-        run = self.run
-        source = run.sources["val"]
-        loader = build.eval_loader(run.config, source, run.world, run.switches)
-        run.display.begin_evaluation("val", len(source))
-
-        batches_done = 0
-
-        def on_batch(images: int) -> None:
-            nonlocal batches_done
-            batches_done += 1
-            run.world.at(f"evaluating after step {done}: {batches_done} batches done")
-            run.display.advance_evaluation(images * run.world.size)
-            if self.agreement.reached(bool(self.stop)):
-                raise Stopped
-
-        batches = to_device(loader, run.world.device, mode="blocking")
-        wrapped = run.step.wrapped
-        result = evaluate(
-            wrapped.evaluated,
-            batches,
-            run.step.prepare,
-            run.step.autocast,
-            run.world,
-            on_batch,
-            together=wrapped.together,
-            settle=wrapped.settle,
-        )
-        self.reported.update(result.damaged)
-        if run.world.is_main:
-            # Those of the average where there is one: it is evaluated last.
-            result.predictions.save(run.folder.predictions)
-            by_class = class_scores(result.predictions, run.classes)
-            run.folder.write_json("classes.json", by_class)
-            numbers = {**result.record(), "class_top1": by_class["class_top1"]}
-            record = run.folder.add_record("eval", done, run.epoch(done), split="val", weights=weights, **numbers)
-            run.display.end_evaluation(record)
-            self.board.add(record)
+    def _stop_if_asked(self) -> None:
+        if self.agreement.reached(bool(self.stop)):
+            raise Stopped
 
     def _leave(self) -> int:
         run = self.run
@@ -338,7 +255,7 @@ class Loop:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
             run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
-            draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+            self.evaluations.draw()
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
@@ -364,10 +281,9 @@ class Loop:
         if not run.world.is_main:
             return
         seconds, rate = self.clock.medians()
-        values = summary(run, self._evaluations(), rate, seconds, memory)
+        values = summary(run, self.evaluations.records(), rate, seconds, memory)
         run.folder.write_json("summary.json", values)
-        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
-        self._draw_confusion()
+        self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
             run.display.note(
@@ -375,10 +291,3 @@ class Loop:
                 f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
-
-    def _draw_confusion(self) -> None:
-        """Of the latest evaluation."""
-        run = self.run
-        if run.folder.predictions.is_file():
-            counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
-            draw_confusion(counts_KK, run.classes, run.folder.path / "confusion.png", run.config.config_name)

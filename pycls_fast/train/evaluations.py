@@ -1,0 +1,138 @@
+"""The evaluations of a run: when they are due, what they leave behind, and whether they say that it may end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pycls_fast import build
+from pycls_fast.data import to_device
+from pycls_fast.train import checkpoint
+from pycls_fast.train.by_class import class_scores, confusion
+from pycls_fast.train.confusion import draw_confusion
+from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
+from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.tensorboard import Board
+
+
+class Evaluations:
+    """Of the validation split, between steps.
+
+    Args:
+        run: what is evaluated.
+        board: gets the numbers.
+        on_batch: called after each batch on every rank; may raise, to stop.
+    """
+
+    def __init__(self, run: Run, board: Board, on_batch: Callable[[], None]) -> None:
+        self.run = run
+        self.board = board
+        self.on_batch = on_batch
+
+    def due(self, done: int) -> bool:
+        """Whether there is one after this many steps."""
+        every = self.run.steps_per_epoch * self.run.config.runtime.eval_every_epochs
+        return done > 0 and (done % every == 0 or done == self.run.total_steps)
+
+    def has(self, step: int) -> bool:
+        """Whether the one of this step has been written down; the same on all ranks."""
+        return bool(self.run.world.from_main([r for r in self.records() if r["step"] == step]))
+
+    def records(self) -> list[dict[str, Any]]:
+        """All of them so far; on the main rank."""
+        return [record for record in self.run.folder.records() if record["kind"] == "eval"]
+
+    def stop_early(self, done: int) -> bool:
+        """Whether the best one is so old that the run ends here, which is then said; the same on all ranks."""
+        run, schedule = self.run, self.run.config.schedule
+        if schedule.early_stopping_evals is None:
+            return False
+        evaluations = primary_records(run, self.records()) if run.world.is_main else []
+        metric = schedule.early_stopping_metric
+        best = best_evaluation(evaluations, metric)
+        waited = run.world.from_main(0 if best is None else len(evaluations) - 1 - best)
+        if waited < schedule.early_stopping_evals or done >= run.total_steps:
+            return False
+        if run.world.is_main:
+            assert best is not None
+            at = evaluations[best]["epoch"]
+            run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
+            run.display.note(f"stopped early: {metric} was best at epoch {at:g}, {waited} evaluations ago")
+        return True
+
+    def take(self, done: int) -> dict[str, str]:
+        """Evaluate the model and, where there is one, its average; returns the damaged images and why."""
+        run = self.run
+        run.world.at(f"evaluating after step {done}")
+        damaged = self._take(done, "model")
+        if run.step.ema is not None:
+            with run.step.ema.swapped_in():
+                damaged |= self._take(done, "ema")
+        return damaged
+
+    def _take(self, done: int, weights: str) -> dict[str, str]:
+        run = self.run
+        source = run.sources["val"]
+        run.display.begin_evaluation("val", len(source))
+        batches_done = 0
+
+        def on_batch(images: int) -> None:
+            nonlocal batches_done
+            batches_done += 1
+            run.world.at(f"evaluating after step {done}: {batches_done} batches done")
+            run.display.advance_evaluation(images * run.world.size)
+            self.on_batch()
+
+        wrapped = run.step.wrapped
+        result = evaluate(
+            wrapped.evaluated,
+            to_device(
+                build.eval_loader(run.config, source, run.world, run.switches), run.world.device, mode="blocking"
+            ),
+            run.step.prepare,
+            run.step.autocast,
+            run.world,
+            on_batch,
+            together=wrapped.together,
+            settle=wrapped.settle,
+        )
+        if run.world.is_main:
+            self._write_down(done, weights, result)
+        return dict(result.damaged)
+
+    def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
+        run = self.run
+        # Those of the average where there is one: it is evaluated last.
+        result.predictions.save(run.folder.predictions)
+        by_class = class_scores(result.predictions, run.classes)
+        run.folder.write_json("classes.json", by_class)
+        numbers = {**result.record(), "class_top1": by_class["class_top1"]}
+        record = run.folder.add_record("eval", done, run.epoch(done), split="val", weights=weights, **numbers)
+        run.display.end_evaluation(record)
+        self.board.add(record)
+
+    def keep_if_best(self) -> None:
+        """Link the newest checkpoint, which is that of the newest evaluation, if that is the best; on the main rank."""
+        run = self.run
+        scores = [record["top1"] for record in primary_records(run, self.records())]
+        newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
+        if newest is not None and scores and scores[-1] == max(scores):
+            self._keep_as_best(newest)
+
+    def _keep_as_best(self, newest: Path) -> None:
+        try:
+            checkpoint.keep_as_best(newest)
+            # The best before it.
+            checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
+        except OSError as error:
+            self.run.display.warn(f"{newest}: the best so far, but no link to it can be made ({error.strerror})")
+
+    def draw(self, *, whole: bool = False) -> None:
+        """The pictures of the run folder: the curves and, of the whole run, the latest confusion; on the main rank."""
+        run = self.run
+        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        if whole and run.folder.predictions.is_file():
+            counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
+            draw_confusion(counts_KK, run.classes, run.folder.path / "confusion.png", run.config.config_name)
