@@ -19,8 +19,9 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)
 	$(BIN)/python tools/train_net.py
 
+# Files of tests side by side, one on each core.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

@@ -41,6 +41,7 @@ class SwitchName(enum.StrEnum):
     EMA = "ema"
     CLIP = "clip"
     DECODE = "decode"
+    DECODE_SCALE = "decode_scale"
     INPUT_COPY = "input_copy"
     NORMALIZE_ON = "normalize_on"
     ERASE_ON = "erase_on"
@@ -341,6 +342,24 @@ CATALOGUE: tuple[Switch, ...] = (
         source="libjpeg-turbo's jpeg_skip_scanlines and jpeg_crop_scanline; DALI's and FFCV's crops before decoding; "
         "Pillow's resampling.",
         ran="CPU (torch 2.15, libjpeg-turbo 2.1.5). Images do not reach the device before, so CUDA changes nothing.",
+    ),
+    Switch(
+        name=SwitchName.DECODE_SCALE,
+        values=("full", "dct"),
+        fast={"cpu": "full", "cuda": "full"},
+        numerics="training",
+        applies_to=("vit", "resnet", "timm"),
+        requires={},
+        note="JPEGs whose crop is at least 2, 4 or 8 times as large as the training image both ways are decoded "
+        "at a half, a quarter or an eighth of their size by a smaller inverse DCT, and resized from there. With "
+        "speed.decode=region; evaluation decodes in full.",
+        mathematics="The low frequencies of each 8 x 8 block stand in for the average that the resizing filter takes: "
+        "other pixels, a little sharper or with more aliasing.",
+        helps="Photographs of several megapixels, and small training images.",
+        hurts="Not a matter of rounding: try it in the ledger before relying on it. Nothing at 224 pixels for most of "
+        "ImageNet's crops, which are smaller than 448.",
+        source="libjpeg's scale_denom; Pillow's draft mode.",
+        ran="CPU (libjpeg-turbo 2.1.5). Images do not reach the device before, so CUDA changes nothing.",
     ),
     Switch(
         name=SwitchName.INPUT_COPY,

@@ -28,7 +28,7 @@ from pycls_fast.data import (
     native,
     policies,
 )
-from pycls_fast.data.pictures import DECODERS, Decoder
+from pycls_fast.data.pictures import DECODERS, Decoder, open_scaled_region
 from pycls_fast.data.policies import Step
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing
@@ -64,7 +64,7 @@ def train_loader(
         training=True,
         host=prepare_on_host(config, chosen),
         repeats=config.augment.repeats * times,
-        open_picture=_decoder(chosen),
+        open_picture=_decoder(chosen, training=True),
     )
     return _loader(config, dataset, sampler, world)
 
@@ -116,7 +116,7 @@ def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _decoder(chosen: Switches) -> Decoder:
+def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
     name = chosen[SwitchName.DECODE]
     if name == "region":
         # Compiled here if need be, not in every worker.
@@ -125,7 +125,7 @@ def _decoder(chosen: Switches) -> Decoder:
         raise UserError(
             "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
         )
-    return DECODERS[name]
+    return open_scaled_region if training and chosen[SwitchName.DECODE_SCALE] == "dct" else DECODERS[name]
 
 
 def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:

@@ -23,6 +23,11 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
             f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
             "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
         )
+    if chosen[SwitchName.DECODE_SCALE] == "dct" and chosen[SwitchName.DECODE] != "region":
+        yield (
+            f"speed.decode_scale: dct is not there with speed.decode={chosen[SwitchName.DECODE]}; use "
+            "speed.decode=region or speed.decode_scale=full"
+        )
     yield from _compiled(chosen)
     compiled, half = chosen[SwitchName.COMPILE], LEVELS[config.precision.name].weights != "float32"
     if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":

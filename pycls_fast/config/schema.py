@@ -438,6 +438,7 @@ class Speed(Section):
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
     decode: Literal["pillow", "simplejpeg", "region"] | None = None
+    decode_scale: Literal["full", "dct"] | None = None
     input_copy: Literal["blocking", "prefetch"] | None = None
     normalize_on: Literal["cpu", "device"] | None = None
     erase_on: Literal["cpu", "device"] | None = None

@@ -7,6 +7,7 @@ A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
 | `pillow`      | the whole image, then crop and resize: the reference             | the same            |
 | `simplejpeg`  | the whole image by libjpeg-turbo, crop, resize of torch's uint8  | as `pillow`         |
 | `region`      | the part that the crop needs, resized row by row (`native`)      | as `pillow`         |
+| `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | as `pillow`         |
 
 Every decoder gives damaged and unusual files to `pillow`, so that they all refuse the same ones for the same reasons.
 """
@@ -101,11 +102,19 @@ class TensorPicture:
 
 
 class RegionPicture:
-    """A JPEG of which nothing but the header is decoded yet."""
+    """A JPEG of which nothing but the header is decoded yet.
 
-    def __init__(self, data: bytes, size: tuple[int, int], max_pixels: int) -> None:
+    Args:
+        data: the file.
+        size: (height, width).
+        max_pixels: of images that are accepted.
+        scaled: decode large images at a part of their size, no smaller than what the cut resizes its box to.
+    """
+
+    def __init__(self, data: bytes, size: tuple[int, int], max_pixels: int, *, scaled: bool = False) -> None:
         self._data = data
         self._max_pixels = max_pixels
+        self._scaled = scaled
         self.size = size
 
     def cut(self, cut: Cut) -> np.ndarray:
@@ -116,10 +125,17 @@ class RegionPicture:
             cut.window,
             bicubic=cut.interpolation == "bicubic",
             mirror=cut.mirror,
+            divisor=divisor(cut) if self._scaled else 1,
         )
         if image_HWC is None:
             return PillowPicture(decode(self._data, max_pixels=self._max_pixels)).cut(cut)
         return image_HWC
+
+
+def divisor(cut: Cut) -> int:
+    """The largest of libjpeg's 1, 2, 4 and 8 that leaves at least as many pixels as the box is resized to."""
+    least = min(cut.box[2] / cut.resized[0], cut.box[3] / cut.resized[1])
+    return next(part for part in (8, 4, 2, 1) if least >= part or part == 1)
 
 
 class ArrayPicture:
@@ -173,15 +189,20 @@ def open_with_simplejpeg(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_
     return open_with_pillow(data, max_pixels=max_pixels)
 
 
-def open_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
-    """Read a JPEG's header; its pixels are decoded as far as a cut needs them."""
+def open_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS, scaled: bool = False) -> Picture:
+    """Read a JPEG's header; its pixels are decoded as far as a cut needs them, `scaled` as `RegionPicture` has it."""
     if isinstance(data, np.ndarray):
         return ArrayPicture(checked_array(data))
     if data.startswith(_JPEG):
         size = native.jpeg_size(data)
         if size is not None and size[0] * size[1] <= min(max_pixels, DEFAULT_MAX_PIXELS):
-            return RegionPicture(data, size, max_pixels)
+            return RegionPicture(data, size, max_pixels, scaled=scaled)
     return open_with_pillow(data, max_pixels=max_pixels)
+
+
+def open_scaled_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+    """`open_region`, large JPEGs at a part of their size."""
+    return open_region(data, max_pixels=max_pixels, scaled=True)
 
 
 DECODERS: dict[str, Callable[..., Picture]] = {

@@ -77,6 +77,7 @@ def jpeg_region(
     *,
     bicubic: bool,
     mirror: bool,
+    divisor: int = 1,
 ) -> np.ndarray | None:
     """Decode `box`, resize it to `resized`, cut out `window`, mirror that left to right.
 
@@ -86,13 +87,14 @@ def jpeg_region(
         resized: (height, width).
         window: (top, left, height, width) within the resized box.
         bicubic: instead of bilinear. Both widen when shrinking ("antialias"), as in Pillow.
+        divisor: 1, 2, 4 or 8: the image is decoded at this part of its size, and that resized.
 
     Returns:
         uint8 (height, width, 3) of the window; None where the file is damaged or unusual and the reference decoder
         has to judge it.
     """
     image_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
-    numbers = (ctypes.c_int32 * 12)(*box, *resized, *window, bicubic, mirror)
+    numbers = (ctypes.c_int32 * 13)(*box, *resized, *window, bicubic, mirror, divisor)
     status = library().jpeg_region(data, len(data), numbers, image_HWC.ctypes.data)
     if status == _NO_MEMORY:
         raise MemoryError("decoding a JPEG")
@@ -110,7 +112,7 @@ def array_region(
 ) -> np.ndarray:
     """`jpeg_region` of decoded pixels: contiguous uint8 (height, width, 3)."""
     cut_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
-    numbers = (ctypes.c_int32 * 12)(*box, *resized, *window, bicubic, mirror)
+    numbers = (ctypes.c_int32 * 13)(*box, *resized, *window, bicubic, mirror, 1)
     if library().array_region(image_HWC.ctypes.data, image_HWC.shape[1], numbers, cut_HWC.ctypes.data) != _OK:
         raise MemoryError("resizing an image")
     return cut_HWC

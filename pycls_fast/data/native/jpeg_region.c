@@ -5,6 +5,8 @@
  *   inverse DCT, upsampling or color conversion (jpeg_skip_scanlines, jpeg_crop_scanline).
  * - The resampling is Pillow's arithmetic: coefficients in double, rounded to 22 fractional bits, rows before columns,
  *   8 bits between the two. Only what the output window needs is computed.
+ * - Asked for a half, a quarter or an eighth, libjpeg's inverse DCT gives that, and the rest is resampled: the pixels
+ *   are then those of Pillow's draft mode.
  *
  * Whatever is unusual (other color spaces, warnings, markers out of place, no end marker) is left to the caller's
  * reference decoder, so that both judge damaged files alike.
@@ -102,10 +104,12 @@ static void free_kernel(struct kernel *kernel) {
   free(kernel->value);
 }
 
-/* Output pixels start .. start + count - 1 of `input` pixels resized to `output`. */
-static int make_kernel(struct kernel *kernel, int input, int output, int start, int count, int bicubic) {
+/* Output pixels start .. start + count - 1 of `extent` pixels, from `offset` on among `input` pixels, resized to
+ * `output`. */
+static int make_kernel(struct kernel *kernel, int input, double offset, double extent, int output, int start, int count,
+                       int bicubic) {
   double (*filter)(double) = bicubic ? cubic : triangle;
-  double scale = (double)input / output;
+  double scale = extent / output;
   double stretch = scale < 1.0 ? 1.0 : scale;
   double support = (bicubic ? 2.0 : 1.0) * stretch;
   int taps = ((int)ceil(support) * 2 + PIXELS) / PIXELS * PIXELS;
@@ -119,7 +123,7 @@ static int make_kernel(struct kernel *kernel, int input, int output, int start, 
     return NO_MEMORY;
   }
   for (int i = 0; i < count; i++) {
-    double center = (start + i + 0.5) * scale;
+    double center = offset + (start + i + 0.5) * scale;
     int low = (int)(center - support + 0.5);
     int high = (int)(center + support + 0.5);
     double sum = 0.0;
@@ -201,6 +205,7 @@ struct region {
   int32_t resized_height, resized_width;                /* what it is resized to */
   int32_t out_top, out_left, out_height, out_width;     /* what of that is wanted */
   int32_t bicubic, mirror;
+  int32_t divisor;                                      /* the image is decoded at 1 / divisor: 1, 2, 4 or 8 */
 };
 
 struct resizer {
@@ -209,7 +214,8 @@ struct resizer {
   int32_t *values, *sums, *wide;
   uint8_t *narrow;
   size_t stride;
-  int x0, x1, y0, y1; /* columns and rows of the region that the window needs */
+  int left, top, width, height; /* the whole pixels of the decoded image that the region touches */
+  int x0, x1, y0, y1;           /* columns and rows of these that the window needs */
 };
 
 /* Each coefficient once per channel, as `resize_row` multiplies them. */
@@ -232,12 +238,18 @@ static void free_resizer(struct resizer *resizer) {
 
 static int make_resizer(struct resizer *resizer, const struct region *region) {
   const int out_width = region->out_width, out_height = region->out_height;
+  const int divisor = region->divisor;
+  const double part = 1.0 / divisor; /* exact, and so is what is multiplied by it */
   memset(resizer, 0, sizeof *resizer);
   resizer->region = region;
-  if (make_kernel(&resizer->columns, region->width, region->resized_width, region->out_left, out_width,
-                  region->bicubic) != OK ||
-      make_kernel(&resizer->rows, region->height, region->resized_height, region->out_top, out_height,
-                  region->bicubic) != OK)
+  resizer->left = region->left / divisor;
+  resizer->top = region->top / divisor;
+  resizer->width = (region->left + region->width + divisor - 1) / divisor - resizer->left;
+  resizer->height = (region->top + region->height + divisor - 1) / divisor - resizer->top;
+  if (make_kernel(&resizer->columns, resizer->width, region->left * part - resizer->left, region->width * part,
+                  region->resized_width, region->out_left, out_width, region->bicubic) != OK ||
+      make_kernel(&resizer->rows, resizer->height, region->top * part - resizer->top, region->height * part,
+                  region->resized_height, region->out_top, out_height, region->bicubic) != OK)
     return NO_MEMORY;
   const struct kernel *columns = &resizer->columns, *rows = &resizer->rows;
   resizer->x0 = columns->first[0];
@@ -247,12 +259,12 @@ static int make_resizer(struct resizer *resizer, const struct region *region) {
   resizer->stride = (size_t)out_width * 4 + ROW_BLOCK;
   resizer->values = spread(columns, out_width);
   resizer->sums = malloc((size_t)out_width * 4 * sizeof(int32_t));
-  resizer->wide = calloc((size_t)region->width * 4 + LANES, sizeof(int32_t));
+  resizer->wide = calloc((size_t)resizer->width * 4 + LANES, sizeof(int32_t));
   resizer->narrow = calloc((size_t)(resizer->y1 - resizer->y0), resizer->stride);
   return resizer->values && resizer->sums && resizer->wide && resizer->narrow ? OK : NO_MEMORY;
 }
 
-/* `resizer->wide` holds row `y` of the region. */
+/* `resizer->wide` holds row `y` of the pixels that the region touches. */
 static void add_row(struct resizer *resizer, int y) {
   resize_row(resizer->wide, resizer->narrow + (size_t)(y - resizer->y0) * resizer->stride, &resizer->columns,
              resizer->values, resizer->sums, resizer->region->out_width, resizer->region->mirror);
@@ -309,11 +321,13 @@ int jpeg_region(const uint8_t *data, size_t length, const struct region *region,
   jpeg_mem_src(&jpeg, (unsigned char *)data, length);
   jpeg_read_header(&jpeg, TRUE);
   jpeg.out_color_space = JCS_EXT_RGBX;
+  jpeg.scale_num = 1;
+  jpeg.scale_denom = (unsigned int)region->divisor;
   jpeg_start_decompress(&jpeg);
 
   /* Chroma at the edges of what is decoded lacks the neighbors that upsampling looks at: decode a block more. */
   const int margin = jpeg.max_h_samp_factor > 1 ? 8 * jpeg.max_h_samp_factor : 0;
-  int begin = region->left + resizer.x0 - margin, stop = region->left + resizer.x1 + margin;
+  int begin = resizer.left + resizer.x0 - margin, stop = resizer.left + resizer.x1 + margin;
   if (begin < 0) begin = 0;
   if (stop > (int)jpeg.output_width) stop = (int)jpeg.output_width;
   JDIMENSION offset = (JDIMENSION)begin, width = (JDIMENSION)(stop - begin);
@@ -323,8 +337,8 @@ int jpeg_region(const uint8_t *data, size_t length, const struct region *region,
   if (line == NULL) goto done;
   /* To aligned rows libjpeg-turbo writes past the cache, from where they would have to be fetched again. */
   uint8_t *const odd_line = line + 4 + (32 - (uintptr_t)line % 32) % 32;
-  const uint8_t *const needed = odd_line + ((size_t)(region->left + resizer.x0) - offset) * 4;
-  const JDIMENSION first = (JDIMENSION)(region->top + resizer.y0);
+  const uint8_t *const needed = odd_line + ((size_t)(resizer.left + resizer.x0) - offset) * 4;
+  const JDIMENSION first = (JDIMENSION)(resizer.top + resizer.y0);
   if (first > 0 && jpeg_skip_scanlines(&jpeg, first) != first) {
     status = ASK_REFERENCE;
     goto done;

@@ -21,7 +21,9 @@ from pycls_fast.data.pictures import (
     Picture,
     PillowPicture,
     RegionPicture,
+    divisor,
     open_region,
+    open_scaled_region,
     open_with_pillow,
     open_with_simplejpeg,
 )
@@ -117,6 +119,51 @@ def test_region_decodes_and_resizes_to_the_bit(name: str, files: dict[str, bytes
     assert picture.size == whole.size[::-1]
     for cut in random_cuts(picture.size, 60, seed=len(name)):
         np.testing.assert_array_equal(picture.cut(cut), rows_then_columns(whole, cut), err_msg=str(cut))
+
+
+def drafted(data: bytes, cut: Cut) -> np.ndarray:
+    """Pillow's draft mode: decoded at a part of its size, then the box, its edges between pixels, resized."""
+    part = divisor(cut)
+    image = Image.open(io.BytesIO(data))
+    if part > 1:
+        image.draft("RGB" if image.mode == "RGB" else "L", (image.width // part, image.height // part))
+    image = image.convert("RGB")
+    top, left, height, width = cut.box
+    # Whole pixels that the box touches: what lies beyond has no say.
+    first_x, first_y = left // part, top // part
+    image = image.crop((first_x, first_y, -(-(left + width) // part), -(-(top + height) // part)))
+    box = (left / part - first_x, top / part - first_y)
+    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[cut.interpolation]
+    image = image.resize(
+        (cut.resized[1], image.height), filter_, (box[0], 0, box[0] + width / part, image.height)
+    ).resize(cut.resized[::-1], filter_, (0, box[1], cut.resized[1], box[1] + height / part))
+    top, left, height, width = cut.window
+    pixels = np.asarray(image)[top : top + height, left : left + width]
+    return pixels[:, ::-1] if cut.mirror else pixels
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scaled_it_is_pillow_s_draft_to_the_bit(name: str, files: dict[str, bytes]) -> None:
+    picture = open_scaled_region(files[name])
+    assert isinstance(picture, RegionPicture)
+    cuts = list(random_cuts(picture.size, 80, seed=len(name)))
+    if name == "as it comes":
+        assert {divisor(cut) for cut in cuts} == {1, 2, 4, 8}
+    for cut in cuts:
+        np.testing.assert_array_equal(picture.cut(cut), drafted(files[name], cut), err_msg=str(cut))
+
+
+def test_scaled_where_it_shrinks_twice_at_least() -> None:
+    """Never to fewer pixels than the box is resized to."""
+    for box, resized, part in [
+        ((0, 0, 447, 900), (224, 224), 1),
+        ((0, 0, 448, 900), (224, 224), 2),
+        ((9, 9, 3000, 895), (224, 224), 2),
+        ((9, 9, 3000, 896), (224, 224), 4),
+        ((0, 0, 4000, 4000), (32, 32), 8),
+        ((0, 0, 10, 10), (224, 224), 1),
+    ]:
+        assert divisor(Cut(box, resized, (0, 0, *resized), "bilinear")) == part
 
 
 @pytest.mark.parametrize("name", NAMES)
