@@ -92,6 +92,8 @@ compute = Step.__call__
 
 def recorded(self: Step, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
     act("step", step + 1)
+    # Seconds, so that there is time to do something to the run from outside.
+    time.sleep(FAULT.get("pause", 0.0))
     compute(self, step, microbatches, metrics)
     indices = [index for batch in microbatches for index in batch.indices_B.tolist()]
     with (SEEN / f"{RANK}.{os.getpid()}.jsonl").open("a") as file:
