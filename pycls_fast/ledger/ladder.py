@@ -79,9 +79,10 @@ class Ledger:
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
-    _started: float = field(default_factory=time.monotonic)
     _done: int = 0
-    _here: int = 0
+    _trained: int = 0
+    # Seconds of each measurement and of each training run that was done here.
+    _took: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     def arms(self) -> list[Arm]:
         """The arms as far as it is known what can run here."""
@@ -233,13 +234,20 @@ class Ledger:
         """The experiment's, with more overrides in place of its own."""
         return [*self.flags, *merged(self.typed, more)]
 
-    def _report(self, what: str, finished: Finished) -> None:
+    def _left(self) -> str:
+        """How long it will take, from what measurements and training runs have taken so far."""
+        runs = max(len(self.runnable()) * self.settings.seeds - self._trained, 0)
+        others = max(self.total() - self._done - runs, 0)
+        measuring, training = (sum(took) / len(took) if took else 0.0 for took in self._took)
+        text = f"about {_minutes(others * measuring + runs * training / self.settings.jobs)} left"
+        return f"{text} before the training" if runs and not self._took[True] else text
+
+    def _report(self, what: str, finished: Finished, *, training: bool = False) -> None:
         self._done += 1
-        self._here += 1
+        self._took[training].append(finished.seconds)
+        self._trained += training
         if finished.status == 0:
-            each = (time.monotonic() - self._started) / self._here
-            left = max(self.total() - self._done, 0) * each
-            self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, about {_minutes(left)} left)")
+            self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
         elif finished.status == _MISTAKE:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
@@ -254,6 +262,7 @@ class Ledger:
                     arm, seed = waiting.pop(0)
                     if (self.run_dir(arm, seed) / "summary.json").is_file():
                         self._done += 1
+                        self._trained += 1
                     elif arm.name not in self.untrained:
                         running.append((arm, seed, self._start_training(arm, seed)))
                 for entry in list(running):
@@ -261,7 +270,7 @@ class Ledger:
                     finished = process.finished()
                     if finished is not None:
                         running.remove(entry)
-                        self._report(f"{arm.name}: training, seed {seed}", finished)
+                        self._report(f"{arm.name}: training, seed {seed}", finished, training=True)
                         if finished.status != 0:
                             self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
                 time.sleep(0.05 if running else 0)
