@@ -354,8 +354,8 @@ CATALOGUE: tuple[Switch, ...] = (
         "at a half, a quarter or an eighth of their size by a smaller inverse DCT, and resized from there. With "
         "speed.decode=region; evaluation decodes in full.",
         mathematics="The low frequencies of each 8 x 8 block stand in for the average that the resizing filter takes: "
-        "other pixels, a little sharper or with more aliasing. Of the crops that change, the mean absolute difference is "
-        "0.9 to 1.2 grey levels of 255 (5% of ImageNet's crops at 224, 90% at 112).",
+        "other pixels, a little sharper or with more aliasing. Of the crops that change, the mean absolute difference "
+        "is 0.9 to 1.2 grey levels of 255 (5% of ImageNet's crops at 224, 90% at 112).",
         helps="Photographs of several megapixels, and small training images. Training crops on one core, bilinear, 5 "
         "rounds: photographs of 12 megapixels at 224, 2.6x; 200 ImageNet JPEGs at 112, 1.21x, at 224, 1.03x.",
         hurts="Not a matter of rounding: try it in the ledger before relying on it. Nothing at 224 pixels for most of "
