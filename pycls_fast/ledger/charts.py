@@ -122,21 +122,22 @@ def _throughput(record: Record) -> Chart | None:
 
 
 def _ladder(record: Record) -> Chart | None:
-    arms = _timed(record)
-    if not arms:
+    if not _timed(record):
         return None
 
     def rate(arm: Record) -> float:
-        return float(arm["timing"]["images_per_second"])
+        return float(arm["timing"]["images_per_second"]) if arm["timing"] else 0.0
 
     def text(arm: Record) -> str:
+        if not arm["timing"]:
+            return state(arm)
         return f"{rate(arm):,.0f}" if rate(arm) >= 100 else f"{rate(arm):.3g}"
 
     return Chart(
         "ladder",
         "Images a second",
         "Training steps on a batch in memory, all ranks together; median over all steps.",
-        _bars(arms, rate, text, "images/s"),
+        _bars(record["arms"], rate, text, "images/s"),
     )
 
 
