@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pycls_fast.config.ladder import read_ladder
 from pycls_fast.ledger.gate import check, compare
 
 Record = dict[str, Any]
@@ -177,3 +178,13 @@ def test_mistakes(
     Path("other").write_text(json.dumps({**ledger(), "config_name": "resnet"}))
     assert check(arguments) == 2
     assert line in capsys.readouterr().err
+
+
+def test_the_package_s_own_baseline_is_of_its_own_ladder() -> None:
+    """`make gate` would otherwise miss a rung, or find all of them gone."""
+    folder = Path(__file__).parents[2] / "gate"
+    ladder = read_ladder(str(folder / "ladder.yaml"), ())
+    kept = json.loads((folder / "baseline.json").read_text(encoding="utf-8"))
+    assert [arm["name"] for arm in kept["arms"]] == [ladder.baseline.name, *(rung.name for rung in ladder.rungs)]
+    assert all(arm["status"] == "measured" and len(arm["training"]["runs"]) == 3 for arm in kept["arms"])
+    assert not any(finding.lost for finding in compare(kept, kept, tolerance=0.5, absolute=False))
