@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "switches.md"
 _HEAD = """\
 # Performance switches
 
-Made by `python tools/switch_cards.py` from `pycls_fast/speed.py`; change it there.
+Made by `python tools/switch_cards.py` from `pycls_fast/speed/`; change it there.
 
 `speed=reference` sets every switch to its first value, the plain twin; `speed=fast` to the best one known for the
 device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device

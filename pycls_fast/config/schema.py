@@ -419,7 +419,7 @@ class Parallel(Section):
 
 
 class Speed(Section):
-    """Performance switches; one that is not set takes the preset's value for the device (`pycls_fast/speed.py`)."""
+    """Performance switches; one that is not set takes the preset's value for the device (`pycls_fast/speed/`)."""
 
     preset: Literal["reference", "fast", "meta2022"] = "reference"
     memory_format: Literal["contiguous", "channels_last"] | None = None

@@ -82,7 +82,7 @@ def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str
 
 def test_malloc_is_told_nothing_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.resolve("fast", {}, "cpu")[SwitchName.ALLOCATOR] == ("keep" if speed.HAS_GLIBC else "default")
-    monkeypatch.setattr(speed, "HAS_GLIBC", False)
+    monkeypatch.setattr(speed.presets, "HAS_GLIBC", False)
     assert speed.resolve("fast", {}, "cpu")[SwitchName.ALLOCATOR] == "default"
     with pytest.raises(UserError, match=r"speed\.allocator: keep needs glibc.*use speed\.allocator=default"):
         speed.resolve("fast", {SwitchName.ALLOCATOR: "keep"}, "cpu")
@@ -124,7 +124,7 @@ def test_all_refused_values_are_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
         Switch(name, ("plain", "quick", "slow"), fast, "rounding", ("vit",), {"quick": "cuda"}, *["A text."] * 6)
         for name in (SwitchName.CLIP, SwitchName.EMA)
     ]
-    monkeypatch.setattr(speed, "CATALOGUE", tuple(needy))
+    monkeypatch.setattr(speed.presets, "CATALOGUE", tuple(needy))
     with pytest.raises(UserError) as caught:
         speed.resolve("fast", {SwitchName.CLIP: "quick", SwitchName.EMA: "quick"}, "cpu")
     assert caught.value.lines == tuple(

@@ -216,7 +216,7 @@ def test_every_key_is_read_by_the_code() -> None:
     code = "\n".join(
         file.read_text(encoding="utf-8")
         for file in (CONFIGS.parent / "pycls_fast").rglob("*.py")
-        if file.name not in ("schema.py", "speed.py")
+        if file.name != "schema.py" and file.parent.name != "speed"
     )
     switches = {f"speed.{name}" for name in speed.SwitchName}
     unread = {

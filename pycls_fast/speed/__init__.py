@@ -1,0 +1,27 @@
+"""The catalogue of performance switches: every optimization is one named choice beside its slow, plain twin.
+
+`numerics` says what a fast value owes its reference:
+
+- `identical`: the same bits, step after step;
+- `rounding`: the same mathematics in another order of operations;
+- `training`: it changes what is learned, so its accuracy has to be measured.
+"""
+
+from pycls_fast.speed.catalogue import CATALOGUE
+from pycls_fast.speed.presets import COMPILABLE, HAS_GLIBC, META2022, OPTIMIZERS, SHARDABLE, preset_value, resolve
+from pycls_fast.speed.switch import Device, Numerics, Switch, SwitchName
+
+__all__ = [
+    "CATALOGUE",
+    "COMPILABLE",
+    "HAS_GLIBC",
+    "META2022",
+    "OPTIMIZERS",
+    "SHARDABLE",
+    "Device",
+    "Numerics",
+    "Switch",
+    "SwitchName",
+    "preset_value",
+    "resolve",
+]
