@@ -48,9 +48,14 @@ def make(root: Path, images: int, classes: int) -> None:
     }
     stamp = {"classes": _digest(names), "folders": folders}
     index = index_cache.Index(arrays, {"classes": names}, stamp)
-    index_cache._save(index, root / ".pycls_fast_index" / "class_folders")
+    index_cache._save(index, place(root) / "class_folders")
     # Until they are on the disk, pages of the file count as written by whoever has them mapped.
     os.sync()
+
+
+def place(root: Path) -> Path:
+    """The folder of the root's indexes."""
+    return index_cache._places(root, "auto")[0]
 
 
 def own_mib() -> float:
@@ -140,7 +145,7 @@ def main() -> None:
         command += ["--images", str(chosen.images), "--files", str(chosen.files)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
         found |= json.loads(done.stdout)
-    found["index_mib"] = sum(file.stat().st_size for file in root.rglob("*.*")) / 2**20
+    found["index_mib"] = sum(file.stat().st_size for file in place(root).rglob("*.*")) / 2**20
     print(json.dumps(found, indent=1))
     shutil.rmtree(chosen.folder)
 

@@ -1,0 +1,105 @@
+"""How fast encoded images are read at random from each layout: nothing is decoded.
+
+    python benchmarks/read_rates.py PATH [--rounds 5]
+
+PATH holds class folders. The same files are written as Parquet (without compression and dictionaries, as `datasets`
+writes them, and with snappy), tar shards and a packed file, in row groups and shards of 100. One process, the system's
+file cache warm, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import statistics
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from pycls_fast.data import CachePolicy, Source
+from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.sources import Opening, open_splits, scan_classes
+
+GROUP = 100
+READS, SECONDS = 2000, 3.0
+# A dataset without a validation split would be cut in two.
+SPLITS = ("train", "val")
+
+
+def write_parquet(source: Source, folder: Path, compression: str) -> None:
+    """One file as the hub has it: a struct with the bytes, and a label."""
+    folder.mkdir(parents=True)
+    table = pa.table(
+        {
+            "image": [{"bytes": source.read(i)[0], "path": source.name(i)} for i in range(len(source))],
+            "label": [int(source.labels[i]) for i in range(len(source))],
+        }
+    )
+    for split in SPLITS:
+        file = folder / f"{split}-00000-of-00001.parquet"
+        pa.parquet.write_table(table, file, compression=compression, row_group_size=GROUP, use_dictionary=False)
+
+
+def write_tars(source: Source, folder: Path) -> None:
+    """Shards as webdataset writes them."""
+    folder.mkdir(parents=True)
+    for shard in range(0, len(source), GROUP):
+        with tarfile.open(folder / f"train-{shard // GROUP:06d}.tar", "w") as tar:
+            for index in range(shard, min(shard + GROUP, len(source))):
+                label = str(int(source.labels[index])).encode()
+                for name, data in ((f"{index:06d}.jpg", source.read(index)[0]), (f"{index:06d}.cls", label)):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    for shard in sorted(folder.iterdir()):
+        shutil.copy(shard, shard.with_name(shard.name.replace("train", "val")))
+
+
+def rate(source: Source, seed: int) -> float:
+    """Images a second."""
+    indices = np.random.default_rng(seed).integers(0, len(source), READS).tolist()
+    begin = time.perf_counter()
+    done = 0
+    while done < READS and time.perf_counter() - begin < SECONDS:
+        source.read(indices[done])
+        done += 1
+    return done / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    """Write, read in turns, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("path", type=Path, help="class folders of images")
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args()
+    files = scan_classes(chosen.path, CachePolicy("off"))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for compression in ("none", "snappy"):
+            write_parquet(files, folder / f"parquet, {compression}", compression)
+        write_tars(files, folder / "tar")
+        for split in SPLITS:
+            pack(files, folder / "packed" / split, PackSettings(), workers=1, title=split)
+        opening = Opening(cache=CachePolicy("off"))
+        names = ("parquet, none", "parquet, snappy", "tar", "packed")
+        sources = {"files": files} | {
+            name: open_splits(name.split(",")[0], str(folder / name), opening)["train"] for name in names
+        }
+        rates: dict[str, list[float]] = {name: [] for name in sources}
+        for number in range(chosen.rounds + 1):
+            for name, source in sources.items():
+                found = rate(source, number)
+                # The first round fills caches and opens files.
+                rates[name] += [found] if number else []
+        print(json.dumps({name: round(statistics.median(found)) for name, found in rates.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
