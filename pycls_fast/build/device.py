@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -64,10 +68,32 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
         # As the preset does with optimizers: the fastest that there is here. What is in force is in the start table.
         resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
+        # The preset gives way to what was asked for.
+        uncompiled = {**resolved, SwitchName.COMPILE: "off"}
+        in_the_way = set(impossible(config, resolved, kind)) - set(impossible(config, uncompiled, kind))
+        if in_the_way or not (_compiles_once(config) and _has_compiler()):
+            resolved = uncompiled
     lines = list(impossible(config, resolved, kind))
     if lines:
         raise UserError(*lines)
     return resolved
+
+
+def _compiles_once(config: RunConfig) -> bool:
+    """Whether compiled code goes with the run: whole networks, images of one size, nobody looking inside."""
+    return (
+        config.parallel.name in ("auto", "single", "ddp")
+        and not config.data.image_size_schedule
+        and not config.runtime.watchdog
+    )
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile has what it needs for a CPU: a C++ compiler, looked for as Inductor does, and Python.h."""
+    command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which(command.split()[0]) is not None and header.is_file()
 
 
 def level(config: RunConfig) -> precision.Level:

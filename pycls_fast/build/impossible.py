@@ -18,6 +18,8 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
+    if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
+        yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
     if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
         yield (
             f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"

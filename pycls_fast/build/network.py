@@ -87,6 +87,7 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
             qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
             sequence_padding=_PADDING[chosen[SwitchName.SEQUENCE_PADDING]],
             linear=chosen[SwitchName.LINEAR],  # type: ignore[arg-type]
+            gelu=chosen[SwitchName.GELU],  # type: ignore[arg-type]
             patches=chosen[SwitchName.PATCHES],  # type: ignore[arg-type]
             drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )

@@ -429,6 +429,7 @@ class Speed(Section):
     layout: Literal["batch_first", "batch_second"] | None = None
     qkv: Literal["separate", "fused"] | None = None
     linear: Literal["torch", "products"] | None = None
+    gelu: Literal["torch", "polynomial"] | None = None
     patches: Literal["convolution", "product"] | None = None
     allocator: Literal["default", "keep"] | None = None
     compile: Literal["off", "blocks", "model"] | None = None

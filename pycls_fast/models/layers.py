@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
+from pycls_fast.models.gelu import GELU, GeluName
 from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 
@@ -427,10 +428,19 @@ class Mlp(nn.Module):
         width: D.
         hidden_width: width between the two.
         linear: kernel of both, a key of `products.LINEAR`.
+        gelu: how GELU is computed, a key of `gelu.GELU`.
+
+    Raises:
+        UserError: an unknown name.
     """
 
-    def __init__(self, width: int, hidden_width: int, *, linear: LinearName = "torch") -> None:
+    def __init__(
+        self, width: int, hidden_width: int, *, linear: LinearName = "torch", gelu: GeluName = "torch"
+    ) -> None:
         super().__init__()
+        if gelu not in GELU:
+            raise UserError(f"gelu: must be one of {', '.join(GELU)}; got {gelu}")
+        self.gelu = GELU[gelu]
         self.fc1 = linear_layer(width, hidden_width, linear)
         self.fc2 = linear_layer(hidden_width, width, linear)
 
@@ -440,4 +450,4 @@ class Mlp(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(features)))
+        return self.fc2(self.gelu(self.fc1(features)))

@@ -96,12 +96,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         ctx.save_for_backward(features, weight_OI)
         fuses_bias = _FUSES_BIAS and features.dtype == torch.bfloat16 and features.device.type == "cpu"
-        # The compiler takes its own operators apart, and has none for this one.
-        if fuses_bias and not torch.compiler.is_compiling():
-            # addmm first copies the bias into every row of the result.
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(features, weight_OI, bias_O, "none", [], "")
-            return out
-        return F.linear(features, weight_OI, bias_O)
+        if not fuses_bias:
+            return F.linear(features, weight_OI, bias_O)
+        # addmm first copies the bias into every row of the result.
+        if torch.compiler.is_compiling():
+            # The compiler has no operator for the other way, and adds the bias in what reads the result next.
+            return F.linear(features, weight_OI) + bias_O
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(features, weight_OI, bias_O, "none", [], "")
+        return out
 
     @staticmethod
     @once_differentiable
@@ -128,8 +130,13 @@ _FUSES_BIAS = torch.backends.mkldnn.is_available()
 
 def _weight_gradient(gradient_TO: Tensor, features_TI: Tensor) -> Tensor:
     """gradient^T @ features, (O, I)."""
-    if gradient_TO.shape[1] < features_TI.shape[1]:
+    outputs, inputs = gradient_TO.shape[1], features_TI.shape[1]
+    if outputs < inputs:
         return gradient_TO.t().contiguous() @ features_TI
+    if torch.compiler.is_compiling():
+        # Compiled code transposes at the speed of memory; torch's own copy takes as long as it saves here, where the
+        # result has to be transposed as well.
+        return (features_TI.t().contiguous() @ gradient_TO).t().contiguous()
     return gradient_TO.t() @ features_TI
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import AttentionName
+from pycls_fast.models.gelu import GeluName
 from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.layers import (
     Attention,
@@ -63,6 +64,7 @@ class Block(nn.Module):
         qkv: Qkv = "separate",
         keys: int | None = None,
         linear: LinearName = "torch",
+        gelu: GeluName = "torch",
         drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Block(nn.Module):
         )
         self.scale1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = Mlp(width, mlp_width, linear=linear)
+        self.mlp = Mlp(width, mlp_width, linear=linear, gelu=gelu)
         self.scale2 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
 
@@ -145,6 +147,7 @@ class VisionTransformer(nn.Module):
         sequence_padding: the blocks see a number of tokens that is a multiple of it; what was added is cut off
             behind them and attended to by no token. 1 for none.
         linear: kernel of the blocks' linear layers, a key of `products.LINEAR`; the parameters are the same.
+        gelu: how the blocks compute GELU, a key of `gelu.GELU`.
         patches: "convolution" or "product"; see `PatchStem`.
         drop_path_compute: "multiply" computes branches for all samples and zeroes some, "skip" leaves them out;
             see `DropPath`.
@@ -186,6 +189,7 @@ class VisionTransformer(nn.Module):
         qkv: Qkv = "separate",
         sequence_padding: int = 1,
         linear: LinearName = "torch",
+        gelu: GeluName = "torch",
         patches: Patches = "convolution",
         drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
@@ -246,6 +250,7 @@ class VisionTransformer(nn.Module):
                     qkv=qkv,
                     keys=self.tokens if self.padding else None,
                     linear=linear,
+                    gelu=gelu,
                     drop_path_compute=drop_path_compute,
                 )
                 for rate in drop_path_rates(drop_path, depth, drop_path_rule)

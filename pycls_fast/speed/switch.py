@@ -19,6 +19,7 @@ class SwitchName(enum.StrEnum):
     LAYOUT = "layout"
     QKV = "qkv"
     LINEAR = "linear"
+    GELU = "gelu"
     PATCHES = "patches"
     ALLOCATOR = "allocator"
     COMPILE = "compile"

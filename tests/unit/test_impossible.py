@@ -25,6 +25,7 @@ from pycls_fast.errors import UserError
             ["speed.compile=blocks", "speed.compile_mode=reduce-overhead", "optim.accumulation_steps=2"],
             "speed.compile_mode: reduce-overhead keeps gradients",
         ),
+        ("cpu", ["speed.gelu=polynomial"], "speed.gelu: polynomial is for compiled code"),
         ("cpu", ["speed=reference", "speed.decode_scale=dct"], "speed.decode_scale: dct is not there with"),
         ("cpu", ["precision=fp8", "speed.qkv=fused"], "speed.qkv: fused goes around the float8 layers"),
         ("cpu", ["precision=fp8", "speed.linear=products"], "speed.linear: products goes around the float8 layers"),

@@ -63,7 +63,13 @@ def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
     """A CPU has other best kernels for them; the other presets are what they are in any format."""
     wide, narrow = (speed.resolve("fast", {}, device, in_16_bits=half) for half in (False, True))
     changed = {name: value for name, value in narrow.items() if value != wide[name]}
-    expected = {"attention": "products", "qkv": "fused", "linear": "products"}
+    expected = {
+        "attention": "products",
+        "qkv": "fused",
+        "linear": "products",
+        "gelu": "polynomial",
+        "compile": "model",
+    }
     assert changed == (expected if device == "cpu" else {})
     for preset in ("reference", "meta2022"):
         assert speed.resolve(preset, {}, device, in_16_bits=True) == speed.resolve(preset, {}, device)
@@ -78,6 +84,38 @@ def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
 def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str) -> None:
     config = load_config("vit_digits", ["speed=fast", f"precision={precision}"])
     assert build.switches(config, torch.device("cpu"))[SwitchName.LINEAR] == linear
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled"),
+    [
+        ([], "model"),
+        (["speed.compile=blocks"], "blocks"),
+        # What does not go with compiled code, asked for by hand.
+        (["speed.activation_compression=8bit"], "off"),
+        (["speed.activation_offload=cpu"], "off"),
+        (["speed.drop_path_compute=skip"], "off"),
+        (["runtime.watchdog=true"], "off"),
+        (["data.image_size_schedule=[[0,160]]"], "off"),
+        (["parallel=fsdp"], "off"),
+        (["parallel=ddp"], "model"),
+        (["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
+    ],
+)
+def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
+) -> None:
+    monkeypatch.setattr(build.device, "_has_compiler", lambda: True)
+    config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
+    assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == compiled
+
+
+def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16"])
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == "off"
+    by_hand = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", "speed.compile=model"])
+    assert build.switches(by_hand, torch.device("cpu"))[SwitchName.COMPILE] == "model"
 
 
 def test_malloc_is_told_nothing_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,95 @@
+"""GELU by the exact error function, and by polynomials that a CPU computes several times faster.
+
+GELU(x) = x P(x), P the normal distribution function (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv
+1606.08415); its slope is P(x) + x p(x), p the density. The error function costs an exponential and a division for
+each number, which in 16 bits takes longer than reading and writing it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.polynomial import chebyshev
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+GeluName = Literal["torch", "polynomial"]
+
+# Beyond it P is 0 or 1 within 3.4e-6, and the slope within 7e-5.
+_LIMIT = 4.5
+# Then the distance from P is at most 2.3e-6 and from the slope 8.8e-5. bfloat16 rounds a number by up to 1 / 512 of it.
+_DEGREE = 10
+
+
+def _odd_part(function: Callable[[float], float]) -> tuple[float, ...]:
+    """Coefficients c of (function(x) - 1/2) / x = sum of c_k s^k, s = 2 (x / _LIMIT)^2 - 1, for |x| up to _LIMIT.
+
+    Interpolates at Chebyshev's points, which comes close to the polynomial of the least greatest error. In s, from -1
+    to 1, the terms are small and their sum loses nothing in float32.
+    """
+
+    def even(s: np.ndarray) -> np.ndarray:
+        points = _LIMIT * np.sqrt((s + 1) / 2)
+        return np.array([(function(x) - 0.5) / x for x in points.tolist()])
+
+    return tuple(chebyshev.cheb2poly(chebyshev.chebinterpolate(even, _DEGREE)).tolist())
+
+
+def _distribution(x: float) -> float:
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def _slope(x: float) -> float:
+    return _distribution(x) + x * math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+_DISTRIBUTION, _SLOPE = _odd_part(_distribution), _odd_part(_slope)
+
+
+def _evaluate(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    x = x.clamp(-_LIMIT, _LIMIT)
+    s = x * x * (2 / _LIMIT**2) - 1
+    total = s * coefficients[-1] + coefficients[-2]
+    for coefficient in reversed(coefficients[:-2]):
+        total = total * s + coefficient
+    return x * total + 0.5
+
+
+def polynomial_gelu(x: Tensor) -> Tensor:
+    """GELU of any shape: in compiled code within 3e-6 |x|, its slope within 9e-5, computed in float32 at least.
+
+    That takes many small operations, which the compiler joins; in code that is not compiled this is `F.gelu`.
+    """
+    if not torch.compiler.is_compiling():
+        return F.gelu(x)
+    out: Tensor = PolynomialGelu.apply(x)
+    return out
+
+
+class PolynomialGelu(torch.autograd.Function):
+    """What `polynomial_gelu` is in compiled code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = _widened(x)
+        return (wide * _evaluate(wide, _DISTRIBUTION)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (_widened(gradient) * _evaluate(_widened(x), _SLOPE)).to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+GELU: dict[GeluName, Callable[[Tensor], Tensor]] = {"torch": F.gelu, "polynomial": polynomial_gelu}
+assert set(GELU) == set(get_args(GeluName))
