@@ -96,7 +96,7 @@ def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str
         (["speed.activation_offload=cpu"], "off"),
         (["speed.drop_path_compute=skip"], "off"),
         (["runtime.watchdog=true"], "off"),
-        (["data.image_size_schedule=[[0,160]]"], "off"),
+        (["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
         (["parallel=fsdp"], "off"),
         (["parallel=ddp"], "model"),
         (["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
