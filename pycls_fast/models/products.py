@@ -132,12 +132,18 @@ def _weight_gradient(gradient_TO: Tensor, features_TI: Tensor) -> Tensor:
     """gradient^T @ features, (O, I)."""
     outputs, inputs = gradient_TO.shape[1], features_TI.shape[1]
     if outputs < inputs:
-        return gradient_TO.t().contiguous() @ features_TI
+        return _transposed(gradient_TO) @ features_TI
     if torch.compiler.is_compiling():
-        # Compiled code transposes at the speed of memory; torch's own copy takes as long as it saves here, where the
-        # result has to be transposed as well.
-        return (features_TI.t().contiguous() @ gradient_TO).t().contiguous()
+        # Torch's own copy takes as long as it saves here, where the result has to be transposed as well.
+        return (_transposed(features_TI) @ gradient_TO).t().contiguous()
     return gradient_TO.t() @ features_TI
+
+
+def _transposed(matrix_TO: Tensor) -> Tensor:
+    """The matrix (O, T), row by row in memory."""
+    matrix_OT = matrix_TO.t().contiguous()
+    # The compiler chooses the order of its copies, and would take the order of what is copied; this one is fixed.
+    return matrix_OT.as_strided(matrix_OT.shape, (matrix_OT.shape[1], 1))
 
 
 class ProductsLinear(nn.Linear):

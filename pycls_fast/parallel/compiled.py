@@ -37,8 +37,13 @@ def compile_model(
     import torch._dynamo
     import torch._inductor
 
-    # Inductor's own random numbers are not eager's: drop-path would drop other samples.
-    options: dict[str, Any] = {**torch._inductor.list_mode_options(mode), "fallback_random": True}
+    options: dict[str, Any] = {
+        **torch._inductor.list_mode_options(mode),
+        # Inductor's own random numbers are not eager's: drop-path would drop other samples.
+        "fallback_random": True,
+        # Products and sums as one instruction on a CPU, rounded once; nvcc does it by itself.
+        "cpp.enable_floating_point_contract_flag": "fast",
+    }
     # Every kind of block is one more variant of the same code; above the limit torch goes back to eager, in silence.
     limit = len(units) + 8
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
