@@ -430,6 +430,7 @@ class Speed(Section):
     qkv: Literal["separate", "fused"] | None = None
     linear: Literal["torch", "products"] | None = None
     patches: Literal["convolution", "product"] | None = None
+    convolution: Literal["torch", "products"] | None = None
     allocator: Literal["default", "keep"] | None = None
     compile: Literal["off", "blocks", "model"] | None = None
     compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None

@@ -111,6 +111,23 @@ NETWORK: tuple[Switch, ...] = (
         ran="CPU (torch 2.15 and 2.11). CUDA: not run.",
     ),
     Switch(
+        name=SwitchName.CONVOLUTION,
+        values=("torch", "products"),
+        fast={"cpu": "torch", "cuda": "torch"},
+        fast_16_bits={"cpu": "products"},
+        numerics="rounding",
+        applies_to=("resnet",),
+        requires={},
+        note="Convolutions by torch, or parts of them by matrix products over channels-last pixels: 1x1 kernels in "
+        "both directions, and the gradient of the weights of larger ones where maps are small and channels many. Contiguous maps and grouped convolutions are torch's.",
+        mathematics="None; sums over pixels run in another order.",
+        helps="TODO",
+        hurts="The numbers under a kernel are copied, k x k times the map. In float32 nothing is gained.",
+        source="Chellapilla et al., High Performance Convolutional Neural Networks for Document Processing, 2006 "
+        "(convolutions as products); measured here (LOG.md).",
+        ran="CPU (torch 2.15). CUDA: not run.",
+    ),
+    Switch(
         name=SwitchName.ALLOCATOR,
         values=("default", "keep"),
         fast={"cpu": "keep", "cuda": "default"},

@@ -20,6 +20,7 @@ class SwitchName(enum.StrEnum):
     QKV = "qkv"
     LINEAR = "linear"
     PATCHES = "patches"
+    CONVOLUTION = "convolution"
     ALLOCATOR = "allocator"
     COMPILE = "compile"
     COMPILE_MODE = "compile_mode"
