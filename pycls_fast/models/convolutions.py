@@ -106,9 +106,7 @@ def _gradients(
     from_torch = [needs_maps and not is_pointwise, needs_weight and not as_product, False]
     if any(from_torch):
         window = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], 1)
-        found = torch.ops.aten.convolution_backward(
-            gradient_BOhw, maps_BCHW, weight_OCkk, None, *window, from_torch
-        )
+        found = torch.ops.aten.convolution_backward(gradient_BOhw, maps_BCHW, weight_OCkk, None, *window, from_torch)
         maps_grad_BCHW = found[0] if from_torch[0] else maps_grad_BCHW
         weight_grad_OCkk = found[1] if from_torch[1] else weight_grad_OCkk
     return maps_grad_BCHW, weight_grad_OCkk
@@ -145,11 +143,15 @@ def _under_kernel(maps_BCHW: Tensor, side: int, stride: int, padding: int) -> Te
     return under_BhwCkk.permute(0, 1, 2, 4, 5, 3).flatten(3)
 
 
-# The compiler would merge the views into the norms around them and then not vectorise those, so it gets operators that it
-# does not see into, with the strides that they were traced with.
+# The compiler would merge the views into the norms around them and then not vectorise those, so it gets operators that
+# it does not see into, with the strides that they were traced with.
 _TAGS = (torch.Tag.needs_exact_strides,)
 _opaque_pointwise = torch.library.custom_op(
-    "pycls_fast::pointwise", _pointwise, mutates_args=(), tags=_TAGS, schema="(Tensor maps, Tensor weight, int stride) -> Tensor"
+    "pycls_fast::pointwise",
+    _pointwise,
+    mutates_args=(),
+    tags=_TAGS,
+    schema="(Tensor maps, Tensor weight, int stride) -> Tensor",
 )
 _opaque_pointwise.register_fake(_pointwise)
 _opaque_gradients = torch.library.custom_op(

@@ -55,9 +55,7 @@ def _pool_backward(
 
 
 @_pool_backward.register_fake
-def _(
-    gradient_BChw: Tensor, maps_BCHW: Tensor, places_BChw: Tensor, side: int, stride: int, padding: int
-) -> Tensor:
+def _(gradient_BChw: Tensor, maps_BCHW: Tensor, places_BChw: Tensor, side: int, stride: int, padding: int) -> Tensor:
     return torch.empty_like(maps_BCHW)
 
 

@@ -226,7 +226,8 @@ class ResNet(nn.Module):
         convolution: kernel of the convolutions, a key of `convolutions.CONVOLUTION`.
 
     Raises:
-        UserError: a depth, stem, shortcut or convolution that does not exist, or groups where blocks have no bottleneck.
+        UserError: a depth, stem, shortcut or convolution that does not exist, or groups where blocks have no
+            bottleneck.
     """
 
     head_name = "head"

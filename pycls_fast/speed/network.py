@@ -119,10 +119,12 @@ NETWORK: tuple[Switch, ...] = (
         applies_to=("resnet",),
         requires={},
         note="Convolutions by torch, or parts of them by matrix products over channels-last pixels: 1x1 kernels in "
-        "both directions, and the gradient of the weights of larger ones where maps are small and channels many. Contiguous maps and grouped convolutions are torch's.",
+        "both directions, and the gradient of the weights of larger ones where maps are small and channels many. "
+        "Contiguous maps and grouped convolutions are torch's.",
         mathematics="None; sums over pixels run in another order.",
-        helps="TODO",
-        hurts="The numbers under a kernel are copied, k x k times the map. In float32 nothing is gained.",
+        helps="bfloat16 on a CPU: forward and backward pass of ResNet-50 1.10x (batch 16, two cores with AMX, medians of 6 "
+        "steps each, one run each, uncompiled). With speed.compile=model no difference could be told.",
+        hurts="The numbers under a kernel are copied, k x k times the map. float32: not timed.",
         source="Chellapilla et al., High Performance Convolutional Neural Networks for Document Processing, 2006 "
         "(convolutions as products); measured here (LOG.md).",
         ran="CPU (torch 2.15). CUDA: not run.",

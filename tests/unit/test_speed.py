@@ -63,7 +63,7 @@ def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
     """A CPU has other best kernels for them; the other presets are what they are in any format."""
     wide, narrow = (speed.resolve("fast", {}, device, in_16_bits=half) for half in (False, True))
     changed = {name: value for name, value in narrow.items() if value != wide[name]}
-    expected = {"attention": "products", "qkv": "fused", "linear": "products"}
+    expected = {"attention": "products", "qkv": "fused", "linear": "products", "convolution": "products"}
     assert changed == (expected if device == "cpu" else {})
     for preset in ("reference", "meta2022"):
         assert speed.resolve(preset, {}, device, in_16_bits=True) == speed.resolve(preset, {}, device)
