@@ -122,8 +122,8 @@ NETWORK: tuple[Switch, ...] = (
         "both directions, and the gradient of the weights of larger ones where maps are small and channels many. "
         "Contiguous maps and grouped convolutions are torch's.",
         mathematics="None; sums over pixels run in another order.",
-        helps="bfloat16 on a CPU: forward and backward pass of ResNet-50 1.10x (batch 16, two cores with AMX, medians of "
-        "6 steps each, one run each, uncompiled). With speed.compile=model: not settled.",
+        helps="bfloat16 on a CPU: forward and backward pass of ResNet-50 1.10x (batch 16, two cores with AMX, medians "
+        "of 6 steps each, one run each, uncompiled). With speed.compile=model: not settled.",
         hurts="The numbers under a kernel are copied, k x k times the map. float32: not timed.",
         source="Chellapilla et al., High Performance Convolutional Neural Networks for Document Processing, 2006 "
         "(convolutions as products); measured here (LOG.md).",
