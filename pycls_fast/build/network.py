@@ -103,6 +103,7 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
         width_per_group=settings.width_per_group,
         zero_init_last_gamma=settings.zero_init_last_gamma,
         drop_path=settings.drop_path,
+        convolution=chosen[SwitchName.CONVOLUTION],  # type: ignore[arg-type]
     )
 
 

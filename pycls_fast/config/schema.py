@@ -431,6 +431,7 @@ class Speed(Section):
     linear: Literal["torch", "products"] | None = None
     gelu: Literal["torch", "polynomial"] | None = None
     patches: Literal["convolution", "product"] | None = None
+    convolution: Literal["torch", "products"] | None = None
     allocator: Literal["default", "keep"] | None = None
     compile: Literal["off", "blocks", "model"] | None = None
     compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None

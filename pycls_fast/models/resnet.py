@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
 from pycls_fast.models.layers import DropPath, drop_path_rates
+from pycls_fast.models.max_pool import MaxPool2d
 
 Stem = Literal["imagenet", "deep", "small"]
 ShortcutKind = Literal["conv", "pool"]
@@ -195,7 +197,7 @@ class ConvStem(nn.Module):
             "small": lambda: _conv(in_channels, 64, 3),
         }[kind]()
         self.norm = nn.BatchNorm2d(64)
-        self.pool = None if kind == "small" else nn.MaxPool2d(3, stride=2, padding=1)
+        self.pool = None if kind == "small" else MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         maps_BCHW = images_BCHW
@@ -221,9 +223,11 @@ class ResNet(nn.Module):
             shortcut (Goyal et al. 2017, section 5.1).
         drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
             linearly.
+        convolution: kernel of the convolutions, a key of `convolutions.CONVOLUTION`.
 
     Raises:
-        UserError: a depth, stem or shortcut that does not exist, or groups where blocks have no bottleneck.
+        UserError: a depth, stem, shortcut or convolution that does not exist, or groups where blocks have no
+            bottleneck.
     """
 
     head_name = "head"
@@ -240,6 +244,7 @@ class ResNet(nn.Module):
         width_per_group: int = 64,
         zero_init_last_gamma: bool = True,
         drop_path: float = 0.0,
+        convolution: ConvolutionName = "torch",
     ) -> None:
         super().__init__()
         if depth not in LAYOUTS:
@@ -277,6 +282,7 @@ class ResNet(nn.Module):
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
+            compute_convolutions(self, convolution)
         self.to_empty(device=device)
         self.initialise()
 

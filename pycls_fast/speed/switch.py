@@ -21,6 +21,7 @@ class SwitchName(enum.StrEnum):
     LINEAR = "linear"
     GELU = "gelu"
     PATCHES = "patches"
+    CONVOLUTION = "convolution"
     ALLOCATOR = "allocator"
     COMPILE = "compile"
     COMPILE_MODE = "compile_mode"

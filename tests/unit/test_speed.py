@@ -68,6 +68,7 @@ def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
         "qkv": "fused",
         "linear": "products",
         "gelu": "polynomial",
+        "convolution": "products",
         "compile": "model",
     }
     assert changed == (expected if device == "cpu" else {})
