@@ -68,9 +68,10 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BOhw: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         needs_maps, needs_weight, *_ = ctx.needs_input_grad
+        maps_BCHW, weight_OCkk = ctx.saved_tensors
         run = _opaque_gradients if torch.compiler.is_compiling() else _gradients
         maps_grad_BCHW, weight_grad_OCkk = run(
-            gradient_BOhw, *ctx.saved_tensors, ctx.stride, ctx.padding, needs_maps, needs_weight
+            gradient_BOhw, maps_BCHW, weight_OCkk, ctx.stride, ctx.padding, needs_maps, needs_weight
         )
         return maps_grad_BCHW if needs_maps else None, weight_grad_OCkk if needs_weight else None, None, None
 

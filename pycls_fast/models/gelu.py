@@ -33,11 +33,9 @@ def _odd_part(function: Callable[[float], float]) -> tuple[float, ...]:
     to 1, the terms are small and their sum loses nothing in float32.
     """
 
-    def even(s: np.ndarray) -> np.ndarray:
-        points = _LIMIT * np.sqrt((s + 1) / 2)
-        return np.array([(function(x) - 0.5) / x for x in points.tolist()])
-
-    return tuple(chebyshev.cheb2poly(chebyshev.chebinterpolate(even, _DEGREE)).tolist())
+    s = chebyshev.chebpts1(_DEGREE + 1)
+    values = [(function(x) - 0.5) / x for x in (_LIMIT * np.sqrt((s + 1) / 2)).tolist()]
+    return tuple(chebyshev.cheb2poly(chebyshev.chebfit(s, values, _DEGREE)).tolist())
 
 
 def _distribution(x: float) -> float:
