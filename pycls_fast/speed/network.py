@@ -179,8 +179,8 @@ NETWORK: tuple[Switch, ...] = (
         mathematics="None; fused operations keep float32 between them where separate ones round to the autocast "
         "format. On the CPU drop-path drops the same samples as without; on CUDA it draws from the device's generator.",
         helps="bfloat16 on a CPU, with the switches that go with it: 1.08x on ViT-S, 1.08x on ResNet-50 (batch 16, two "
-        "cores with AMX). Memory-bound operations on GPUs: published for inference 1.07-1.21x on ViTs and about 1.9x on "
-        "ResNet-50 (timm's tables), for training 1.16x on an 8B language model (torchtitan).",
+        "cores with AMX). Memory-bound operations on GPUs: published for inference 1.07-1.21x on ViTs and about 1.9x "
+        "on ResNet-50 (timm's tables), for training 1.16x on an 8B language model (torchtitan).",
         hurts="The first step takes 20 to 100 s. On the CPU in float32 nothing was gained: 1.01-1.03x on ViT-S, "
         "0.97-1.10x on ResNet-50 (batch 16, two cores); blocks of ResNet-50 in bfloat16 0.59x. Needs a C++ compiler "
         "and Python's headers; without them, and where something was asked for that compiled code does not go with, "
