@@ -19,6 +19,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
+from pycls_fast.ledger.stopwatch import Stopwatch
 
 # A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
 _MISTAKE = 2
@@ -66,6 +67,7 @@ class Ledger:
         impossible: arms that this machine or this model cannot have, and why.
         failed: arms whose process broke.
         untrained: arms that were timed and whose training ended early.
+        stopwatch: the wall time of all starts, once the folder is open.
     """
 
     ladder: Ladder
@@ -79,6 +81,7 @@ class Ledger:
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
+    stopwatch: Stopwatch | None = None
     _done: int = 0
     _trained: int = 0
     # Seconds of each measurement and of each training run that was done here.
@@ -113,6 +116,7 @@ class Ledger:
                         "folder, or remove it"
                     )
             write_record(file, plan)
+            self.stopwatch = Stopwatch(self.folder / "took.json")
         except OSError as error:
             raise UserError(f"output: {self.folder} cannot be written to ({error.strerror}); give another") from error
         except json.JSONDecodeError as error:
@@ -246,6 +250,8 @@ class Ledger:
         self._done += 1
         self._took[training].append(finished.seconds)
         self._trained += training
+        if self.stopwatch is not None:
+            self.stopwatch.lap()
         if finished.status == 0:
             self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
         elif finished.status == _MISTAKE:

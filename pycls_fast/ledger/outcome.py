@@ -45,6 +45,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "format": FORMAT,
         "config_name": config_name,
         "time": time.time(),
+        "wall_seconds": ledger.stopwatch and ledger.stopwatch.seconds,
         "command": environment_command(),
         "ladder": ledger.ladder.model_dump(mode="json"),
         "settings": asdict(ledger.settings),

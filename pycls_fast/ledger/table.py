@@ -86,12 +86,19 @@ def _error(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
 
 
+def time_taken(record: Mapping[str, Any]) -> str | None:
+    """The wall time of the whole plan, in words."""
+    if record.get("wall_seconds") is None:
+        return None
+    return f"{record['wall_seconds'] / 60:.0f} min with jobs={record['settings']['jobs']}"
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """`ledger.md`."""
     table = rows(record)
     columns = list(table[0])
     seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
-    environment = record["environment"]
+    environment, taken = record["environment"], time_taken(record)
     lines = [
         f"# {record['config_name']}: {record['ladder']['description']}",
         "",
@@ -101,6 +108,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         + ".",
         "",
+        *([f"Time: {taken}.", ""] if taken else []),
         f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
         f"'{record['reference']}'. Gradient error: relative, against float64, before training and after "
         f"{record['settings']['numerics_steps']} steps. ImageNet epoch: 1,281,167 images at this rate.",

@@ -65,6 +65,10 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "nowhere: timing 1 of 1: cannot run: precision: tf32 needs CUDA" in said
 
     record = json.loads((folder / "ledger.json").read_text())
+    # Both starts, the one that was killed as well.
+    measured = [run["wall_seconds"] for arm in record["arms"] if arm["training"] for run in arm["training"]["runs"]]
+    assert record["wall_seconds"] > sum(measured) / record["settings"]["jobs"]
+    assert f"Time: {record['wall_seconds'] / 60:.0f} min with jobs=" in (folder / "ledger.md").read_text()
     arms = {arm["name"]: arm for arm in record["arms"]}
     assert list(arms) == ["plain", "same", "nowhere", "half"]
     assert arms["same"]["training"]["against_reference"]["verdict"]["finding"] == "identical"

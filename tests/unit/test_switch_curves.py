@@ -41,32 +41,45 @@ RECIPE = (
 # These have their own tests with a compiler.
 COMPILED = {SwitchName.COMPILE, SwitchName.COMPILE_MODE, SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY}
 STAGES = (SwitchName.MIX_ON, SwitchName.ERASE_ON, SwitchName.NORMALIZE_ON)
+# Without these they do nothing.
+COMPANY = {
+    SwitchName.GELU: "speed.compile=model precision=amp_bf16",
+    SwitchName.CONVOLUTION: "speed.memory_format=channels_last",
+}
+# What a ViT has nothing of is tried on the other network.
+SIZES_OF = {
+    "vit_digits": SIZES,
+    "resnet_digits": ("model.depth=18", "data.global_batch_size=64", "data.image_size=8", "optim.weight_decay=0"),
+}
 
 
-def arms() -> list[str]:
+def arms() -> list[tuple[str, str, str]]:
+    """Experiments, what the switch needs, and the switch, as overrides."""
     found = []
     for switch in CATALOGUE:
-        if switch.name in COMPILED or switch.numerics == "training" or "vit" not in switch.applies_to:
+        if switch.name in COMPILED or switch.numerics == "training" or {"vit", "resnet"}.isdisjoint(switch.applies_to):
             continue
         for value in switch.values[1:]:
             if switch.requires.get(value) is None:
                 # The device can only take over what comes last.
                 names = STAGES[: STAGES.index(switch.name) + 1] if switch.name in STAGES else (switch.name,)
-                found.append(" ".join(f"speed.{name}={value}" for name in names))
+                chosen = " ".join(f"speed.{name}={value}" for name in names)
+                experiment = "vit_digits" if "vit" in switch.applies_to else "resnet_digits"
+                found.append((experiment, COMPANY.get(switch.name, ""), chosen))
     return found
 
 
 @cache
-def batches(digits: Path) -> list[Batch]:
-    config = load_config("vit_digits", [f"data.root={digits}", "data.num_workers=0", *SIZES, *RECIPE])
+def batches(digits: Path, experiment: str) -> list[Batch]:
+    config = load_config(experiment, [f"data.root={digits}", "data.num_workers=0", *SIZES_OF[experiment], *RECIPE])
     source = build.sources(config, ALONE)["train"]
     raw = speed.resolve("fast", {}, "cpu")
     return list(build.train_loader(config, source, ALONE, raw, start_step=0, steps=20))
 
 
 @cache
-def curve(digits: Path, chosen: str = "") -> torch.Tensor:
-    config = load_config("vit_digits", [*SIZES, *RECIPE, *chosen.split()])
+def curve(digits: Path, experiment: str, chosen: str = "") -> torch.Tensor:
+    config = load_config(experiment, [*SIZES_OF[experiment], *RECIPE, *chosen.split()])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     network = prepare_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
@@ -75,7 +88,7 @@ def curve(digits: Path, chosen: str = "") -> torch.Tensor:
     host = build.prepare_on_host(config, switches)
     losses = []
     for number in range(STEPS):
-        batch = batches(digits)[number % 20]
+        batch = batches(digits, experiment)[number % 20]
         if host is not None:
             batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
         step(number, [batch], metrics)
@@ -84,18 +97,19 @@ def curve(digits: Path, chosen: str = "") -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", arms())
-def test_the_loss_stays_in_the_band(chosen: str, digits: Path) -> None:
-    expected = curve(digits)
+@pytest.mark.parametrize(("experiment", "company", "chosen"), arms())
+def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, digits: Path) -> None:
+    expected = curve(digits, experiment, company)
     assert expected[-1] < 0.75 * expected[0]
-    found = curve(digits, chosen)
+    found = curve(digits, experiment, f"{company} {chosen}")
     assert float(((found - expected) / expected).abs().max()) <= BAND
     if chosen.split("=")[0] == "speed.sequence_padding":
         assert not torch.equal(found, expected), "nothing was padded"
 
 
 def test_every_rounding_switch_of_a_cpu_is_among_them() -> None:
-    for part in arms():
-        build.switches(load_config("vit_digits", [*SIZES, *RECIPE, *part.split()]), CPU)
+    assert {experiment for experiment, *_ in arms()} == set(SIZES_OF)
+    for experiment, *parts in arms():
+        build.switches(load_config(experiment, [*SIZES_OF[experiment], *RECIPE, *" ".join(parts).split()]), CPU)
     with pytest.raises(UserError):
         build.switches(load_config("vit_digits", [*SIZES, *RECIPE, "speed.normalize_on=device"]), CPU)

@@ -84,17 +84,19 @@ def test_compiled_code_has_the_polynomials(randomise: Randomise) -> None:
         return graph.forward
 
     twins: dict[str, Any] = {
-        name: Mlp(6, 12, gelu=name).double()  # type: ignore[arg-type]  # a Literal
+        name: Mlp(6, 12, gelu=name)  # type: ignore[arg-type]  # a Literal
         for name in ("torch", "polynomial")
     }
     randomise(twins["torch"])
     twins["polynomial"].load_state_dict(twins["torch"].state_dict())
-    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    results = {name: torch.compile(mlp, backend=backend)(x) for name, mlp in twins.items()}
-    assert ["_nn.gelu(" in graph for graph in graphs] == [True, False]
-    assert "clamp" in graphs[1]
-    torch.testing.assert_close(results["polynomial"], results["torch"], rtol=0, atol=1e-3)
-    assert not torch.equal(results["polynomial"], results["torch"])
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
+    for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):
+        graphs.clear()
+        results = {name: torch.compile(mlp.to(dtype), backend=backend)(x.to(dtype)) for name, mlp in twins.items()}
+        assert ["_nn.gelu(" in graph for graph in graphs] == [True, not narrow]
+        assert ("clamp" in graphs[1]) == narrow
+        torch.testing.assert_close(results["polynomial"], results["torch"], rtol=1e-2, atol=1e-2)
+        assert narrow or torch.equal(results["polynomial"], results["torch"])
 
 
 def test_an_unknown_name() -> None:

@@ -1,0 +1,26 @@
+"""The wall time of work that several starts share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pycls_fast.ledger import stopwatch
+from pycls_fast.ledger.stopwatch import Stopwatch
+
+
+def test_a_start_goes_on_from_the_last_lap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now)
+    first = Stopwatch(tmp_path / "took.json")
+    now = 130.0
+    first.lap()
+    # Killed here: what came after the lap is lost.
+    now = 5000.0
+    second = Stopwatch(tmp_path / "took.json")
+    assert second.seconds == 30.0
+    now = 5012.0
+    assert second.seconds == 42.0
+    second.lap()
+    assert Stopwatch(tmp_path / "took.json").seconds == 42.0
