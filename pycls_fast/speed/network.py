@@ -103,8 +103,8 @@ NETWORK: tuple[Switch, ...] = (
         applies_to=("vit",),
         requires={},
         note="The blocks' GELU by torch's error function, or by a polynomial of degree 21 for the distribution "
-        "function and another for the slope, in compiled code and 16 bits; what runs uncompiled, as evaluation does, and wider "
-        "formats have torch's.",
+        "function and another for the slope, in compiled code and 16 bits; what runs uncompiled, as evaluation "
+        "does, and wider formats have torch's.",
         mathematics="GELU within 3e-6 |x|, its slope within 9e-5: bfloat16 rounds a number by up to 1 / 512 of it.",
         helps="bfloat16 on a CPU: 4.8 M numbers forward in 1.2 ms instead of 1.8, backward in 1.1 ms instead of 2.9 "
         "(Inductor's code of both, two cores with AVX-512).",
