@@ -16,7 +16,7 @@ from pycls_fast.data import Source
 from pycls_fast.models import Complexity
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.building import make_step as make_step
@@ -233,8 +233,11 @@ def _introduce(run: Run) -> None:
         reshard_after_forward=config.parallel.reshard_after_forward,
         compute_bytes=build.compute_dtype(config).itemsize if build.level(config).weights != "float32" else 4,
     )
-    plain = {switch.name: switch.reference for switch in CATALOGUE}
-    chosen = "  ".join(f"{name}={value}" for name, value in run.switches.items() if value != plain[name])
+    chosen = "  ".join(
+        f"{switch.name}={run.switches[switch.name]}"
+        for switch in CATALOGUE
+        if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
+    )
     rows = [
         ("model", f"{config.model.kind}, {human(parameters)} parameters"),
         (
@@ -256,6 +259,8 @@ def _introduce(run: Run) -> None:
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
+    if run.switches[SwitchName.COMPILE] != "off":
+        run.display.note("speed.compile: the first step compiles the network, which takes 20 to 100 s")
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

@@ -66,7 +66,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
-def test_learns(tmp_path: Path, digits: Path, config_name: str) -> None:
+def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss falls far below that of guessing (ln 10) and most of the unseen digits are recognised."""
     lean = [] if config_name == "resnet_digits" else list(TINY[:5])
     extra = [
@@ -99,6 +99,10 @@ def test_learns(tmp_path: Path, digits: Path, config_name: str) -> None:
     final = records(tmp_path, "eval")[-1]
     assert final["top1"] > 70
     assert final["loss"] < 1.2
+    # Switches of what the network has, and no others.
+    said = capsys.readouterr().out
+    assert "memory_format=channels_last" in said
+    assert ("attention=" in said) == (config_name == "vit_digits")
 
 
 @pytest.fixture(scope="module")
