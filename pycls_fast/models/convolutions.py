@@ -1,4 +1,4 @@
-"""Convolutions of which parts are matrix products, and a max-pool that the compiler leaves alone, for CPUs.
+"""Convolutions of which parts are matrix products, for CPUs.
 
 oneDNN's convolutions are slow in bfloat16 where maps are small and channels many, the gradient of the weights above
 all, and with 1x1 kernels. As products over the channels-last pixels they run at the rate of products.

@@ -54,6 +54,22 @@ def test_linear_is_torch_s_in_float64(inputs: int, outputs: int, shape: tuple[in
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+@WIDTHS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_linear_in_compiled_code(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Which has products of its own: other factors are transposed, and in bfloat16 the bias is added behind."""
+    torch._dynamo.reset()
+    tensors = layer(inputs, outputs, (16, 25))
+    exact = with_gradients(F.linear, [tensor.to(dtype).double() for tensor in tensors], torch.float64)
+    compiled = torch.compile(products_linear, backend="aot_eager", fullgraph=True)
+    found = with_gradients(compiled, tensors, dtype)
+    if dtype == torch.float64:
+        for mine, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    else:
+        check_rounding(with_gradients(F.linear, tensors, dtype), found, exact)
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_linear_computes_the_gradients_that_are_asked_for(needed: tuple[int, ...]) -> None:
     """A frozen weight, or a first layer."""
