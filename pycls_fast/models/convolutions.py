@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pycls_fast.errors import UserError
+from pycls_fast.models.products import autocast_dtype
 
 ConvolutionName = Literal["torch", "products"]
 
@@ -45,9 +46,8 @@ def products_convolution(maps_BCHW: Tensor, weight_OCkk: Tensor, stride: int, pa
     of the weights is a product, with the inner dimension T, where T is at most 8 times O, 32 times with a stride of 2.
     All else is torch's.
     """
-    kind = maps_BCHW.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(maps_BCHW.device)
+    if dtype is not None:
         maps_BCHW, weight_OCkk = maps_BCHW.to(dtype), weight_OCkk.to(dtype)
     if not torch.is_grad_enabled():
         return F.conv2d(maps_BCHW, weight_OCkk, None, stride, padding)

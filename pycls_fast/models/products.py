@@ -73,6 +73,14 @@ def _scaled(a_bNK: Tensor, b_bKM: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a_bNK.new_empty(1), a_bNK, b_bKM, beta=0, alpha=scale)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes products in, or None where it is off."""
+    # Of the meta device autocast knows nothing, and to ask whether it does is nothing that torch 2.11 compiles.
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
 def products_linear(features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
     """features @ weight^T + bias, like `F.linear`, with a backward pass of its own; obeys autocast.
 
@@ -81,9 +89,8 @@ def products_linear(features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tens
     narrower one it is copied, since oneDNN would transpose it again for every block of the result. The gradient of the
     bias, in 16 bits, is a product with a row of ones.
     """
-    kind = features.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(features.device)
+    if dtype is not None:
         features, weight_OI, bias_O = features.to(dtype), weight_OI.to(dtype), bias_O.to(dtype)
     if not torch.is_grad_enabled():
         return F.linear(features, weight_OI, bias_O)
