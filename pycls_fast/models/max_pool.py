@@ -17,8 +17,8 @@ class MaxPool2d(nn.MaxPool2d):
     """torch's max-pool, to the bit; square windows, undilated."""
 
     def forward(self, maps_BCHW: Tensor) -> Tensor:
-        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        if compiled and maps_BCHW.device.type == "cpu":
+        # By torch.compile; exported programs have torch's, which others read.
+        if torch.compiler.is_dynamo_compiling() and maps_BCHW.device.type == "cpu":
             return _pool(maps_BCHW, self.kernel_size, self.stride, self.padding)[0]
         return super().forward(maps_BCHW)
 
