@@ -1,4 +1,4 @@
-"""Write `docs/MODEL_ZOO.md`, one row per experiment on ImageNet-1k: `python tools/model_zoo.py`.
+"""Write `docs/MODEL_ZOO.md`, one row per experiment with a fixed data set: `python tools/model_zoo.py`.
 
 What was published is in `pycls_fast/published.py`, what was measured here in `docs/results/top1.json`.
 """
@@ -41,6 +41,17 @@ python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
 ```
 """
 
+_SMALL = """\
+## Small data sets
+
+Recipes of our own, for trying things out: top-1 accuracy in percent on the data set's test images after the last epoch,
+one run, and how long it took.
+
+```
+python tools/train_net.py --config-name resnet_cifar10 data.root=/path/to/cifar-10-batches-py
+```
+"""
+
 _WEIGHTS = """\
 ## Published weights
 
@@ -54,20 +65,37 @@ The numbers are those of the library that offers the weights, evaluated by it, a
 """
 
 
+# Experiments on small data sets, and what those are.
+SMALL = {
+    "vit_digits": "scikit-learn's digits",
+    "resnet_digits": "scikit-learn's digits",
+    "resnet_cifar10": "CIFAR-10",
+    "vit_cifar10": "CIFAR-10",
+}
+
+
 def page(measured: Sequence[Mapping[str, Any]]) -> str:
     """The whole page.
 
     Args:
         measured: entries of `top1.json`: `experiment` (a recipe that was trained) or `weights` (that were scored), with
-            `top1`, `hardware`, `date` and `command`.
+            `top1`, `hardware`, `date` and `command`; and `minutes` of training, where it is of a small data set.
 
     Raises:
         ValueError: an entry of an experiment or of weights that there are none of.
     """
+    experiments = published.EXPERIMENTS.keys() | SMALL.keys()
     for entry in measured:
-        if entry.get("experiment") not in published.EXPERIMENTS and entry.get("weights") not in published.WEIGHTS:
+        if entry.get("experiment") not in experiments and entry.get("weights") not in published.WEIGHTS:
             raise ValueError(f"{MEASURED.name}: no experiment and no weights of that name: {entry}")
-    return "\n".join([_HEAD, _RECIPES, *_recipes(measured), "", _WEIGHTS, *_weights(measured), "", *_runs(measured)])
+    parts = [
+        [_HEAD],
+        [_RECIPES, *_recipes(measured), ""],
+        [_SMALL, *_small(measured), ""],
+        [_WEIGHTS, *_weights(measured), ""],
+        _runs(measured),
+    ]
+    return "\n".join(line for part in parts for line in part)
 
 
 def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -92,6 +120,18 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ours = _ours(measured, "experiment", name)
         model = _network(config.model.model_dump())
         yield f"| `{name}` | {model} | {size} | {top1} | {known.source} | {ours} | {weights} |"
+
+
+def _small(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| experiment | model | images | at px | epochs | measured here | minutes |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, images in SMALL.items():
+        config = load_config(name, ["data.root=/path/to/images"])
+        minutes = ", ".join(f"{entry['minutes']:g}" for entry in measured if entry.get("experiment") == name)
+        yield (
+            f"| `{name}` | {_network(config.model.model_dump())} | {images} | {config.data.image_size} | "
+            f"{config.schedule.epochs} | {_ours(measured, 'experiment', name)} | {minutes} |"
+        )
 
 
 def _network(model: Mapping[str, Any]) -> str:

@@ -35,5 +35,8 @@ def test_a_number_is_either_published_or_measured() -> None:
     assert (rows["deit_s16"][7], rows["deit_s16"][9]) == ("79.9", "79.81")
     assert rows["timm:resnet50.a1_in1k"][6] == "81.20"
     assert "- `deit_s16`: 79.81, 8 H200, 2027-01-02: `python tools/train_net.py`" in text
+    text = page([ENTRY | {"experiment": "resnet_cifar10", "top1": 12.34, "minutes": 56}])
+    assert table(text)["resnet_cifar10"][6:8] == ["12.34", "56"]
+    assert table(text)["vit_cifar10"][6:8] == ["not yet", ""]
     with pytest.raises(ValueError, match="no experiment and no weights of that name"):
         page([ENTRY | {"experiment": "deit_s17"}])
