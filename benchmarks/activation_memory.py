@@ -13,7 +13,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.network import Network
 from pycls_fast.parallel import save_activation_memory
 from pycls_fast.parallel.saved_tensors import Packed
 
@@ -51,7 +52,7 @@ class Kept:
     seconds: float
 
 
-def build(model: str, attention: str) -> nn.Module:
+def build(model: str, attention: str) -> Network:
     """`tiny` is for trying this file out."""
     torch.manual_seed(0)
     if model.startswith("resnet"):
@@ -73,8 +74,7 @@ def build(model: str, attention: str) -> nn.Module:
 def measure(model: str, attention: str, batch: int, amp: bool, way: dict[str, Any]) -> Kept:
     """One forward and backward pass."""
     network = build(model, attention)
-    units: Callable[[], Sequence[tuple[str, nn.Module]]] = network.units  # type: ignore[assignment]
-    save_activation_memory(network, units(), **way)
+    save_activation_memory(network, network.units(), **way)
     images_BCHW, labels_B = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
     known: list[Tensor] = [*network.parameters(), *network.buffers(), images_BCHW, labels_B]
     gc.collect()

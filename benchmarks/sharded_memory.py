@@ -98,7 +98,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
         building, training = Peak(), Peak()
         with building.watching():
             network = build.model(config, 1000, switches, empty=build.is_sharded(config, world))
-            units = network.units()  # type: ignore[operator]  # every model names its units
+            units = network.units()
             sizes = {
                 "parameters": sum(p.numel() for p in network.parameters()),
                 "largest_unit": max(sum(p.numel() for p in unit.parameters()) for _, unit in units),

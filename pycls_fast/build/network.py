@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import nn
 
 from pycls_fast import models, optim, parallel
 from pycls_fast.build.device import DTYPES, Switches, level, strategy
@@ -16,6 +15,7 @@ from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
+from pycls_fast.network import Network
 from pycls_fast.parallel import SHARDED, FlatShards, Settings, World, Wrapped, use_float8, wrap_model
 from pycls_fast.speed import SwitchName
 
@@ -45,7 +45,7 @@ def num_classes(config: RunConfig, source: Source) -> int:
     return chosen or found
 
 
-def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> nn.Module:
+def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> Network:
     """The network with its initial weights, the same on every rank, on the CPU in float32; or without memory."""
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(_initial_seed(config))
@@ -56,7 +56,7 @@ def _initial_seed(config: RunConfig) -> int:
     return counter_seed(config.seed, _INITIALISATION)
 
 
-def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
+def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
     settings = config.model
     if isinstance(settings, ViTModel):
         return VisionTransformer(
@@ -107,7 +107,7 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
     )
 
 
-def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> nn.Module:
+def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> Network:
     network = models.TimmModel(
         name=settings.name,
         num_classes=classes,
@@ -138,21 +138,21 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
     return network
 
 
-def counted_model(config: RunConfig, classes: int, chosen: Switches) -> nn.Module:
+def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:
     """The network, without memory, whose operations and activations are reported: padding is no work of the model's."""
     return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"}, empty=True)
 
 
-def freeze(config: RunConfig, network: nn.Module) -> None:
+def freeze(config: RunConfig, network: Network) -> None:
     """Leave gradients to the parts of the network that `optim.trainable` names, in place.
 
     Raises:
         UserError: a name that the network does not have.
     """
-    optim.freeze(network, config.optim.trainable, head=network.head_name)  # type: ignore[arg-type]  # every model has one
+    optim.freeze(network, config.optim.trainable, head=network.head_name)
 
 
-def draw_on_device(network: nn.Module) -> None:
+def draw_on_device(network: Network) -> None:
     """Let drop-path draw its samples from the device's generator, in place: a replayed step has no host."""
     for module in network.modules():
         if isinstance(module, DropPath):
@@ -160,7 +160,7 @@ def draw_on_device(network: nn.Module) -> None:
 
 
 def lower(
-    config: RunConfig, network: nn.Module, device: torch.device, *, sharded: bool = False
+    config: RunConfig, network: Network, device: torch.device, *, sharded: bool = False
 ) -> optim.MasterWeights | None:
     """Put a network that is on its device into the precision's format, in place; its masters where it has any.
 
@@ -180,11 +180,11 @@ def lower(
     )
 
 
-def save_activation_memory(config: RunConfig, network: nn.Module, chosen: Switches) -> None:
+def save_activation_memory(config: RunConfig, network: Network, chosen: Switches) -> None:
     """Let a network that is in its format and layout keep less for the backward pass, in place."""
     parallel.save_activation_memory(
         network,
-        network.units(),  # type: ignore[operator]  # every model names its units
+        network.units(),
         recompute=chosen[SwitchName.RECOMPUTE],  # type: ignore[arg-type]  # a Literal in the schema
         recompute_every=config.parallel.recompute_every,
         activation_offload=chosen[SwitchName.ACTIVATION_OFFLOAD],  # type: ignore[arg-type]
@@ -194,10 +194,10 @@ def save_activation_memory(config: RunConfig, network: nn.Module, chosen: Switch
 
 def wrap(
     config: RunConfig,
-    network: nn.Module,
+    network: Network,
     world: World,
     chosen: Switches,
-    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+    initialise: Callable[[Network | FlatShards], None] | None = None,
 ) -> Wrapped:
     """The network under the strategy in force, compiled where asked for; a network without memory gets its values.
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import Optimizer
 
 from pycls_fast import optim
@@ -19,6 +18,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
+from pycls_fast.network import Network
 from pycls_fast.optim.ema import Live
 from pycls_fast.speed import SwitchName
 
@@ -74,7 +74,7 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
 
 def optimizer(
     config: RunConfig,
-    network: nn.Module,
+    network: Network,
     chosen: Switches,
     masters: optim.MasterWeights | None = None,
     *,
@@ -110,7 +110,7 @@ def optimizer(
     return optim.HostOptimizer(groups, make)
 
 
-def parameter_groups(config: RunConfig, network: nn.Module) -> list[optim.Group]:
+def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
     """The optimizer's groups of the network's parameters."""
     settings = config.optim
     return optim.parameter_groups(
@@ -122,7 +122,7 @@ def parameter_groups(config: RunConfig, network: nn.Module) -> list[optim.Group]
         embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
         embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
         scales=(LayerScale,),
-        units=network.units(),  # type: ignore[operator]  # every model names its units
+        units=network.units(),
         layer_decay=settings.layer_decay,
         split_hidden=isinstance(settings, schema.Muon),
     )
@@ -175,7 +175,7 @@ def _need_compiler(device: torch.device, what: str, instead: str) -> None:
         raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
 
 
-def ema(config: RunConfig, network: nn.Module, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:
+def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:
     """The average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ _IN_FLIGHT = 2
 
 def to_device(
     batches: Iterable[Batch], device: torch.device | str, *, mode: Literal["blocking", "prefetch"]
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield the batches on `device`, in order.
 
     Args:
@@ -37,7 +37,7 @@ def to_device(
     return _prefetch(iter(batches), device)
 
 
-def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _prefetch(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
     copy_stream = torch.cuda.Stream(device)
     in_flight: deque[tuple[Batch, torch.cuda.Event]] = deque()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
@@ -15,6 +15,7 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.restore import Restored, restore
 
@@ -52,7 +53,7 @@ class Classifier:
     """A network with the preprocessing and the class names that it was trained with."""
 
     def __init__(self, restored: Restored) -> None:
-        self.network: nn.Module = restored.network
+        self.network: Network = restored.network
         self.classes = restored.classes
         self.config: RunConfig = restored.config
         self.origin = restored.origin
@@ -126,7 +127,7 @@ class Classifier:
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """What the network's last linear layer sees (N, D), float32, on the CPU; arguments as in `predict`."""
         seen: list[Tensor] = []
-        head = self.network.get_submodule(self.network.head_name)  # type: ignore[arg-type]  # every model names it
+        head = self.network.get_submodule(self.network.head_name)
         handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float().cpu()))
         try:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)

@@ -192,8 +192,9 @@ def holm(values: Sequence[float | None]) -> list[float]:
 
 def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float) -> Verdict:
     def made(finding: Finding, text: str, more: int | None = None) -> Verdict:
-        known = m.difference is not None and m.half is not None
-        low, high = (m.difference - m.half, m.difference + m.half) if known else (None, None)  # type: ignore[operator]
+        low = high = None
+        if m.difference is not None and m.half is not None:
+            low, high = m.difference - m.half, m.difference + m.half
         return Verdict(finding, text, m.difference, low, high, m.p_loss, more, m.seeds)
 
     if m.difference is None:

@@ -27,6 +27,7 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.models import complexity
+from pycls_fast.network import Network
 from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
@@ -120,7 +121,7 @@ def _without_master(before: Tensor, change: Tensor, dtype: torch.dtype) -> Tenso
 class Watch:
     """Counts every layer's gradients, as they come out of a microbatch's backward pass, and what the optimizer does."""
 
-    network: nn.Module
+    network: Network
     scale: float
     counts: dict[str, LayerCounts] = field(default_factory=dict)
 
@@ -217,7 +218,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         whole = warmup_steps + steps
         loader = build.train_loader(config, train, world, switches, start_step=0, steps=whole)
         batches = to_device(loader, world.device, mode="blocking")
-        with closing(batches):  # type: ignore[type-var]  # a generator
+        with closing(batches):
             for number in range(whole):
                 microbatches = list(islice(batches, config.optim.accumulation_steps))
                 if number < warmup_steps:

@@ -52,7 +52,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         metrics = TrainMetrics(world.device)
         loader = build.train_loader(config, train, world, switches, start_step=0, steps=steps + 1)
         batches = to_device(loader, world.device, mode="blocking")
-        with closing(batches):  # type: ignore[type-var]  # a generator
+        with closing(batches):
             # Seen by no step: its errors are not those of images that were learned.
             probe = next(batches)
             list(islice(batches, config.optim.accumulation_steps - 1))

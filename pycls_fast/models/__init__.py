@@ -1,7 +1,6 @@
 """Networks as pure mathematics: they know no ranks, casts, meshes or compilation.
 
-Every model has `forward(images_BCHW) -> logits_BK`, `units()` (the repeated blocks with their qualified
-names), `initialise()` and `head_name` (the name of the final linear layer).
+Every one is a `pycls_fast.network.Network`, which is all that the parts that shard, compile and load know of it.
 """
 
 from __future__ import annotations

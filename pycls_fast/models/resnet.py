@@ -16,6 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
 from pycls_fast.models.layers import DropPath, drop_path_rates
 from pycls_fast.models.max_pool import MaxPool2d
+from pycls_fast.network import Network, Units
 
 Stem = Literal["imagenet", "deep", "small"]
 ShortcutKind = Literal["conv", "pool"]
@@ -207,7 +208,7 @@ class ConvStem(nn.Module):
         return maps_BCHW if self.pool is None else self.pool(maps_BCHW)
 
 
-class ResNet(nn.Module):
+class ResNet(Network):
     """A residual network with batch norm, mean pooling and a linear classifier.
 
     Args:
@@ -286,18 +287,11 @@ class ResNet(nn.Module):
         self.to_empty(device=device)
         self.initialise()
 
-    def initialise(self) -> None:
-        """Set every parameter and buffer: convolutions normal with variance 2 / fan_out (He et al., Delving
-        Deep into Rectifiers, 2015, section 2.2, backward case), norms at identity, head N(0, 0.01) (Goyal et
-        al. 2017).
-
-        Draws from the default generator of the parameters' device, as `VisionTransformer.initialise` does.
-        """
-        for module, fill in self.initialisers():
-            fill(module)
-
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """`initialise` in parts; see `vit.VisionTransformer.initialisers`."""
+        """Convolutions normal with variance 2 / fan_out, norms at identity, head N(0, 0.01).
+
+        He et al., Delving Deep into Rectifiers, 2015, section 2.2, backward case; the head: Goyal et al. 2017.
+        """
         zeroed: set[nn.Module] = set()
         if self.zero_init_last_gamma:
             zeroed = {block.last_norm() for _, block in self.units() if isinstance(block, ResidualBlock)}
@@ -313,7 +307,7 @@ class ResNet(nn.Module):
         """Qualified name of the one layer that sees the image."""
         return "stem.deep.0.conv" if len(self.stem.deep) else "stem.conv"
 
-    def units(self) -> list[tuple[str, nn.Module]]:
+    def units(self) -> Units:
         """The residual blocks with their qualified names, in forward order."""
         return [
             (f"stages.{stage}.{index}", block)

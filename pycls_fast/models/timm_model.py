@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import meta_copy
+from pycls_fast.network import Network, Units
 
-Units = list[tuple[str, nn.Module]]
 FusedAttention = Literal["reference", "sdpa"]
 
 
-class TimmModel(nn.Module):
+class TimmModel(Network):
     """timm's model under our contract; its own module is `network`, so that names are timm's behind `network.`.
 
     Args:
@@ -88,13 +88,8 @@ class TimmModel(nn.Module):
         exempt = getattr(self.network, "no_weight_decay", None)
         return {f"network.{name}" for name in exempt()} if exempt is not None else set()
 
-    def initialise(self) -> None:
-        """Set every parameter and buffer as timm does in its constructor, drawing from the CPU's default generator."""
-        for module, fill in self.initialisers():
-            fill(module)
-
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """`initialise` in parts; see `vit.VisionTransformer.initialisers`. There is one: timm draws for all at once."""
+        """One, that fills everything as timm does in its constructor, which draws for all at once on the CPU."""
         yield self.network, self._draw
 
     def _draw(self, network: nn.Module) -> None:

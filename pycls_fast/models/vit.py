@@ -35,6 +35,7 @@ from pycls_fast.models.layers import (
 )
 from pycls_fast.models.products import LinearName
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
+from pycls_fast.network import Network, Units
 
 Stem = Literal["patch", "conv"]
 Classifier = Literal["token", "pooled", "map"]
@@ -108,7 +109,7 @@ class Block(nn.Module):
         return branch_BND if self.scale2 is None else self.scale2(branch_BND)
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(Network):
     """A vision transformer with a linear classifier.
 
     Args:
@@ -266,24 +267,12 @@ class VisionTransformer(nn.Module):
         self.to_empty(device=device)
         self.initialise()
 
-    def initialise(self) -> None:
-        """Set every parameter and buffer as the paper's released code does.
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        """Values as the paper's released code draws them.
 
         That is google-research/vision_transformer, `models_vit.py`: xavier-uniform matrices, with zero biases
         in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`; positions N(0, 0.02);
         class token and head zero. The parts of `vit_parts` follow the code they are from.
-
-        Draws from the default generator of the parameters' device: the same seed gives the same values, on a
-        model just built as on one that was built on the meta device and given memory with `to_empty`.
-        """
-        for module, fill in self.initialisers():
-            fill(module)
-
-    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """`initialise` in parts: every module that owns values, in the order of the draws, and what fills it.
-
-        A part reads and writes its own module alone, so that each can be filled, cut over ranks and dropped before the
-        next one takes memory.
         """
         tokens = (self.class_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
@@ -298,7 +287,7 @@ class VisionTransformer(nn.Module):
         """Qualified name of the one layer that sees the image."""
         return "stem.projection" if isinstance(self.stem, PatchStem) else "stem.convs.0"
 
-    def units(self) -> list[tuple[str, nn.Module]]:
+    def units(self) -> Units:
         """The repeated blocks with their qualified names, in forward order."""
         return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
 

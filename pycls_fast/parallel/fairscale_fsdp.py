@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.network import Network
 from pycls_fast.optim import NORMS
 from pycls_fast.parallel.flat import Flat, FlatShards
 from pycls_fast.parallel.world import World
@@ -27,7 +28,7 @@ from pycls_fast.parallel.wrapped import Settings, Wrapped
 _BATCH_NORM = nn.modules.batchnorm._NormBase
 
 
-def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     """Wrap the network, unit by unit; afterwards a rank holds its share of each flat parameter, in float32.
 
     What the passes compute with is gathered in `settings.compute`; gradients are reduced in float32. Under a half
@@ -45,7 +46,7 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
     """
     check_device(world.device)
     wrap = _Wrapping(world, settings)
-    waiting = dict(network.units())  # type: ignore[operator]  # every model names its units
+    waiting = dict(network.units())
     for module, fill in _empty_parts(network):
         module.to_empty(device="cpu")
         fill(module)
@@ -180,9 +181,9 @@ class _CastOutput:
         return output.to(self._dtype)
 
 
-def _empty_parts(network: nn.Module) -> Sequence[Any]:
+def _empty_parts(network: Network) -> Sequence[Any]:
     """The modules of a network on the meta device, and what fills them, in the order of the draws."""
-    return list(network.initialisers()) if _is_empty(network) else []  # type: ignore[operator]  # every model names them
+    return list(network.initialisers()) if _is_empty(network) else []
 
 
 def _is_empty(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from pycls_fast.network import Network
 from pycls_fast.optim import NORMS
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
@@ -21,14 +22,14 @@ from pycls_fast.parallel.wrapped import Settings, Wrapped
 _BATCH_NORM = nn.modules.batchnorm._NormBase
 
 
-def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     """Cut the network in place; it may be on the meta device.
 
     Gradients are reduced in float32 after every microbatch, so that none is ever held whole; with replicas, those add
     up what they hold once a step.
     """
     assert world.mesh is not None
-    units = [unit for _, unit in network.units()]  # type: ignore[operator]  # every model names its units
+    units = [unit for _, unit in network.units()]
     offload: OffloadPolicy = OffloadPolicy()
     if settings.param_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycls_fast.network import Network
 from pycls_fast.optim import assign
 
 
-def materialise(network: nn.Module, device: torch.device, *, param_offload: bool = False) -> None:
+def materialise(network: Network, device: torch.device, *, param_offload: bool = False) -> None:
     """Give every rank memory for its shards, and the values of a direct build on the CPU with torch's seed as it is.
 
     Every rank draws the values of the whole model, one module at a time, keeps its own part and drops the rest: the
@@ -23,7 +24,7 @@ def materialise(network: nn.Module, device: torch.device, *, param_offload: bool
         for module in network.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-    for module, fill in network.initialisers():  # type: ignore[operator]  # every model names them
+    for module, fill in network.initialisers():
         with _whole(module):
             fill(module)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from pycls_fast.network import Network
 from pycls_fast.parallel import ddp, fairscale_ddp, fairscale_fsdp, fsdp
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
@@ -16,7 +17,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
-def prepare_model(model: nn.Module, world: World, *, memory_format: str) -> nn.Module:
+def prepare_model(model: Network, world: World, *, memory_format: str) -> Network:
     """Put the model on the device in the memory format, in place. The optimizer and the average come after this.
 
     A model on the meta device stays there: it gets memory when it has been cut (`wrap_model`). Its shards are
@@ -34,11 +35,11 @@ def is_empty(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _alone(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+def _alone(network: Network, world: World, settings: Settings) -> Wrapped:
     return Wrapped(forward=network, evaluated=network, device=world.device)
 
 
-STRATEGIES: dict[str, Callable[[nn.Module, World, Settings], Wrapped]] = {
+STRATEGIES: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
     "single": _alone,
     "ddp": ddp.replicate,
     "fsdp": fsdp.shard,
@@ -54,14 +55,14 @@ SHARDED = ("fsdp", "hsdp", "fairscale_fsdp")
 
 
 def wrap_model(
-    model: nn.Module,
+    model: Network,
     world: World,
     *,
     strategy: str | None = None,
     settings: Settings | None = None,
     compiled: CompileName = "off",
     compile_mode: CompileMode = "default",
-    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+    initialise: Callable[[Network | FlatShards], None] | None = None,
 ) -> Wrapped:
     """Compile, shard or replicate, and fill a model that has its layout and its recomputation; in place.
 
@@ -79,7 +80,7 @@ def wrap_model(
     if settings.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)
     if compiled != "off":
-        compile_model(model, model.units(), what=compiled, mode=compile_mode)  # type: ignore[operator]  # every model has
+        compile_model(model, model.units(), what=compiled, mode=compile_mode)
     empty = is_empty(model)
     wrapped = STRATEGIES[name](model, world, settings)
     if is_empty(model):

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
+from pycls_fast.network import Network
 from pycls_fast.parallel import FlatShards, World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
@@ -29,7 +29,7 @@ class Parts:
 
     config: RunConfig
     sources: dict[str, Source]
-    network: nn.Module
+    network: Network
     step: Step
     switches: build.Switches
     complexity: Complexity
@@ -59,7 +59,7 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
-    def load(filled: nn.Module | FlatShards) -> None:
+    def load(filled: Network | FlatShards) -> None:
         if config.weights is None:
             return
         flat = filled if isinstance(filled, FlatShards) else None
@@ -76,7 +76,7 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
     if not sharded:
         load(network)
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
-    units: list[tuple[str, nn.Module]] = network.units()  # type: ignore[operator]  # every model names its units
+    units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
@@ -86,11 +86,11 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
 
 def make_step(
     config: RunConfig,
-    network: nn.Module,
+    network: Network,
     world: World,
     switches: build.Switches,
     steps_per_epoch: int,
-    initialise: Callable[[nn.Module | FlatShards], None] | None = None,
+    initialise: Callable[[Network | FlatShards], None] | None = None,
     *,
     recorder: Recorder | None = None,
     class_counts: np.ndarray | None = None,

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.network import Network
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
@@ -140,7 +141,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
 @torch.no_grad()
 def _features(
     config: RunConfig,
-    network: nn.Module,
+    network: Network,
     source: Source,
     split: str,
     world: World,
@@ -151,7 +152,7 @@ def _features(
     network.eval()
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
     seen: list[Tensor] = []
-    head: str = network.head_name  # type: ignore[assignment]  # every model names its head
+    head: str = network.head_name
     handle = network.get_submodule(head).register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0].float().cpu())
     )

@@ -111,7 +111,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps)
         losses: list[float] = []
         batches = to_device(loader, world.device, mode="blocking")
-        with display, closing(batches):  # type: ignore[type-var]  # a generator
+        with display, closing(batches):
             display.begin_training(0, steps)
             for number in range(steps):
                 step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
+from pycls_fast.network import Network
 
 
 def fit_weights(
     read: foreign.ReadWeights,
-    network: nn.Module,
+    network: Network,
     *,
     classes: tuple[str, ...],
     allow: Sequence[str] = (),
@@ -38,7 +37,7 @@ def fit_weights(
             f"weights: {source} was trained on other classes than data.root has: output {place} was "
             f"{_named(read.classes or (), place)} and is {_named(classes, place)}"
         )
-    head: str = network.head_name  # type: ignore[assignment]  # every model names its head
+    head: str = network.head_name
     if place is not None:
         kept = {name: value for name, value in read.tensors.items() if not name.startswith(f"{head}.")}
         read = replace(read, tensors=kept)

@@ -16,6 +16,7 @@ from pycls_fast.config import saved_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
+from pycls_fast.network import Network
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.weights import Origin, Weights, find_checkpoint, open_weights
@@ -36,7 +37,7 @@ class Restored:
     """
 
     config: RunConfig
-    network: nn.Module
+    network: Network
     classes: tuple[str, ...]
     origin: Origin
     world: World

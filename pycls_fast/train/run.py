@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source
 from pycls_fast.models import Complexity
+from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint
 from pycls_fast.speed import CATALOGUE, SwitchName
@@ -41,7 +40,7 @@ class Run:
     folder: RunFolder
     display: Display
     sources: dict[str, Source]
-    network: nn.Module
+    network: Network
     step: Step
     switches: build.Switches
     complexity: Complexity
@@ -63,7 +62,7 @@ class Run:
         return self.sources["train"].classes
 
     @property
-    def weights(self) -> nn.Module | MasterWeights | FlatShards:
+    def weights(self) -> Network | MasterWeights | FlatShards:
         """What checkpoints hold and the optimizer owns: the masters of a network in a half format, the flat shards of
         one that was flattened, else the network."""
         return self.step.wrapped.weights or self.step.masters or self.network

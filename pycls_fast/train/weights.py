@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
+from pycls_fast.network import Network
 from pycls_fast.optim import assign, local, local_slices
 from pycls_fast.parallel import FlatShards, World
 from pycls_fast.train import checkpoint
@@ -52,7 +53,7 @@ class Loaded(Origin):
 
 
 def load_weights(
-    network: nn.Module,
+    network: Network,
     source: str | Path,
     *,
     classes: tuple[str, ...],

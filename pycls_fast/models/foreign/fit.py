@@ -16,6 +16,7 @@ from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.network import Network
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,7 +64,7 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
     ]
 
 
-def fit(read: ReadWeights, network: nn.Module, *, allow: Sequence[str] = ()) -> Fitted:
+def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
     """Tensors for the network's names and shapes.
 
     Another number of classes leaves the head fresh; positions are interpolated, patches and the first convolution
@@ -82,7 +83,7 @@ def fit(read: ReadWeights, network: nn.Module, *, allow: Sequence[str] = ()) -> 
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
     tensors, unknown = _in_names_of(network, read, shapes)
-    head: str = network.head_name  # type: ignore[assignment]  # every model names its head
+    head: str = network.head_name
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
