@@ -13,6 +13,8 @@ from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
 from pycls_fast.config import scheduler
@@ -28,8 +30,8 @@ from pycls_fast.config.compose import (
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
 from pycls_fast.config.messages import did_you_mean, known_keys
+from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.variants import quote_items
 from pycls_fast.errors import UserError
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
@@ -209,8 +211,31 @@ def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings
             overrides += as_hydra_overrides([quote_items(argument)], folders)
     if waiting:
         raise UserError(f"{waiting}: needs a value")
+    if {"--multirun", "-m"} & set(flags):
+        _refuse_shared_folder(overrides)
     # Hydra's parser takes overrides from one place only. Ours come before the user's, who has the last word.
     return [*flags, *HYDRA_SETTINGS, *settings, *overrides]
+
+
+def _refuse_shared_folder(overrides: Sequence[str]) -> None:
+    """The second run of a sweep would go on from the first one's last step, and report its result.
+
+    Raises:
+        UserError: one `run_dir` for several runs.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException:
+        return  # Hydra's own reading, which comes next, tells of it.
+    given = [override for override in parsed if override.key_or_group == "run_dir"]
+    if not given or given[-1].is_sweep_override() or not any(override.is_sweep_override() for override in parsed):
+        return
+    value = str(given[-1].get_value_string())
+    if "${" not in value:
+        raise UserError(
+            f"run_dir: {value} for every run of --multirun; leave it out, or give each its own with "
+            f"'run_dir={value}/${{hydra:job.num}}' (the command line)"
+        )
 
 
 _FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")

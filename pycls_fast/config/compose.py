@@ -27,6 +27,7 @@ from pycls_fast.config.explain import (
     shown_path,
     unreadable,
 )
+from pycls_fast.config.quoting import quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
@@ -221,6 +222,9 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.
 
+    Of `speed` only the preset: the file has the switches that were in force on the run's device, with its compiler and
+    in training, which another place may not have.
+
     Raises:
         UserError: no such run, or a mistake in an override.
     """
@@ -230,6 +234,8 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
     """What `check` takes, from a run folder's `config.yaml`: `group=name` replaces a group, `key=value` a value.
 
+    See `load_run_config` for what is left out.
+
     Raises:
         UserError: no such run, or an override that cannot be read.
     """
@@ -238,6 +244,8 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
         raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
     values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     config_name = str(values.pop("config_name", run_dir.name))
+    if isinstance(values.get("speed"), dict):
+        values["speed"] = {key: value for key, value in values["speed"].items() if key == "preset"}
     names = groups([CONFIGS])
     choices: dict[str, str] = {}
     dotted: list[str] = []
@@ -318,7 +326,7 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
         return f"++{LADDERS}={{name: {value}}}"
     if name not in groups or not separator or value.startswith("{"):
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
-        return override if kept else f"++{override}"
+        return override if kept else f"++{quote_value(override)}"
     # Hydra would merge a list of files, and stop with a traceback at a number.
     if not re.match(r"[A-Za-z_]", value) or value == "null":
         raise UserError(f"{override}: a group takes the name of a file in configs/{name}/")

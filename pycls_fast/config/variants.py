@@ -62,40 +62,5 @@ def config_folders() -> list[Path]:
     return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
 
 
-def quote_items(argument: str) -> str:
-    """`key=[a=1 b=2,c=3]` -> `key=["a=1 b=2","c=3"]`: Hydra reads an `=` within a value only in quotes."""
-    key, separator, value = argument.partition("=")
-    if not separator or not (value.startswith("[") and value.endswith("]")) or "=" not in value:
-        return argument
-    items = [item.strip() for item in _split(value[1:-1])]
-    return f"{key}=[{','.join(item if item[:1] in _QUOTES else _quoted(item) for item in items)}]"
-
-
-_QUOTES = ("'", '"')
-
-
 def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
-
-
-def _quoted(item: str) -> str:
-    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _split(text: str) -> list[str]:
-    """At the commas that are in no bracket and no quotes."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        elif character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
-        elif character == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += character
-    return parts

@@ -61,7 +61,7 @@ def _train(config: RunConfig, world: World) -> int:
     with stop_requests() as stop:
         run = start_run(config, world, display)
         board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-        with display, board, run.saver:
+        with run.folder, display, board, run.saver:
             try:
                 return Loop(run, stop, board).run_to_end()
             except torch.OutOfMemoryError as error:

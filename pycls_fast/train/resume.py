@@ -36,20 +36,33 @@ _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "s
 
 def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
     """The run's folder, and whether torchrun started this run before: then it is the folder of that time."""
-    if config.run_dir is not None:
-        path = Path(config.run_dir).expanduser()
-    else:
-        path = Path("runs") / config.config_name / time.strftime("%Y-%m-%d_%H-%M-%S")
-        suffix = 1
-        while path.exists():
-            suffix += 1
-            path = path.with_name(f"{path.name.partition('~')[0]}~{suffix}")
+    return world.from_main(_choose(config) if world.is_main else (Path(), False))
+
+
+def _choose(config: RunConfig) -> tuple[Path, bool]:
+    path = _new_folder(config.config_name) if config.run_dir is None else Path(config.run_dir).expanduser()
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     # The token tells a given folder of this start from the same one of an earlier start.
-    mine = (f"{secrets.token_hex(4)} {path}", False)
-    text, restarted = world.from_main(first_of_launch(f"run_dir/{name}", mine[0]) if world.is_main else mine)
+    text, restarted = first_of_launch(f"run_dir/{name}", f"{secrets.token_hex(4)} {path}")
+    if restarted and config.run_dir is None:
+        path.rmdir()
     return Path(text.partition(" ")[2]), restarted
+
+
+def _new_folder(experiment: str) -> Path:
+    """Made here, so that of two runs that start in the same second each has its own."""
+    time_of_start = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"~{number}" for number in range(2, 10_000))):
+        path = Path("runs") / experiment / f"{time_of_start}{suffix}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"run_dir: {path} cannot be made ({error.strerror}); give another") from error
+        return path
+    raise AssertionError("10,000 runs in a second")
 
 
 def resume(run: Run, *, restarted: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source
+from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
@@ -203,15 +204,32 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         steps_per_epoch=parts.steps_per_epoch,
         total_steps=min(whole, config.schedule.max_steps or whole),
     )
+    _occupy(run)
     resume(run, restarted=restarted)
     if world.is_main:
         run.folder.create()
+    _occupy(run)
+    if world.is_main:
         resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}
         resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
         run.folder.write_config(resolved)
         run.folder.write_json("environment.json", environment(world.device, world.size))
     _introduce(run)
     return run
+
+
+def _occupy(run: Run) -> None:
+    """Keep other runs out of the folder, once it is there.
+
+    Raises:
+        UserError: one is in there.
+    """
+    there = run.world.is_main and run.folder.path.is_dir()
+    holder = run.world.from_main(run.folder.occupy() if there else None)
+    if holder is not None:
+        raise UserError(
+            f"run_dir: {run.folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
+        )
 
 
 def _introduce(run: Run) -> None:

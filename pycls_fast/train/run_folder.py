@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -11,9 +12,10 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -25,7 +27,10 @@ _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "p
 
 
 class RunFolder:
-    """The files of one run. Made on rank 0; on other ranks only the path is used."""
+    """The files of one run. Made on rank 0; on other ranks only the path is used.
+
+    A context at whose end other processes are let in again (see `occupy`).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,6 +38,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         # Of each image in the latest evaluation.
         self.predictions = path / "predictions.npz"
+        self._lock_file = path / ".lock"
+        self._lock: int | None = None
 
     @property
     def has_run(self) -> bool:
@@ -52,6 +59,46 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another") from error
+
+    def occupy(self, wait_seconds: float = 30.0) -> str | None:
+        """Keep other processes out until the context ends; who is here already, None where nobody is.
+
+        The lock is the process's: a kill leaves nothing of it, and loader workers do not inherit it. A run that is on
+        its way out, saving its last step, is waited for.
+        """
+        until = time.monotonic() + wait_seconds
+        while self._lock is None:
+            file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Who left in the meantime has taken the file along.
+                ours = _same_file(self._lock_file, file)
+            except BlockingIOError:
+                ours = False
+            except OSError as error:
+                # A file system without locks.
+                warnings.warn(f"{self.path}: cannot be kept for one run ({error.strerror})", stacklevel=2)
+                ours = True
+            if ours:
+                os.truncate(file, 0)
+                os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+                self._lock = file
+                break
+            holder = os.read(file, 200).decode(errors="replace")
+            os.close(file)
+            if time.monotonic() > until:
+                return holder or "another process"
+            time.sleep(0.2)
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock_file.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, values: dict[str, Any]) -> None:
         """`config.yaml`: every value that the run uses, defaults included."""
@@ -88,6 +135,13 @@ class RunFolder:
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path / name)
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _finite(value: Any) -> Any:

@@ -226,3 +226,25 @@ def test_the_status_of_the_tool_is_the_status_of_the_process(monkeypatch: pytest
     finally:
         GlobalHydra.instance().clear()
     assert stopped.value.code == 3
+
+
+def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
+    status, lines, calls = tool("--multirun", "seed=1,2", "run_dir=out")
+    assert (status, calls) == (2, [])
+    assert lines == [
+        "error: run_dir: out for every run of --multirun; leave it out, or give each its own with "
+        "'run_dir=out/${hydra:job.num}' (the command line)"
+    ]
+    status, _, calls = tool("-m", "seed=1,2", "run_dir=out/${hydra:job.num}")
+    assert (status, [config.run_dir for config, _ in calls]) == (0, ["out/0", "out/1"])
+    assert tool("-m", "seed=1", "run_dir=out")[0] == 0
+    status, _, calls = tool("-m", "seed=3", "run_dir=a,b")
+    assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "value", ["/photos (2024)", "/data/size=224", "a#b", "train-{000000..000146}.tar", "it's", 'a"b(', "plain", "50%"]
+)
+def test_values_that_hydra_would_not_read(value: str) -> None:
+    config = load_config("vit_digits", [f"data.train={value}", "data.root=x", "data.source=tar"])
+    assert config.data.train == value

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 import yaml
 
+from pycls_fast import build, speed
 from pycls_fast.config import RunConfig, load_config, load_run_config
+from pycls_fast.config.schema import Speed
 from pycls_fast.errors import UserError
+from pycls_fast.speed import SwitchName
 
 
 @pytest.fixture
@@ -24,7 +29,9 @@ def run_dir(tmp_path: Path, config: RunConfig) -> Path:
 
 
 def test_a_saved_configuration_comes_back_equal(run_dir: Path, config: RunConfig) -> None:
-    assert load_run_config(run_dir) == config
+    read = load_run_config(run_dir)
+    assert read.speed == Speed(preset=config.speed.preset)
+    assert read == config.model_copy(update={"speed": read.speed})
 
 
 def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) -> None:
@@ -85,6 +92,39 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_run_config(run_dir)
     assert caught.value.lines == (f'seed: must be a whole number; got "five" ({file})',)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("vit_digits", ["precision=amp_bf16", "speed.compile=model"]),
+        ("vit_digits", ["speed=reference", "speed.recompute=full", "runtime.watchdog=true"]),
+        ("vit_cifar10", ["data=synthetic"]),
+        ("regnetx_4gf", ["data=synthetic"]),
+        ("resnet50", ["data=synthetic", "optim=muon"]),
+    ],
+)
+def test_a_run_of_any_device_is_read_anywhere(
+    tmp_path: Path, name: str, overrides: list[str], device: Literal["cpu", "cuda"]
+) -> None:
+    """The file has the switches that were in force, which nobody has set by hand."""
+    config = load_config(name, overrides)
+    formats = build.level(config)
+    in_force = speed.resolve(
+        config.speed.preset,
+        config.speed.chosen(),
+        device,
+        config.optim.name,
+        in_16_bits=formats.compute != "float32",
+    )
+    values = config.model_dump(mode="json")
+    values["speed"] |= {str(switch): value for switch, value in in_force.items()}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    read = load_run_config(tmp_path)
+    assert (read.speed.preset, read.speed.chosen()) == (config.speed.preset, {})
+    build.switches(read, torch.device("cpu"))
+    assert load_run_config(tmp_path, ["speed.ema=loop"]).speed.chosen() == {SwitchName.EMA: "loop"}
 
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from pycls_fast.config import load_config
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder, environment
 from tests.unit.train.test_evaluation import ALONE, CPU
 
@@ -86,3 +94,66 @@ def test_medians_leave_out_the_interval_that_warms_up() -> None:
     assert clock.medians() == (3.0, 33.0)
     assert Clock(intervals=[(100.0, 1.0)]).medians() == (100.0, 1.0)
     assert all(math.isnan(value) for value in Clock().medians())
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from pycls_fast.train.resume import choose_run_dir
+from pycls_fast.train.run_folder import RunFolder
+
+with (folder := RunFolder(Path(sys.argv[1]))):
+    print(folder.occupy(wait_seconds=0.0), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def _hold(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with _hold(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        folder = RunFolder(tmp_path)
+        assert folder.occupy(wait_seconds=0.0) == f"process {first.pid} on {platform.node()}"
+        # Nothing is left of it by a kill; the next one is in its place at once.
+        first.kill()
+        first.wait(timeout=60)
+        assert folder.occupy(wait_seconds=0.0) is None
+        with _hold(tmp_path) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == f"process {os.getpid()} on {platform.node()}\n"
+            second.communicate("\n", timeout=60)
+        with folder:
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_leaves_lets_in_who_waits(tmp_path: Path) -> None:
+    with _hold(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        folder = RunFolder(tmp_path)
+        threading.Timer(0.3, first.communicate, ("\n",)).start()
+        with folder:
+            assert folder.occupy(wait_seconds=60.0) is None
+            # The file is the one that others look at, not the one that the first took along.
+            with _hold(tmp_path) as third:
+                assert third.stdout is not None
+                assert third.stdout.readline() == f"process {os.getpid()} on {platform.node()}\n"
+                third.communicate("\n", timeout=60)
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-02_03-04-05")
+    paths = [choose_run_dir(load_config("vit_digits", [f"seed={seed}"]), ALONE)[0] for seed in (0, 1)]
+    assert [path.name for path in paths] == ["2026-01-02_03-04-05", "2026-01-02_03-04-05~2"]
+    assert choose_run_dir(load_config("vit_digits", ["run_dir=mine"]), ALONE) == (Path("mine"), False)
+    assert not Path("mine").exists()

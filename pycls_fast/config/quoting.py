@@ -1,0 +1,57 @@
+"""Quotes around values that Hydra's grammar would not read as they are."""
+
+from __future__ import annotations
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+
+_QUOTES = ("'", '"')
+
+
+def quote_items(argument: str) -> str:
+    """`key=[a=1 b=2,c=3]` -> `key=["a=1 b=2","c=3"]`: Hydra reads an `=` within a value only in quotes."""
+    key, separator, value = argument.partition("=")
+    if not separator or not (value.startswith("[") and value.endswith("]")) or "=" not in value:
+        return argument
+    items = [item.strip() for item in _split(value[1:-1])]
+    return f"{key}=[{','.join(item if item[:1] in _QUOTES else _quoted(item) for item in items)}]"
+
+
+def quote_value(override: str) -> str:
+    """`data.root=/photos (2024)` -> `data.root="/photos (2024)"`; what Hydra reads stays as it is."""
+    key, separator, value = override.partition("=")
+    if not separator or value[:1] in ("[", "{", *_QUOTES) or _is_read(override):
+        return override
+    quoted = f"{key}={_quoted(value)}"
+    return quoted if _is_read(quoted) else override
+
+
+def _is_read(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_overrides([override])
+    except OverrideParseException:
+        return False
+    return True
+
+
+def _quoted(item: str) -> str:
+    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that are in no bracket and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return parts
