@@ -1,6 +1,6 @@
 """What an index of ImageNet-21k's size costs: start from the cache, memory of each worker, order of an epoch.
 
-    python benchmarks/large_index.py [--images 14000000] [--classes 21841] [--folder /tmp/large_index]
+    python benchmarks/large_index.py [--images 14000000] [--classes 21841] [--folder PATH]
 
 The class folders are made (empty), so that the check of their times costs what it costs. The 14 million names are
 invented and written as an index: so many files would take the file system an hour. The rate of building is measured on
@@ -16,6 +16,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -125,9 +126,11 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=14_000_000)
     parser.add_argument("--classes", type=int, default=21_841)
     parser.add_argument("--files", type=int, default=120_000)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/large_index"))
+    parser.add_argument("--folder", type=Path, help="made, and removed at the end; left out: a temporary one")
     parser.add_argument("--measure", choices=["start", "sent", "order", "build"])
     chosen = parser.parse_args()
+    if chosen.folder is None:
+        chosen.folder = Path(tempfile.mkdtemp(prefix="large_index_"))
     root = chosen.folder / "train"
     if chosen.measure:
         actions = {

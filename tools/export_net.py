@@ -4,7 +4,7 @@
                of ranks under any strategy, or an exported file
     format=    safetensors: the weights with the network's plain parameter names; weights=FILE loads them here
                timm:        a folder that timm.create_model('local-dir:FOLDER', pretrained=True) opens
-               onnx:        FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install 'pycls_fast[onnx]')
+               onnx:        FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install -e '.[onnx]')
                program:     FILE.pt2 of torch.export, the same
     output=    the file (or folder) to write
     which=     auto (the average of the weights where there is one), model or ema

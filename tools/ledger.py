@@ -115,4 +115,4 @@ if __name__ == "__main__":
         from pycls_fast.ledger.gate import check
 
         sys.exit(check(sys.argv[2:]))
-    command_line(main, options=Options)
+    command_line(main, options=Options, trains=True)

@@ -31,4 +31,4 @@ def main(config: RunConfig, options: Options) -> int:
 
 
 if __name__ == "__main__":
-    command_line(main, default="finetune", options=Options)
+    command_line(main, default="finetune", options=Options, trains=True)

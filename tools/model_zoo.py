@@ -6,13 +6,12 @@ What was published is in `pycls_fast/published.py`, what was measured here in `d
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pycls_fast import published
-from pycls_fast.config import load_config
+from pycls_fast.config import NoOptions, load_config, options_line
 
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "MODEL_ZOO.md"
@@ -176,12 +175,13 @@ def _runs(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
 
 
-def main() -> int:
+def main(options: NoOptions) -> int:
     """Write the page."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     PAGE.write_text(page(measured), encoding="utf-8")
+    print(PAGE)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options_line(main, NoOptions)

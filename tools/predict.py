@@ -5,7 +5,7 @@ RUN          a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/s
 IMAGES       files, folders (with all that is below them), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a
              list of files on standard input
 
-    format=      table, json, csv, or sheet: a picture of the pictures with the predictions written on them
+    format=      table, json, csv, or sheet: a contact sheet with the predictions
     output=      a file; left out: standard output, for sheet predictions.png (then predictions_2.png, ...)
     topk=5       classes to name
     which=       auto (the average of the weights where there is one), model or ema

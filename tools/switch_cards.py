@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pycls_fast.config import NoOptions, options_line
 from pycls_fast.speed import CATALOGUE, Device, Switch
 
 PAGE = Path(__file__).parents[1] / "docs" / "switches.md"
@@ -61,12 +61,13 @@ def _card(switch: Switch) -> Iterator[str]:
     yield ""
 
 
-def main() -> int:
+def main(options: NoOptions) -> int:
     """Write the page."""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(CATALOGUE), encoding="utf-8")
+    print(PAGE)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options_line(main, NoOptions)

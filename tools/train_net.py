@@ -12,4 +12,4 @@ def main(config: RunConfig, options: NoOptions) -> int:
 
 
 if __name__ == "__main__":
-    command_line(main)
+    command_line(main, trains=True)

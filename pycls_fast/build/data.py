@@ -123,7 +123,7 @@ def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
         native.library()
     if name == "simplejpeg" and find_spec("simplejpeg") is None:
         raise UserError(
-            "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
+            "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
         )
     return open_scaled_region if training and chosen[SwitchName.DECODE_SCALE] == "dct" else DECODERS[name]
 

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, ViTModel
 
 
-def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong and what to do) for every impossible combination."""
+def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong and what to do) for every impossible combination.
+
+    Args:
+        config: the configuration.
+        needs_data: False where no image is read.
+        trains: whether the weights that it begins with are those of a training.
+    """
+    # A resumed run has them in its checkpoint.
+    if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
+        yield "weights", "not set; give what to fine-tune as weights=SOURCE"
     # Every set but ReaL brings its own images.
     needs_data &= config.data.eval_set in (None, "real")
     if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
@@ -26,6 +35,11 @@ def problems(config: RunConfig, *, needs_data: bool = True) -> Iterator[tuple[st
     yield from _memory(config)
     yield from _parallel(config)
     yield from _fairscale(config)
+
+
+def _fine_tunes(config: RunConfig) -> bool:
+    """Whether training from scratch is certainly not what was meant."""
+    return config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
-from pycls_fast.config import scheduler
+from pycls_fast.config import precedence, scheduler
 from pycls_fast.config.compose import (
     CONFIGS,
     HYDRA_SETTINGS,
@@ -50,6 +50,7 @@ def command_line(
     options: type[Section] = NoOptions,
     config_of_weights: bool = False,
     needs_data: Callable[[Any], bool] = lambda options: True,
+    trains: bool = False,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -59,13 +60,14 @@ def command_line(
         options: keys that belong to the tool alone (`split=val`), beside those of `RunConfig`.
         config_of_weights: without `--config-name`, take the configuration of the run that `weights=` comes from.
         needs_data: of the options; where False, `data.root` may be missing.
+        trains: whether an experiment that fine-tunes is refused without `weights`.
     """
     statuses: list[int] = []
     faults: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         def action() -> int:
-            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data)
+            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
 
         if scheduler.is_task():
             # In another process than the command: a mistake travels back to it.
@@ -81,11 +83,10 @@ def command_line(
     def everything() -> int:
         run_dir = _run_of_weights(sys.argv[1:]) if config_of_weights else None
         if run_dir is not None:
-            return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data)
+            return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data, trains)
         folders = _search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
-            return DONE
+            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
         # Hydra would print its errors in its own way and exit with status 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         with _sweep_folder(sys.argv[1:]) as settings:
@@ -106,10 +107,25 @@ def reporting(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:
-        # Once a node, not once a run: data may be missing on one node alone.
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
+        _say("error", error.lines)
         return MISTAKE
+
+
+def show(page: str) -> int:
+    """Print it. A reader who has seen enough (`--help | head`) is no fault."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        # What is left would be tried once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return DONE
+
+
+def _say(kind: str, lines: Iterable[str]) -> None:
+    # Once a node, not once a run: data may be missing on one node alone.
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        for line in lines:
+            print(f"{kind}: {line}", file=sys.stderr)
 
 
 def _run_job(
@@ -117,6 +133,7 @@ def _run_job(
     run: Callable[[RunConfig, Any], int],
     options: type[Section],
     needs_data: Callable[[Any], bool],
+    trains: bool,
 ) -> int:
     own = {key: value for key, value in composed.values.items() if key in options.model_fields}
     rest = {key: value for key, value in composed.values.items() if key not in own}
@@ -128,11 +145,17 @@ def _run_job(
         mistakes += error.lines
     try:
         wants_data = chosen is not None and needs_data(chosen)
-        config = check(dataclasses.replace(composed, values=rest), needs_data=wants_data, also=options.model_fields)
+        config = check(
+            dataclasses.replace(composed, values=rest),
+            needs_data=wants_data,
+            trains=trains,
+            also=options.model_fields,
+        )
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
     if mistakes:
         raise UserError(*mistakes)
+    _say("note", precedence.notes(composed))
     return run(config, chosen)
 
 

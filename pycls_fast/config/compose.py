@@ -112,24 +112,25 @@ class Composed:
             ]
             names.append((chosen, rest))
         for name, key_there in names:
-            file = self._file(name)
+            file = self.file(name)
             if file is not None and _has_key(file, key_there):
                 return shown_path(file)
-        file = self._file(names[-1][0])
+        file = self.file(names[-1][0])
         return f"{shown_path(file)} or the command line" if file is not None else "the command line"
 
-    def _file(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path | None:
+        """Of an experiment, or of a `group/choice`."""
         files = (folder / f"{name}.yaml" for folder in self.folders)
         return next((file for file in files if file.is_file()), None)
 
     def _is_global(self, group: str, choice: str) -> bool:
-        file = self._file(f"{group}/{choice}")
+        file = self.file(f"{group}/{choice}")
         return file is not None and is_global(file)
 
     def _experiments(self, name: str) -> Iterator[str]:
         """The experiment, and those that its defaults list is based on, later ones first."""
         yield name
-        file = self._file(name)
+        file = self.file(name)
         values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
         for entry in reversed(values.get("defaults", [])) if isinstance(values, dict) else []:
             if isinstance(entry, str) and entry != "_self_":
@@ -142,12 +143,13 @@ def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
     return tuple(typed)
 
 
-def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = ()) -> RunConfig:
+def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, also: Iterable[str] = ()) -> RunConfig:
     """Validate strictly, then check what involves several keys.
 
     Args:
         composed: from Hydra or a run folder.
         needs_data: False where no image is read, so that `data.root` may be missing.
+        trains: whether `weights` may not be missing where the experiment fine-tunes.
         also: keys that exist beside those of a run, to be proposed for a misspelt one.
 
     Raises:
@@ -158,7 +160,8 @@ def check(composed: Composed, *, needs_data: bool = True, also: Iterable[str] = 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, needs_data=needs_data)]
+    impossible = problems(config, needs_data=needs_data, trains=trains)
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in impossible]
     if found:
         raise UserError(*found)
     return config

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
-from pycls_fast.config.command_line import DONE, reporting
+from pycls_fast.config.command_line import reporting, show
 from pycls_fast.config.schema import Section
 from pycls_fast.errors import UserError
 
@@ -28,8 +28,7 @@ def options_line(run: Callable[[Any], int], options: type[Section], *, words: Se
 
     def action() -> int:
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print((sys.modules["__main__"].__doc__ or "").strip())
-            return DONE
+            return show((sys.modules["__main__"].__doc__ or "").strip())
         return run(read_options(sys.argv[1:], options, words))
 
     sys.exit(reporting(action))

@@ -1,4 +1,4 @@
-"""Jobs of a cluster's scheduler, through Hydra's submitit launcher (`pip install 'pycls_fast[slurm]'`)."""
+"""Jobs of a cluster's scheduler, through Hydra's submitit launcher (`pip install -e '.[slurm]'`)."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ class Muon(_Optim):
 
 
 class AdamW8bit(_Optim):
-    """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install 'pycls_fast[torchao]'`)."""
+    """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install -e '.[torchao]'`)."""
 
     name: Literal["adamw8bit"]
     betas: Betas = (0.9, 0.999)
@@ -493,7 +493,8 @@ class RunConfig(Section):
     """One run, whole. `run_dir=None` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME` or `torchvision:NAME`;
-    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of another shape.
+    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of another shape. A training
+    with `needs_weights` does not begin without `weights`: its recipe is one of fine-tuning.
     """
 
     config_name: Text
@@ -502,6 +503,7 @@ class RunConfig(Section):
     resume: Text = "auto"
     weights: Text | None = None
     weights_allow: tuple[Text, ...] = ()
+    needs_weights: bool = False
     model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()

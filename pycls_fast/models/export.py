@@ -183,7 +183,7 @@ def to_onnx(model: nn.Module, path: Path, about: About) -> None:
     try:
         import onnxscript  # noqa: F401  # what torch's exporter writes with
     except ImportError as error:
-        raise UserError("format: onnx needs onnxscript; pip install 'pycls_fast[onnx]'") from error
+        raise UserError("format: onnx needs onnxscript; pip install -e '.[onnx]'") from error
     program = torch.onnx.export(
         _exported(model, about),
         dynamo=True,

@@ -143,7 +143,7 @@ def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float],
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise UserError(
-            "optim.name: adamw8bit needs torchao, which is not installed; pip install 'pycls_fast[torchao]'"
+            "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'"
         ) from error
     return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 

@@ -38,7 +38,7 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise UserError("precision: fp8 needs torchao; pip install 'pycls_fast[torchao]'") from error
+        raise UserError("precision: fp8 needs torchao; pip install -e '.[torchao]'") from error
     converted: list[str] = []
 
     def fits(module: nn.Module, name: str) -> bool:

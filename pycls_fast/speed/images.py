@@ -22,7 +22,7 @@ IMAGES: tuple[Switch, ...] = (
         "JPEGs, one worker, times the rate with Pillow: simplejpeg 1.16x, region 1.61x; times torchvision's preset "
         "1.57x and 2.32x (docs/results/input_pipeline.md).",
         hurts="region needs a C compiler and libjpeg-turbo's header, simplejpeg its package (pip install "
-        "'pycls_fast[jpeg]'): the fast preset takes what there is. Little is gained for progressive JPEGs, of which "
+        "-e '.[jpeg]'): the fast preset takes what there is. Little is gained for progressive JPEGs, of which "
         "all is read before a pixel is known.",
         source="libjpeg-turbo's jpeg_skip_scanlines and jpeg_crop_scanline; DALI's and FFCV's crops before decoding; "
         "Pillow's resampling.",

@@ -23,6 +23,8 @@ import yaml
 from pycls_fast import __version__
 from pycls_fast.errors import UserError
 
+# What a run computes with, new files included; results and notes may lie beside it.
+_CODE = ("pycls_fast", "tools", "configs")
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
 
 
@@ -202,7 +204,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return done.stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--", *_CODE))}
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -162,9 +162,10 @@ def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: py
     assert json.loads((run / "summary.json").read_text())["steps"] == 24
 
 
-def test_two_ranks_stop_together(images: Path, tmp_path: Path) -> None:
+def test_two_ranks_stop_together(images: Path, weights: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    start = command(f"data.root={images}", *TINY, f"run_dir={run}", *IMPATIENT, config_name="finetune")
+    given = [f"data.root={images}", f"weights={weights}", *TINY, f"run_dir={run}"]
+    start = command(*given, *IMPATIENT, config_name="finetune")
     run_process(under_torchrun(start, 2), cwd=tmp_path)
     assert_stopped_early(run)
 
@@ -231,9 +232,10 @@ def folder(root: Path, **counts: int) -> Path:
     return root
 
 
-def test_too_few_classes_or_images(tmp_path: Path) -> None:
+def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
     folder(tmp_path / "one", cat=5)
-    done = run_process(command("data.root=one", *TINY, config_name="finetune"), cwd=tmp_path, expect=2)
+    given = ["data.root=one", f"weights={weights}", *TINY]
+    done = run_process(command(*given, config_name="finetune"), cwd=tmp_path, expect=2)
     assert done.stderr.startswith("error: data.root: one class alone (cat) leaves nothing to tell apart")
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(UserError, match=r"data.root: .*a single image in the class dog"):

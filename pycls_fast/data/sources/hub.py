@@ -74,9 +74,7 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            "data.source=hub needs datasets, which is not installed: pip install 'pycls_fast[hub]'"
-        ) from error
+        raise UserError("data.source=hub needs datasets, which is not installed: pip install -e '.[hub]'") from error
     try:
         loaded = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config)
     except Exception as error:

@@ -30,7 +30,7 @@ def need_pyarrow(what: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"{what} needs pyarrow, which is not installed: pip install 'pycls_fast[parquet]'") from error
+        raise UserError(f"{what} needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
     return pyarrow.parquet
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast import build, published, speed
 from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config.checks import problems
 from pycls_fast.config.compose import CONFIGS, is_global
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
@@ -48,6 +49,8 @@ def load(name: str, *overrides: str) -> RunConfig:
 def test_an_experiment_builds(name: str) -> None:
     config = build.by_size(load(name), 10_000, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
     assert config.config_name == name
+    header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
+    assert any(key == "weights" for key, _ in problems(config, trains=True)) == ("weights=" in header)
     switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")
     with torch.device("meta"):
         model = build.model(config, 1000, switches, empty=True)

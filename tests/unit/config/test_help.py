@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
-from tests.integration.runs import ROOT, command, run_process
+import pytest
+
+from tests.integration.runs import ROOT, command, environment, run_process
 
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
@@ -17,3 +21,31 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
     assert "split=val" in text
     assert "Evaluate a checkpoint" in text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("tool", "page"), [("model_zoo", "MODEL_ZOO.md"), ("switch_cards", "switches.md")])
+def test_help_of_a_tool_that_writes_a_page_writes_nothing(tmp_path: Path, tool: str, page: str) -> None:
+    before = (ROOT / "docs" / page).stat().st_mtime_ns
+    done = run_process(command("--help", tool=tool, config_name=None), cwd=tmp_path)
+    assert done.stdout.startswith(f"Write `docs/{page}`")
+    assert "--helpp" in run_process(command("--helpp", tool=tool, config_name=None), cwd=tmp_path, expect=2).stderr
+    assert (ROOT / "docs" / page).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("tool", ["train_net", "predict"])
+def test_a_reader_who_has_seen_enough_of_help_is_no_fault(tmp_path: Path, tool: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            command("--help", tool=tool, config_name=None),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -182,9 +182,48 @@ def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: To
         assert tool(*arguments, needs_data=lambda options: options.steps == 4)[0] == status
 
 
+def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> None:
+    line = "error: weights: not set; give what to fine-tune as weights=SOURCE ({} or the command line)"
+    arguments = ("--config-name", "mae_finetune_l16", "data.root=/nowhere")
+    assert tool(*arguments, trains=True)[:2] == (2, [line.format("configs/mae_finetune_b16.yaml")])
+    # A tool that trains nothing has its own say.
+    assert tool(*arguments)[0] == 0
+    assert tool(*arguments, "weights=SOURCE", trains=True)[0] == 0
+    assert tool(*arguments, "resume=RUN/checkpoints/step_000000100", trains=True)[0] == 0
+    assert tool("optim.trainable=head", trains=True)[:2] == (2, [line.format("configs/vit_digits.yaml")])
+
+
+def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool, tmp_path: Path) -> None:
+    """Its learning rate is one for the optimizer that it names."""
+    arguments = ["--config-name", "vit_s16", "data.root=/nowhere", "optim=lion"]
+    status, lines, calls = tool(*arguments)
+    assert (status, lines) == (
+        0,
+        [
+            "note: optim=lion: lr, weight_decay, lr_batch_size: the values of configs/vit_s16.yaml, not those of "
+            "configs/optim/lion.yaml; optim.KEY=VALUE sets others"
+        ],
+    )
+    assert (calls[0][0].optim.lr, calls[0][0].optim.weight_decay) == (5e-4, 0.05)
+    assert tool(*arguments, "optim.lr=1e-4", "++optim.weight_decay=10", "optim.lr_batch_size=null")[:2] == (0, [])
+    assert tool(*arguments[:3])[:2] == (0, [])
+    # An experiment of one's own that is based on it, and an optimizer's file with a number that YAML takes for text.
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("name: sgd\nlr: 1e-2\nlr_batch_size: 512\nweight_decay: 1e-4\n")
+    (tmp_path / "own.yaml").write_text("defaults: [vit_s16, _self_]\noptim: {momentum: 0.5}\n")
+    assert tool("--config-dir", ".", "--config-name", "own", "data.root=/nowhere", "optim=mine")[:2] == (
+        0,
+        [
+            f"note: optim=mine: {keys}: the values of {file}, not those of {tmp_path}/optim/mine.yaml; "
+            "optim.KEY=VALUE sets others"
+            for keys, file in (("lr, weight_decay", "configs/vit_s16.yaml"), ("momentum", f"{tmp_path}/own.yaml"))
+        ],
+    )
+
+
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
     status, lines, calls = tool("--multirun", "seed=1,2", "optim=adamw,sgd", "~optim.clip_norm")
-    assert (status, lines) == (0, [])
+    assert (status, {line.split(":")[0] for line in lines}) == (0, {"note"})
     assert [(config.seed, config.optim.name) for config, _ in calls] == [
         (1, "adamw"),
         (1, "sgd"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+NO_WEIGHTS = "weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
 
 
 def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +49,9 @@ def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subproces
             ["data.root=${oc.env:PYCLS_FAST_NO_SUCH}"],
             ["data.root: Environment variable 'PYCLS_FAST_NO_SUCH' not found (the command line)"],
         ),
+        ("train_net", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
+        ("lr_find", ["data.root=."], [NO_WEIGHTS]),
+        ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
         ("train_net", ["--lr", "3"], ["--lr: unknown option; write lr=VALUE for a value"]),
         ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
     ],

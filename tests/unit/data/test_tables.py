@@ -295,7 +295,7 @@ def test_packages_that_are_not_installed(
 ) -> None:
     write_hub_parquet(tmp_path, CONTENT)
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    assert f"pip install 'pycls_fast[{extra}]'" in mistake(kind, tmp_path / "data" if kind == "parquet" else "a/b")
+    assert f"pip install -e '.[{extra}]'" in mistake(kind, tmp_path / "data" if kind == "parquet" else "a/b")
 
 
 def test_files_named_for_two_splits(tmp_path: Path) -> None:

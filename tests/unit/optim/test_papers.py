@@ -287,7 +287,7 @@ def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError) as caught:
         optim.adamw8bit([{"params": [nn.Parameter(torch.ones(1))]}], lr=1.0, betas=(0.9, 0.9), eps=1e-8)
     assert caught.value.lines == (
-        "optim.name: adamw8bit needs torchao, which is not installed; pip install 'pycls_fast[torchao]'",
+        "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'",
     )
 
 

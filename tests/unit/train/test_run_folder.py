@@ -19,7 +19,7 @@ from pycls_fast.config import load_config
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
-from pycls_fast.train.run_folder import RunFolder, environment
+from pycls_fast.train.run_folder import RunFolder, environment, git_state
 from tests.unit.train.test_evaluation import ALONE, CPU
 
 
@@ -57,6 +57,37 @@ def test_environment_names_the_versions_and_the_machine() -> None:
     assert values["memory_bytes"] > 1e9
     assert values["processor"]
     assert json.loads(json.dumps(values)) == values
+
+
+def test_results_beside_the_code_do_not_change_it(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def changed() -> bool:
+        state = git_state(tmp_path)
+        assert state is not None
+        return state["changed"]
+
+    assert git_state(tmp_path) is None
+    git("init")
+    put("pycls_fast/network.py", "1")
+    put("README.md", "1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    put("compared/index.html", "a result")
+    assert not changed()
+    # Untracked code computes as well as any other.
+    put("configs/mine.yaml", "new")
+    assert changed()
+    (tmp_path / "configs/mine.yaml").unlink()
+    assert not changed()
+    put("pycls_fast/network.py", "2")
+    assert changed()
 
 
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The commands of README.md: they compose, and mean what the text around them says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pycls_fast.config import RunConfig, command_line
+from pycls_fast.config.compose import CONFIGS
+
+README = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+TRAIN = "tools/train_net.py"
+
+
+def trainings() -> Iterator[str]:
+    """What stands behind the tool's name in each command that trains."""
+    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n *", "", block).splitlines():
+            if re.match(r"(python|torchrun) .*train_net", line):
+                yield line.partition(TRAIN)[2].partition("  #")[0].strip()
+
+
+@pytest.fixture(autouse=True)
+def forget_hydra() -> Iterator[None]:
+    yield
+    GlobalHydra.instance().clear()
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[RunConfig]]:
+    """Exit status, and the configurations that would have been trained."""
+    configs: list[RunConfig] = []
+
+    def main(config: RunConfig, options: Any) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("sys.argv", [TRAIN, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        command_line(main, trains=True)
+    return stopped.value.code, configs
+
+
+@pytest.mark.parametrize("typed", list(trainings()))
+def test_a_command_composes(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / own[0]).parent.mkdir()
+    (tmp_path / own[0]).write_text(own[1])
+    # Nothing is to be queued.
+    arguments = [part.replace("...", "/x") for part in shlex.split(typed) if not part.startswith("hydra")]
+    status, configs = run(arguments, monkeypatch)
+    # No mistake, and no note of values that were meant for another optimizer.
+    assert (status, capsys.readouterr().err) == (0, "")
+    assert configs
+
+
+def test_the_mistakes_are_told_as_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ((typed, shown),) = re.findall(rf"^\$ python {TRAIN} (.*)\n((?:error: .*\n)+)", README, flags=re.MULTILINE)
+    assert run(shlex.split(typed), monkeypatch)[0] == 2
+    assert capsys.readouterr().err == shown
+
+
+def test_files_that_are_named_exist() -> None:
+    for name in re.findall(r"\]\(([^):]+)\)", README) + re.findall(r"`((?:docs|pycls_fast)/\S+\.\w+)`", README):
+        assert (CONFIGS.parent / name).exists(), name
+    for tool in set(re.findall(r"tools/\w+\.py", README)):
+        assert (CONFIGS.parent / tool).is_file(), tool
