@@ -69,6 +69,8 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
         for image, reason in packed.damaged:
             print(f"warning: {image}: {reason}; left out")
         print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+        if not packed.is_new:
+            print(f"{root / name}: packed before, nothing done; remove it to pack anew")
     print(f"use it with data.source=packed data.root={root}")
     return 0
 
