@@ -126,11 +126,8 @@ def _open_split(
 ) -> TarSource:
     label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
-        stamp = {
-            "shards": list(pool.map(_stamp, shards)),
-            "label": label_field,
-            "classes": list(names) if names is not None else None,
-        }
+        stamps = list(pool.map(_stamp, shards))
+    stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
     if is_remote(shards[0]):
         # Scanning them means reading them all over the network, however few they are.
         cache = CachePolicy(cache.place, smallest=0)
@@ -144,7 +141,7 @@ def _open_split(
     )
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
-    versions = Texts.of(json.dumps(about).encode() for about in stamp["shards"])
+    versions = Texts.of(json.dumps(about).encode() for about in stamps)
     return TarSource(root, index.more["classes"], paths, versions, keys, dict(index.arrays), options.shard_cache)
 
 
