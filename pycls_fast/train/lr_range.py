@@ -178,4 +178,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes.set_title(title, fontsize=11, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, format="png")
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise UserError(f"output: {path} could not be written ({error.strerror})") from error
