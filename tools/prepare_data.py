@@ -8,7 +8,6 @@ index    list the files of a large dataset once and keep the list, so that runs 
 All take data.source and the keys that go with it, split=train for one split, data.num_workers (left out: all cores).
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,6 +68,8 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
         for image, reason in packed.damaged:
             print(f"warning: {image}: {reason}; left out")
         print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+        if not packed.is_new:
+            print(f"{root / name}: packed before, nothing done; remove it to pack anew")
     print(f"use it with data.source=packed data.root={root}")
     return 0
 
@@ -76,7 +77,9 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
 def verify_splits(splits: dict, options: Options, workers: int) -> int:
     """List the damaged images."""
     from pycls_fast.data.packing import verify
+    from pycls_fast.train.output_file import output_file, write_json
 
+    file = output_file(options.output) if options.output is not None else None
     report: dict[str, dict[str, object]] = {}
     for name, source in splits.items():
         damaged = []
@@ -85,8 +88,8 @@ def verify_splits(splits: dict, options: Options, workers: int) -> int:
             damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
         print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
         report[name] = {"images": len(source), "damaged": damaged}
-    if options.output is not None:
-        Path(options.output).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if file is not None:
+        write_json(file, report)
     return 2 if any(split["damaged"] for split in report.values()) else 0
 
 

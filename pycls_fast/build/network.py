@@ -133,6 +133,12 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
             for key, (instead, value) in needs_units.items()
             if value != instead
         ]
+    refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
+    if refused:
+        wrong.append(
+            f"data.image_size_schedule: timm's {settings.name} at data.image_size={config.data.image_size} does not "
+            f"take {', '.join(map(str, refused))}; leave it out, or use a network for all sizes (model=resnet50)"
+        )
     if wrong:
         raise UserError(*wrong)
     return network

@@ -137,7 +137,8 @@ def order(config: RunConfig, source: Source) -> Order | None:
         return None
     if ends is None:
         raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
-    # The sampler repeats images of this order; lanes are cut so that a rank keeps to its own in the repeated batch.
+    # The sampler repeats images of this order, all of a batch and then all again: with lanes cut to what a batch takes
+    # of the order, a rank reads no more than `repeats` times its share of them.
     repeats = config.augment.repeats
     batch = config.data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch

@@ -79,6 +79,11 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{data.sampling} visits images in any order, and data.shuffle=blocks keeps to that of the shards; use "
             "data.shuffle=full or loss.class_weights=balanced",
         )
+    if data.sampling != "uniform" and config.loss.class_weights != "none":
+        yield (
+            "loss.class_weights",
+            f"rare classes come more often by data.sampling={data.sampling} already; use one of them",
+        )
     if data.eval_set is not None and data.eval_root is None:
         yield "data.eval_root", f"not set; give the files of data.eval_set={data.eval_set} as data.eval_root=PATH"
 

@@ -256,7 +256,7 @@ def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
         name, separator, value = override.lstrip("+").partition("=")
         if not separator:
             raise unreadable(override, [])
-        if name not in names:
+        if name not in names or value.startswith("{"):
             dotted.append(f"{name}={value}")
             continue
         group_file = CONFIGS / name / f"{value}.yaml"
@@ -327,6 +327,9 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
     if name == LADDERS and separator and not value.startswith("{"):
         # To Hydra every folder is a group, of which it would compose the file; a mapping it leaves alone.
         return f"++{LADDERS}={{name: {value}}}"
+    if name in groups and value.startswith("{") and not override.startswith("+"):
+        # Keys of a group, not its file.
+        return f"++{override}"
     if name not in groups or not separator or value.startswith("{"):
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
         return override if kept else f"++{quote_value(override)}"

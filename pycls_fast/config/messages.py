@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +76,7 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
     if kind == "literal_error":
         allowed = _literals(context["expected"])
         # A number is no misspelt other number.
-        near_value = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        near_value = _hint(kind, key, value) or (did_you_mean(value, allowed) if isinstance(value, str) else "")
         return f"{key}: must be one of {', '.join(allowed)}; got {_shown(value)}{near_value} ({origin})"
     return f"{key}: {_wrong(kind, key, section, found)}; got {_shown(value)}{_hint(kind, key, value)} ({origin})"
 
@@ -127,6 +128,11 @@ _WORDING = {
 }
 
 
+# Kinds of values for which a text that reads like one of them is no misspelling.
+_FROM_TEXT = ("int_type", "float_type", "bool_type", "literal_error", "or_auto", "loss_scale")
+_NUMBER_OR_BOOL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|true|false", re.IGNORECASE)
+
+
 def _wrong(kind: str, key: str, section: type[BaseModel] | None, found: Mapping[str, Any]) -> str:
     if kind == "wrong_length":
         field = section.model_fields[key.rpartition(".")[2]] if section is not None else None
@@ -141,6 +147,12 @@ def _wrong(kind: str, key: str, section: type[BaseModel] | None, found: Mapping[
 def _hint(kind: str, key: str, value: Any) -> str:
     if kind == "string_type" and isinstance(value, int | float):
         return f"; quotes within quotes make it text: '{key}=\"{value}\"'"
+    if kind in _FROM_TEXT and "[" not in key and isinstance(value, str) and _NUMBER_OR_BOOL.fullmatch(value):
+        return (
+            f"; that is text: leave quotes out; for a variable of the shell '{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'"
+        )
+    if kind == "less_than_equal" and key.startswith(("data.mean[", "data.std[")):
+        return f"; pixels are on the scale 0 to 1: divided by 255 it is {value / 255:.3g}"
     return ""
 
 

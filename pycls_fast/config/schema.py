@@ -15,6 +15,9 @@ from pydantic_core import PydanticCustomError
 from pycls_fast.speed import SwitchName
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+# Of pixels in 0..1.
+Mean = Annotated[float, Field(ge=0.0, le=1.0)]
+Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -142,7 +145,8 @@ class Data(Section):
     a network.
 
     With `global_batch_size: auto` it follows the number of training images (`build.by_size`). `normalization: weights`
-    takes mean and standard deviation from what `weights` names, where that says them, in place of `mean` and `std`.
+    takes mean and standard deviation from what `weights` names, where that says them, in place of `mean` and `std`,
+    which are those of red, green and blue on the scale 0 to 1.
     `sampling` is how often a class comes in an epoch: as often as it has images, each class equally often, or by the
     square root of its images (`data.class_order`).
 
@@ -181,8 +185,8 @@ class Data(Section):
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     split_seed: Seed = 0
     normalization: Literal["configured", "weights"] = "configured"
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
+    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
+    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     max_damaged: Annotated[int, Field(ge=0)] = 100
     synthetic_train_images: PositiveInt = 4096
     synthetic_val_images: PositiveInt = 512

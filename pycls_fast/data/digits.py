@@ -23,11 +23,18 @@ def write_digits(folder: str | Path) -> None:
     that several processes may call this at the same time and none ever sees a part.
 
     Raises:
-        UserError: when `folder` holds something else, or scikit-learn is missing.
+        UserError: when `folder` holds something else or cannot be written, or scikit-learn is missing.
     """
     folder = Path(folder)
     if _is_complete(folder):
         return
+    try:
+        _write_all_at_once(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: the digits cannot be written there ({error.strerror}); choose another") from error
+
+
+def _write_all_at_once(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

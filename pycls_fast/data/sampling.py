@@ -107,8 +107,10 @@ class TrainSampler:
             total_steps: one past the last step to yield.
             accumulation_steps: batches that this rank gets per step.
             order: of each epoch; left out, `epoch_order`.
-            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image is in an epoch this many times in a
-                row, as the positions index, index + count, index + 2 count ..., and the epoch ends as early as ever.
+            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image is in an epoch this many times, as
+                the positions index, index + count, index + 2 count ..., and the epoch ends as early as ever. A global
+                batch has all first copies, then all second ones ...: neighbours are mixed (`Mixer`), and copies that
+                stood side by side would be mixed with each other. DeiT deals them out to different ranks.
 
         Raises:
             UserError: when the batch cannot be filled or divided.
@@ -160,9 +162,11 @@ class TrainSampler:
     def _repeated(self, order: np.ndarray) -> np.ndarray:
         if self._repeats == 1:
             return order
-        copies = np.arange(self._repeats, dtype=np.int64) * self._count
-        needed = -(-self._count // self._repeats)
-        return (order[:needed, None] + copies).reshape(-1)[: self._count]
+        used = self.steps_per_epoch * self._global_batch_size
+        copy = np.arange(used) % self._repeats
+        repeated = np.repeat(order[: -(-used // self._repeats)], self._repeats)[:used] + copy * self._count
+        rows = np.argsort(copy.reshape(-1, self._global_batch_size), axis=1, kind="stable")
+        return np.take_along_axis(repeated.reshape(-1, self._global_batch_size), rows, axis=1).reshape(-1)
 
     def _any_order(self, seed: int, epoch: int) -> np.ndarray:
         return epoch_order(seed, epoch, self._count)

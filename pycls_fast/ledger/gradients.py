@@ -32,6 +32,7 @@ from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.output_file import output_file
 from pycls_fast.train.run import make_step
 from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
@@ -188,7 +189,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         output: the JSON file; None for one in `run_dir`, else in `gradients/`.
 
     Raises:
-        UserError: a precision whose gradients have been rounded already, or several ranks.
+        UserError: a precision whose gradients have been rounded already, several ranks, or an `output` that cannot be
+            written.
     """
     level = build.level(config)
     if level.compute == "float16" or level.weights != "float32":
@@ -198,6 +200,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
     with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
+        file = _output_file(config, output)
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
         sources = build.sources(config, world)
@@ -244,7 +247,6 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             "layers": watch.layers(),
             "config": config.model_dump(mode="json"),
         }
-        file = _output_file(config, output)
         write_record(file, record)
         picture = file.with_suffix(".png")
         draw(record, picture)
@@ -255,16 +257,10 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
 
 def _output_file(config: RunConfig, output: str | None) -> Path:
     if output is not None:
-        file = Path(output).expanduser()
-    elif config.run_dir is not None:
-        file = Path(config.run_dir).expanduser() / "gradients.json"
-    else:
-        file = Path("gradients") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {file} cannot be written ({error.strerror}); give another path") from error
-    return file
+        return output_file(output)
+    if config.run_dir is not None:
+        return output_file(Path(config.run_dir) / "gradients.json")
+    return output_file(Path("gradients") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json")
 
 
 def _print(display: Display, record: Mapping[str, Any]) -> None:

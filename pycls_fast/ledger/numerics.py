@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from pycls_fast.losses import Targets
 from pycls_fast.parallel import prepare_model, uncompiled
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.output_file import output_file
 from pycls_fast.train.run import make_step
 from pycls_fast.train.step import Step
 
@@ -33,11 +33,12 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
     """Write the errors at step 0 and after `steps` steps of training as JSON; returns the exit status.
 
     Raises:
-        UserError: several ranks, or what training would refuse.
+        UserError: several ranks, an `output` that cannot be written, or what training would refuse.
     """
     with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: numerics are measured by one process; start without torchrun")
+        file = output_file(output)
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
         train = build.sources(config, world)["train"]
@@ -61,7 +62,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
                 step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
             records.append({"step": steps, **errors(step, network, exact, probe)})
         finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
-        write_record(Path(output), {"kind": "numerics", "config_name": config.config_name, "errors": finite})
+        write_record(file, {"kind": "numerics", "config_name": config.config_name, "errors": finite})
         return DONE
 
 

@@ -36,6 +36,7 @@ from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import memory_peak_bytes
+from pycls_fast.train.output_file import output_file
 from pycls_fast.train.run import make_step
 from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
@@ -149,29 +150,12 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
 
 
 def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
-    """Where the record goes; found to be writable before the time is spent."""
     moment = time.strftime("%Y-%m-%d_%H-%M-%S")
     if output is not None:
-        file = Path(output).expanduser()
-    elif config.run_dir is not None:
-        file = Path(config.run_dir).expanduser() / f"timing-{moment}.json"
-    else:
-        file = Path("timings") / f"{config.config_name}-{moment}.json"
-    problem = None
-    if file.is_dir():
-        problem = f"output: {file} is a folder; give the path of a JSON file"
-    elif world.is_main:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            probe = file.with_name(f".{file.name}.probe")
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            problem = f"output: {file} cannot be written ({error.strerror}); give another path"
-    problem = world.from_main(problem)
-    if problem is not None:
-        raise UserError(problem)
-    return file
+        return output_file(output, world)
+    if config.run_dir is not None:
+        return output_file(Path(config.run_dir) / f"timing-{moment}.json", world)
+    return output_file(Path("timings") / f"{config.config_name}-{moment}.json", world)
 
 
 def _build(

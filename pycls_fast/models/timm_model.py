@@ -108,6 +108,14 @@ class TimmModel(Network):
         """Images (B, C, H, W) -> logits_BK."""
         return self.network(images_BCHW)
 
+    def takes(self, image_size: int) -> bool:
+        """Whether images of this side, in pixels, go through, whatever size the model was built for."""
+        try:
+            _run_without_memory(meta_copy(self.network).eval(), image_size, self.in_channels)
+        except (AssertionError, RuntimeError, ValueError):
+            return False
+        return True
+
     def _head(self) -> nn.Module | None:
         name = self.network.default_cfg.get("classifier")
         return self.network.get_submodule(name) if isinstance(name, str) else None
@@ -165,10 +173,15 @@ def _find_units(network: Any, image_size: int, in_channels: int) -> Units:
 
     for name in candidates:
         copy.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
+    _run_without_memory(copy, image_size, in_channels)
+    return [(name, network.get_submodule(name)) for name in met if name not in unusable]
+
+
+def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> None:
+    """A forward pass of two images on the meta device, through a `meta_copy`."""
     dtype = next(copy.parameters()).dtype
     with torch.no_grad():
         copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
-    return [(name, network.get_submodule(name)) for name in met if name not in unusable]
 
 
 def _matched(network: Any) -> list[str]:

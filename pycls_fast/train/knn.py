@@ -6,8 +6,6 @@ temperature as Caron et al., Emerging Properties in Self-Supervised Vision Trans
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
 from pycls_fast.train.normalization import normalized
+from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.run_folder import device_name, versions
 from pycls_fast.train.weights import load_weights
 
@@ -73,12 +72,14 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         output: a JSON file for the numbers.
 
     Raises:
-        UserError: weights, a split or as many training images as neighbours that are not there.
+        UserError: weights, a split or as many training images as neighbours that are not there, or an `output` that
+            cannot be written.
     """
     weights = config.weights
     if weights is None:
         raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
     with build.world(config) as world:
+        file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
@@ -116,7 +117,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 ("preprocessing", build.preprocessing(config)),
             ],
         )
-        if output is not None:
+        if file is not None:
             values: dict[str, Any] = {
                 "split": split,
                 "top1": top1,
@@ -134,7 +135,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 "device": device_name(world.device),
                 "versions": versions(),
             }
-            Path(output).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            write_json(file, values)
         return DONE
 
 

@@ -6,7 +6,6 @@ where the rate is useful, and rises again where it is too high.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -28,6 +26,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.run_folder import environment
 
 _SMOOTHING = 0.9
@@ -94,12 +93,13 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         output: the folder for the two files; left out, one in `lr_find/`.
 
     Raises:
-        UserError: what training would refuse.
+        UserError: what training would refuse, or a folder that cannot be written to.
     """
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
     folder = Path(output).expanduser() if output is not None else _default_folder(config)
     with build.world(config) as world:
+        file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
         config = parts.config
@@ -136,10 +136,11 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 "loss": [loss if math.isfinite(loss) else None for loss in losses],
                 "environment": environment(world.device, world.size),
             }
-            _write(folder, record, verdict, done, losses)
+            write_json(file, record)
+            _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
             for line in _told(verdict, done):
                 display.note(line)
-            display.note(f"{folder / 'lr_find.json'}, {folder / 'lr_find.png'}")
+            display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
 
 
@@ -162,17 +163,6 @@ def _told(verdict: Verdict, rates: Sequence[float]) -> list[str]:
     return lines
 
 
-def _write(
-    folder: Path, record: dict[str, Any], verdict: Verdict, rates: Sequence[float], losses: Sequence[float]
-) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "lr_find.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        _draw(folder / "lr_find.png", record["config_name"], verdict, rates, losses)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written ({error.strerror}); give another folder") from error
-
-
 def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -188,4 +178,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes.set_title(title, fontsize=11, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, format="png")
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise UserError(f"output: {path} could not be written ({error.strerror})") from error

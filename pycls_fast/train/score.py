@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluation import evaluate
 from pycls_fast.train.normalization import normalized
+from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.run_folder import device_name, versions
 from pycls_fast.train.weights import find_weights, load_weights, open_weights
 
@@ -76,7 +76,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         own_preprocessing: weights of other projects that say how images are prepared for them get theirs so.
 
     Raises:
-        UserError: weights or a split that do not exist or do not fit.
+        UserError: weights or a split that do not exist or do not fit, or an `output` that cannot be written.
     """
     if config.weights is None:
         raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
@@ -85,6 +85,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
     if about is not None and own_preprocessing:
         config = build.with_preprocessing(config, about)
     with build.world(config) as world:
+        file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
@@ -141,7 +142,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 *rows,
             ],
         )
-        if output is not None:
+        if file is not None:
             values = {
                 **record,
                 **comparison,
@@ -154,5 +155,5 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 "device": device_name(world.device),
                 "versions": versions(),
             }
-            Path(output).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            write_json(file, values)
         return DONE

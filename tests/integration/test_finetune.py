@@ -122,7 +122,7 @@ def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path
 def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: Path) -> None:
     """Through a stop and a start, with an average of the weights and balanced classes."""
     settings = [f"weights={weights}", "schedule.epochs=2", "schedule.warmup_epochs=0", "optim.ema_decay=0.9",
-                "data.sampling=balanced", "loss.class_weights=balanced", "model.drop_path=0.5"]  # fmt: skip
+                "data.sampling=balanced", "model.drop_path=0.5"]  # fmt: skip
     assert finetune(images, tmp_path / "whole", *settings, name="linear_probe") == 0
     assert finetune(images, tmp_path / "parts", *settings, "schedule.max_steps=6", name="linear_probe") == 0
     assert finetune(images, tmp_path / "parts", *settings, name="linear_probe") == 0

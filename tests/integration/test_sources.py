@@ -166,19 +166,28 @@ def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"use it with data.source=packed data.root={tmp_path / 'packed'}" in printed
     packed = run(tmp_path / "run", tmp_path / "packed")
     assert packed != run(tmp_path / "other", root)
-    assert prepare(*pack, capsys=capsys) == printed
+    again = prepare(*pack, capsys=capsys).splitlines()
+    added = [f"{tmp_path}/packed/{name}: packed before, nothing done; remove it to pack anew" for name in CONTENT]
+    assert [line for line in again if line not in added] == printed.splitlines()
+    assert set(added) <= set(again)
 
 
 def test_verify_lists_the_damaged(
     tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, said, _ = damaged
-    printed = prepare("verify", f"data.root={root}", f"output={tmp_path / 'report.json'}", capsys=capsys, expect=2)
+    (tmp_path / "file").touch()
+    # Told before all images are read.
+    with pytest.raises(UserError, match=r"^output: .*file/report.json cannot be written \(.*\); give another path"):
+        prepare("verify", f"data.root={root}", f"output={tmp_path / 'file/report.json'}", capsys=capsys)
+    assert "images are damaged" not in capsys.readouterr().out
+    report_file = tmp_path / "reports/new/report.json"
+    printed = prepare("verify", f"data.root={root}", f"output={report_file}", capsys=capsys, expect=2)
     for name, word in said.items():
         assert sum(line.startswith(f"{name}: ") and word in line for line in printed.splitlines()) == 1
     assert f"train: {len(said)} of 1,000 images are damaged" in printed
     assert "val: 0 of 50 images are damaged" in printed
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads(report_file.read_text())
     assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
     prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
 

@@ -60,6 +60,8 @@ class Packed:
     count: int
     size: int
     damaged: list[tuple[str, str]] = field(default_factory=list)
+    is_new: bool = True
+    """False where it was all there before, and nothing was done."""
 
 
 class _Image(NamedTuple):
@@ -148,9 +150,8 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
             f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in list(damaged.values())[:3])
         )
     # Without the folders that all have in common, which mean nothing elsewhere.
-    ends = [source.name(0).rpartition("/")[0], source.name(len(source) - 1).rpartition("/")[0]]
-    above = os.path.commonpath(ends) if all(ends) else ""
-    names = (source.name(int(index)).removeprefix(f"{above}/") for index in whole)
+    above = _common_start([source.name(0), source.name(len(source) - 1)])
+    names = (source.name(int(index)).removeprefix(above) for index in whole)
     texts = Texts.of(name.encode("utf-8", "surrogateescape") for name in names)
     np.save(folder / TABLE, table[whole])
     np.save(folder / NAMES, texts.data)
@@ -163,11 +164,23 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
 
 
+def _common_start(names: list[str]) -> str:
+    """The folders at the beginning of all names, with the slash that ends them."""
+    folders = [name.rpartition("/")[0] for name in names]
+    # A table may have relative paths and absolute ones.
+    is_one_kind = len({name.startswith("/") for name in names}) == 1
+    above = os.path.commonpath(folders) if is_one_kind and all(folders) else ""
+    return f"{above}/" if above else ""
+
+
 def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
-    """What is packed and how: a run goes on only with the same."""
+    """What is packed and how: a run goes on only with the same. Takes some seconds for a million images."""
     digest = hashlib.sha256()
-    for index in range(0, len(source), max(len(source) // 1000, 1)):
+    for index in range(len(source)):
         digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
+    labels = getattr(source, "labels", None)
+    if labels is not None:
+        digest.update(np.asarray(labels, dtype="<i8").tobytes())
     digest.update(json.dumps([len(source), list(source.classes), asdict(settings)]).encode())
     return {"settings": asdict(settings), "digest": digest.hexdigest(), "source": source.describe()}
 
@@ -178,8 +191,8 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["digest"] != plan["digest"]:
             raise UserError(
-                f"output: {folder} holds the beginning of another packing ({before['source']}, {before['settings']}); "
-                "remove it, or choose another output"
+                f"output: {folder} holds the beginning of another packing ({before['source']}, {before['settings']}): "
+                "names, labels or settings differ; remove it, or choose another output"
             )
         return
     if any(folder.iterdir()):
@@ -195,10 +208,11 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     if about["plan"] != plan["digest"]:
         raise UserError(
-            f"output: {folder} already holds other packed images ({about['how']}, {about['count']:,}); remove it, or "
-            "choose another output"
+            f"output: {folder} already holds other packed images ({about['how']}, {about['count']:,}): "
+            "names, labels or settings differ; remove it, or choose another output"
         )
-    return Packed(about["count"], (folder / IMAGES).stat().st_size, [tuple(pair) for pair in about["damaged"]])
+    damaged = [tuple(pair) for pair in about["damaged"]]
+    return Packed(about["count"], (folder / IMAGES).stat().st_size, damaged, is_new=False)
 
 
 def _whole_entries(images: Path, table: Path) -> tuple[int, int]:

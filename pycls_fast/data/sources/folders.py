@@ -35,10 +35,10 @@ def open_folder(
     """Find the splits of a dataset on disk.
 
     With `train/` and one of `val/`, `valid/`, `validation/`, `test/` these are "train" and "val"; with both a
-    validation and a test folder there is "test" too, unless it holds no class folders (ImageNet's has no
-    labels). ImageNet's validation images may lie in `val/` without class folders, if their labels are there (see
-    `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images are split at random,
-    class by class.
+    validation and a test folder there is "test" too. A test folder without class folders (ImageNet's, and those of
+    competitions, have no labels) is left out. ImageNet's validation images may lie in `val/` without class folders, if
+    their labels are there (see `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images
+    are split at random, class by class.
 
     Args:
         val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least
@@ -66,7 +66,7 @@ def _open_folder(root: Path, val_fraction: float, split_seed: int, cache: CacheP
     if val_name is None:
         return split_at_random(train, val_fraction, split_seed, where=str(train.root))
     sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
-    if test_name is not None and subfolders(root / test_name):
+    if test_name is not None:
         sources["test"] = _scan_like(root / test_name, train, cache)
     return sources
 
@@ -223,11 +223,11 @@ def _has_split_folders(root: Path, folders: list[str]) -> bool:
 
 
 def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str | None]:
-    """The names of the validation folder and of a further test folder."""
+    """The names of the validation folder and of a further test folder, None where there is none with labels."""
     found = [name for name in _VAL_NAMES if name in folders]
     if len(found) > 1:
         raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")
-    test = "test" if "test" in folders else None
+    test = "test" if "test" in folders and subfolders(root / "test") else None
     if found:
         return found[0], test
     return test, None

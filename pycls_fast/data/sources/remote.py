@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +19,8 @@ from pycls_fast.errors import UserError
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
 _BLOCK = 8 * 2**20
+_FOLDER = "pycls_fast_shards"
+_COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -117,30 +122,42 @@ class FileCache:
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
-        self.folder = folder
+        """
+        Args:
+            folder: may hold other files: copies lie in a folder of their own below it.
+            limit: bytes of all copies; None for no limit.
+        """
+        self.folder = folder / _FOLDER
         self.limit = limit
 
-    def read_range(self, address: str, start: int, size: int) -> bytes:
+    def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
         """Bytes of the local copy, which is made first if need be.
+
+        Args:
+            version: what `stamp_of` says of the file; of another one there is another copy.
 
         Raises:
             FileNotFoundError: the remote file is gone.
-            UserError: it cannot be reached, or the folder cannot be written.
+            UserError: it cannot be reached, or the folder cannot be written or read.
         """
-        place = self.place(address)
+        place = self.place(address, version)
         for _ in range(_ATTEMPTS):
             try:
                 with place.open("rb", buffering=0) as file:
-                    os.utime(file.fileno())
+                    # Another user's copy can be read, but not touched.
+                    with suppress(OSError):
+                        os.utime(file.fileno())
                     return os.pread(file.fileno(), size, start)
             except FileNotFoundError:
                 # Not yet here, or sent away between two reads.
                 self._fetch(address, place)
+            except PermissionError as error:
+                raise UserError(f"data.shard_cache: {place} cannot be read ({error.strerror})") from error
         raise UserError(f"{self.folder}: files go as fast as they come; raise data.shard_cache_gib")
 
-    def place(self, address: str) -> Path:
+    def place(self, address: str, version: str) -> Path:
         """Where the copy of a file is, or would be."""
-        name = hashlib.sha256(address.encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 
     def _fetch(self, address: str, place: Path) -> None:
@@ -166,10 +183,19 @@ class FileCache:
     def _make_room(self, size: int) -> None:
         if self.limit is None:
             return
-        held = [(file.stat().st_mtime, file.stat().st_size, file) for file in self.folder.glob("[!.]*")]
+        held = sorted(self._copies())
         total = size + sum(own for _, own, _ in held)
-        for _, own, file in sorted(held):
+        for _, own, file in held:
             if total <= self.limit:
                 return
             file.unlink(missing_ok=True)
             total -= own
+
+    def _copies(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of the last use, bytes and path of each copy, and of nothing else that may lie there."""
+        for file in self.folder.iterdir():
+            # Other processes make room, too.
+            with suppress(FileNotFoundError):
+                about = file.lstat()
+                if _COPY.fullmatch(file.name) and stat.S_ISREG(about.st_mode):
+                    yield about.st_mtime, about.st_size, file

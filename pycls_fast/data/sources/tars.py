@@ -38,6 +38,7 @@ class TarSource:
         where: str,
         classes: Sequence[str],
         shards: Texts,
+        versions: Texts,
         keys: Texts,
         arrays: dict[str, np.ndarray],
         cache: FileCache | None,
@@ -46,6 +47,7 @@ class TarSource:
         Args:
             where: what to call the dataset in messages.
             shards: paths or addresses.
+            versions: of the shards, as texts: which of them the index describes.
             keys: of the samples, their names within the shard.
             arrays: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard;
                 `block_ends`, int64: samples up to the end of each shard.
@@ -57,6 +59,7 @@ class TarSource:
         self._places = arrays["places"]
         self._where = where
         self._shards = shards
+        self._versions = versions
         self._keys = keys
         self._cache = cache
 
@@ -65,12 +68,13 @@ class TarSource:
 
     def read(self, index: int) -> tuple[bytes, int]:
         offset, size = self._places[index].tolist()
-        shard = self._shard(index)
+        number = self._shard_number(index)
+        shard = self._shards[number]
         if not is_remote(shard):
             with Path(shard).open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), size, offset)
         elif self._cache is not None:
-            data = self._cache.read_range(shard, offset, size)
+            data = self._cache.read_range(shard, self._versions[number], offset, size)
         else:
             data = read_range(shard, offset, size)
         if len(data) < size:
@@ -78,15 +82,15 @@ class TarSource:
         return data, int(self.labels[index])
 
     def name(self, index: int) -> str:
-        return f"{self._shard(index)}[{self._keys[index]}]"
+        return f"{self._shards[self._shard_number(index)]}[{self._keys[index]}]"
 
     @property
     def prefers_blocks(self) -> bool:
         """Shards behind a network are read one after the other."""
         return is_remote(self._shards[0])
 
-    def _shard(self, index: int) -> str:
-        return self._shards[int(np.searchsorted(self.block_ends, index, side="right"))]
+    def _shard_number(self, index: int) -> int:
+        return int(np.searchsorted(self.block_ends, index, side="right"))
 
     def describe(self) -> str:
         files = f"{len(self._shards):,} tar files of {self._where}"
@@ -122,11 +126,8 @@ def _open_split(
 ) -> TarSource:
     label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
-        stamp = {
-            "shards": list(pool.map(_stamp, shards)),
-            "label": label_field,
-            "classes": list(names) if names is not None else None,
-        }
+        stamps = list(pool.map(_stamp, shards))
+    stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
     if is_remote(shards[0]):
         # Scanning them means reading them all over the network, however few they are.
         cache = CachePolicy(cache.place, smallest=0)
@@ -140,7 +141,8 @@ def _open_split(
     )
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
-    return TarSource(root, index.more["classes"], paths, keys, dict(index.arrays), options.shard_cache)
+    versions = Texts.of(json.dumps(about).encode() for about in stamps)
+    return TarSource(root, index.more["classes"], paths, versions, keys, dict(index.arrays), options.shard_cache)
 
 
 def _stamp(shard: str) -> list[Any]:

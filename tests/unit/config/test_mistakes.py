@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from pycls_fast.config import load_config
+import pytest
+import yaml
+
+from pycls_fast.config import load_config, load_run_config
 from pycls_fast.errors import UserError
 
 HERE = "(the command line)"
+
+
+def text(key: str) -> str:
+    """The hint for a number that is text."""
+    way = f"'{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'"
+    return f"that is text: leave quotes out; for a variable of the shell {way} {HERE}"
+
+
 ROOT = "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH"
 
 # (overrides of vit_digits, the line)
@@ -56,7 +67,7 @@ ONE_MISTAKE = [
     (["schedule.epochs=1.5"], f"schedule.epochs: must be auto or a whole number greater than 0; got 1.5 {HERE}"),
     (
         ["schedule.epochs='3'"],
-        f'schedule.epochs: must be auto or a whole number greater than 0; got "3" {HERE}',
+        'schedule.epochs: must be auto or a whole number greater than 0; got "3"; ' + text("schedule.epochs"),
     ),
     (["schedule.max_steps=1.5"], f"schedule.max_steps: must be a whole number; got 1.5 {HERE}"),
     (["runtime.tensorboard=yes"], f'runtime.tensorboard: must be true or false; got "yes" {HERE}'),
@@ -79,6 +90,17 @@ ONE_MISTAKE = [
     (["optim.lr=.nan"], f'optim.lr: must be a number; got ".nan" {HERE}'),
     (["optim.lr=inf"], f"optim.lr: must be a finite number; got inf {HERE}"),
     (["data.mean=[0,nan,0]"], f"data.mean[1]: must be a finite number; got nan {HERE}"),
+    (
+        ["data.mean=[123.675,0,0]"],
+        "data.mean[0]: must be at most 1; got 123.675; pixels are on the scale 0 to 1: divided by 255 it is 0.485 "
+        + HERE,
+    ),
+    (["data.mean=[0,-0.1,0]"], f"data.mean[1]: must be at least 0; got -0.1 {HERE}"),
+    (
+        ["data.std=[0.2,0.2,57.375]"],
+        "data.std[2]: must be at most 1; got 57.375; pixels are on the scale 0 to 1: divided by 255 it is 0.225 "
+        + HERE,
+    ),
     (["precision.loss_scale_growth=inf"], f"precision.loss_scale_growth: must be a finite number; got inf {HERE}"),
     (["seed=-1"], f"seed: must be at least 0; got -1 {HERE}"),
     (["seed=99999999999"], f"seed: must be less than 2147483648; got 99999999999 {HERE}"),
@@ -132,6 +154,11 @@ ONE_MISTAKE = [
         "loss.class_weights: weighs the shares of a mix, which loss.bce_threshold rounds; use one of them " + HERE,
     ),
     (
+        ["data.sampling=square_root", "loss.class_weights=balanced"],
+        "loss.class_weights: rare classes come more often by data.sampling=square_root already; use one of them "
+        + HERE,
+    ),
+    (
         ["loss.bce_threshold=0.2"],
         f"loss.bce_threshold: is for loss=bce; leave it out with loss=cross_entropy {HERE}",
     ),
@@ -156,6 +183,13 @@ ONE_MISTAKE = [
         ["data.root=${oc.env:PYCLS_FAST_NO_SUCH}"],
         f"data.root: Environment variable 'PYCLS_FAST_NO_SUCH' not found {HERE}",
     ),
+    (["seed=${oc.env:PYCLS_FAST_SEVEN}"], 'seed: must be a whole number; got "7"; ' + text("seed")),
+    (["optim.lr=${oc.env:PYCLS_FAST_SEVEN}"], 'optim.lr: must be a number; got "7"; ' + text("optim.lr")),
+    (
+        ["precision.loss_scale='7'"],
+        'precision.loss_scale: must be dynamic or a number greater than 0; got "7"; ' + text("precision.loss_scale"),
+    ),
+    (["speed={atention: reference}"], f"speed.atention: unknown key; did you mean speed.attention? {HERE}"),
     (["optim.lr=???"], f"optim.lr: left open as ???; set it with optim.lr=VALUE {HERE}"),
     # What cannot be read.
     (["optim.lr"], "cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"),
@@ -193,7 +227,8 @@ ONE_MISTAKE = [
 @pytest.mark.parametrize(
     ("overrides", "line"), ONE_MISTAKE, ids=[" ".join(case[0]) or "nothing" for case in ONE_MISTAKE]
 )
-def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
+def test_a_mistake_gets_its_line(overrides: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCLS_FAST_SEVEN", "7")
     with pytest.raises(UserError) as caught:
         load_config("vit_digits", overrides)
     assert caught.value.lines == (line,)
@@ -212,6 +247,11 @@ def test_a_mistake_gets_its_line(overrides: list[str], line: str) -> None:
             "resnet_digits",
             ["model.depth=20"],
             f"model.depth: must be one of 18, 26, 34, 50, 101, 152, 200; got 20 {HERE}",
+        ),
+        (
+            "resnet_digits",
+            ["model.depth='50'"],
+            'model.depth: must be one of 18, 26, 34, 50, 101, 152, 200; got "50"; ' + text("model.depth"),
         ),
         (
             "resnet_digits",
@@ -239,7 +279,9 @@ def test_a_mistake_in_another_experiment(name: str, overrides: list[str], line: 
     assert caught.value.lines == (line,)
 
 
-def test_the_way_out_that_a_line_names_works() -> None:
+def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCLS_FAST_SEVEN", "7")
+    assert load_config("vit_digits", ['seed="${oc.decode:${oc.env:PYCLS_FAST_SEVEN}}"']).seed == 7
     assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
     assert load_config("vit_digits", ['data.root="3"']).data.root == "3"
     assert load_config("vit_digits", ["optim.betas=[0.9,0.95]"]).optim.model_dump()["betas"] == (0.9, 0.95)
@@ -276,6 +318,19 @@ def test_all_impossible_combinations_are_told_at_once() -> None:
         "model.width",
         "schedule.warmup_epochs",
     ]
+
+
+def test_a_group_takes_several_of_its_keys_at_once(tmp_path: Path) -> None:
+    keys = "speed={attention: reference, layout: batch_second}"
+    config = load_config("vit_digits", ["speed=fast", keys])
+    assert (config.speed.preset, config.speed.attention, config.speed.layout) == ("fast", "reference", "batch_second")
+    assert (
+        config.speed.chosen().keys()
+        == load_config("vit_digits", ["speed.attention=reference", "speed.layout=batch_second"]).speed.chosen().keys()
+    )
+    values = {**load_config("vit_digits").model_dump(mode="json"), "config_name": "vit_digits"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert load_run_config(tmp_path, [keys]).speed.attention == "reference"
 
 
 def test_the_last_of_two_values_counts() -> None:

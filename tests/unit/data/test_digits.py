@@ -45,6 +45,21 @@ def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file/digits", tmp_path / "file/deeper/digits"):
+        with pytest.raises(UserError, match=rf"^{folder}[ :].*; (choose|remove it or choose) another"):
+            write_digits(folder)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # The tests may run as a user who may write everywhere.
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(UserError, match=r"the digits cannot be written there \(Permission denied\); choose another"):
+        write_digits(tmp_path / "digits")
+
+
 def _write_together(folder: Path, barrier: multiprocessing.synchronize.Barrier) -> None:
     barrier.wait()
     write_digits(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.data import FileSource, Source, open_folder
-from pycls_fast.data.sources import EXTENSIONS, scan_classes
+from pycls_fast.data.sources import EXTENSIONS, recognise, scan_classes
 from pycls_fast.errors import UserError
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
@@ -62,6 +62,14 @@ def test_labelled_test_folder_beside_validation(tmp_path: Path, write_tree: Writ
 def test_unlabelled_test_folder_is_left_out(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"train/a": 2, "val/a": 1, "test": 4})
     assert set(open_plain(tmp_path)) == {"train", "val"}
+
+
+def test_unlabelled_test_folder_is_no_validation_split(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 8, "train/b": 4, "test": 4})
+    sources = open_plain(tmp_path)
+    assert {name: len(source) for name, source in sources.items()} == {"train": 9, "val": 3}
+    assert all("/train/" in name for source in sources.values() for name in names(source))
+    assert recognise(str(tmp_path)) == ("folder",)
 
 
 def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTree) -> None:

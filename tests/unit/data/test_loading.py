@@ -284,8 +284,7 @@ def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.Monkey
 
 
 def test_repeated_augmentation() -> None:
-    """Each image three times in a row, augmented differently; an epoch has as many images as ever; ranks do not
-    matter."""
+    """Each image three times, augmented differently; an epoch has as many images as ever; ranks do not matter."""
     source = SyntheticSource(20, 20, 3, seed=1)
     dataset = ImageDataset(source, TRAIN, seed=4, training=True, repeats=3)
 
@@ -299,9 +298,10 @@ def test_repeated_augmentation() -> None:
     for epoch in (0, 1):
         seen = [position for batch in whole[3 * epoch : 3 * epoch + 3] for _, position in batch]
         images = [position % 20 for position in seen]
-        assert images == [image for image in images[::3] for _ in range(3)]
+        # Six images to a batch: two of them, their second copies, their third ones.
+        assert images == [image for first in (0, 6, 12) for _ in range(3) for image in images[first : first + 2]]
         assert len(set(images)) == 6
-        assert [position // 20 for position in seen] == [0, 1, 2] * 6
+        assert [position // 20 for position in seen] == [0, 0, 1, 1, 2, 2] * 3
     first, second, third = (dataset[(0, position)] for position in (7, 27, 47))
     assert first.index == second.index == third.index == 7
     assert first.image_HWC is not None

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,9 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data.packing import PackSettings, pack, packer, verify
-from pycls_fast.data.sources import PackedSource, open_packed, scan_classes
-from pycls_fast.data.sources.packed import ENTRY
+from pycls_fast.data.sources import FileSource, PackedSource, open_packed, open_splits, scan_classes
+from pycls_fast.data.sources.arrays import Texts
+from pycls_fast.data.sources.packed import ENTRY, open_packed_split
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
@@ -170,6 +173,55 @@ def test_another_packing_is_not_gone_on_with(tmp_path: Path, folder: Path) -> No
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(UserError, match="is not empty and holds no packed images"):
         pack(source, tmp_path / "full", PackSettings(), workers=0, title="")
+
+
+def test_one_other_label_or_name_is_another_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one image among more than could be looked at one by one."""
+    names = [f"{index}.png" for index in range(2000)]
+    labels = np.arange(2000, dtype=np.int32) % 2
+
+    def source(names: list[str], labels: np.ndarray) -> FileSource:
+        return FileSource(tmp_path, ("cat", "dog"), Texts.of(map(str.encode, names)), labels)
+
+    other_names, other_labels = names.copy(), labels.copy()
+    other_names[1501], other_labels[1501] = "new.png", 1 - labels[1501]
+    others = (source(other_names, labels), source(names, other_labels))
+    picture = packer._Image(b"picture", 0, 0, 0)
+
+    def make(source: object, index: int, *, settings: PackSettings, stop: int = 2000) -> packer._Image:
+        if index == stop:
+            raise RuntimeError
+        return picture
+
+    monkeypatch.setattr(packer, "_make", partial(make, stop=9))
+    with pytest.raises(RuntimeError):
+        pack(source(names, labels), tmp_path / "out", PackSettings(), workers=0, title="")
+    for other in others:
+        with pytest.raises(
+            UserError, match=r"beginning of another packing .*: names, labels or settings differ; remove"
+        ):
+            pack(other, tmp_path / "out", PackSettings(), workers=0, title="")
+    monkeypatch.setattr(packer, "_make", make)
+    assert pack(source(names, labels), tmp_path / "out", PackSettings(), workers=0, title="").is_new
+    for other in others:
+        with pytest.raises(UserError, match=r"already holds other packed .*: names, labels or settings differ; remove"):
+            pack(other, tmp_path / "out", PackSettings(), workers=0, title="")
+    assert not pack(source(names, labels), tmp_path / "out", PackSettings(), workers=0, title="").is_new
+
+
+def test_a_table_of_relative_and_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [sample.data for sample in CONTENT["train"][:2]]
+    monkeypatch.chdir(tmp_path)
+    for place, image in zip((Path("data/near"), tmp_path / "far"), data, strict=True):
+        place.mkdir(parents=True)
+        (place / "x.jpg").write_bytes(image)
+    Path("data/table.csv").write_text(f"path,label\nnear/x.jpg,cat\n{tmp_path}/far/x.jpg,dog\n")
+    options = replace(NO_CACHE, train="table.csv", val="table.csv")
+    pack(open_splits("manifest", "data", options)["train"], tmp_path / "out/train", PackSettings(), workers=0, title="")
+    packed = open_packed_split(tmp_path / "out/train")
+    assert samples_of(packed) == [(data[0], "cat"), (data[1], "dog")]
+    names = [packed.name(index).partition(": ")[2].rstrip("]") for index in range(2)]
+    assert names == ["data/near/x.jpg", f"{tmp_path}/far/x.jpg"]
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> None:

@@ -104,6 +104,24 @@ def test_ranks_have_contiguous_parts_of_every_microbatch() -> None:
     assert indices == [order[4:8].tolist(), order[12:16].tolist(), order[20:24].tolist()]
 
 
+@pytest.mark.parametrize("repeats", [3, 4])
+@pytest.mark.parametrize(("world_size", "accumulation_steps"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 2)])
+def test_no_image_is_mixed_with_its_own_copy(repeats: int, world_size: int, accumulation_steps: int) -> None:
+    """`Mixer` mixes each image of a rank's microbatch with the one before it."""
+    count, batch = 1000, 64
+    options = {"seed": 3, "global_batch_size": batch, "total_steps": 30, "repeats": repeats}
+    steps = global_steps(world_size, accumulation_steps, count=count, **options)
+    share = batch // world_size // accumulation_steps
+    for keys in steps:
+        images = np.array([position % count for _, position in keys]).reshape(-1, share)
+        assert (images != np.roll(images, 1, axis=1)).all()
+    assert global_steps(1, count=count, **options) == steps
+    assert global_steps(world_size, accumulation_steps, count=count, start_step=17, **options) == steps[17:]
+    seen = [position for keys in steps[:15] for _, position in keys]
+    assert len(set(seen)) == len(seen)
+    assert len({position % count for position in seen}) == -(-len(seen) // repeats)
+
+
 def test_length_counts_what_is_left() -> None:
     sampler = TrainSampler(10, seed=0, global_batch_size=4, start_step=3, total_steps=9, accumulation_steps=2)
     assert len(sampler) == len(list(sampler)) == 12

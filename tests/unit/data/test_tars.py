@@ -78,6 +78,7 @@ def test_braces_and_stars(tmp_path: Path) -> None:
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
             add_member(tar, name, data)
@@ -151,7 +152,7 @@ def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert prefers_blocks(splits["train"])
-    assert len(list((tmp_path / "shards").glob("*.tar"))) == (3 if cached else 0)
+    assert len(list((tmp_path / "shards/pycls_fast_shards").glob("*.tar"))) == (3 if cached else 0)
     # The index is kept however small it is, and made anew when a shard changes.
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
     fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
@@ -166,7 +167,68 @@ def test_the_folder_of_shards_keeps_to_its_limit(tmp_path: Path, memory: str) ->
     for epoch in range(2):
         for index in range(len(source)):
             assert source.read(index)[0] == CONTENT["train"][index].data, epoch
-            assert len(list((tmp_path / "shards").glob("*.tar"))) <= 2
+            assert len(list((tmp_path / "shards/pycls_fast_shards").glob("*.tar"))) <= 2
+
+
+def test_making_room_leaves_what_is_not_a_copy(tmp_path: Path, memory: str) -> None:
+    """The folder may be one that people use for other things, too."""
+    cache = FileCache(tmp_path / "disk", 1)
+    source = open_tars(memory, shard_cache=cache)["train"]
+    source.read(0)
+    (first,) = cache.folder.glob("*.tar")
+    files = [place / name for place in (tmp_path / "disk", cache.folder) for name in ("thesis.tex", "0a-old.tar")]
+    for file in files:
+        file.write_text("mine")
+    folders = [tmp_path / "disk/photos", cache.folder / f"{'0' * 16}-photos"]
+    for folder in folders:
+        folder.mkdir()
+    for path in (*files, *folders):
+        os.utime(path, (1, 1))
+    source.read(len(source) - 1)
+    assert not first.exists()
+    assert [file.read_text() for file in files] == ["mine"] * 4
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_copy_that_another_process_removes_meanwhile(
+    tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = FileCache(tmp_path / "shards", 1)
+    source = open_tars(memory, shard_cache=cache)["train"]
+    source.read(0)
+    real = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        path.unlink(missing_ok=True)
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert not list(cache._copies())
+
+
+def test_another_users_copy_is_read(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path / "shards", None)
+    source = open_tars(memory, shard_cache=cache)["train"]
+    assert source.read(0)[0] == CONTENT["train"][0].data
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert source.read(0)[0] == CONTENT["train"][0].data
+    monkeypatch.setattr(Path, "open", refuse)
+    # Without that all images would count as damaged.
+    with pytest.raises(UserError, match=r"^data.shard_cache: .*set-train-000000.tar cannot be read"):
+        source.read(0)
+
+
+def test_a_shard_that_changed_is_fetched_anew(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/remote"
+    cache = FileCache(tmp_path / "shards", None)
+    for data in (JPEG, CONTENT["train"][1].data + b"longer"):
+        tar_of(tmp_path / "remote/train.tar", {"x.cls": b"0", "x.jpg": data, "y.cls": b"1", "y.jpg": data[::-1]})
+        source = open_tars(address, train="train.tar", val="train.tar", shard_cache=cache)["train"]
+        assert [source.read(index)[0] for index in range(2)] == [data, data[::-1]]
 
 
 def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:

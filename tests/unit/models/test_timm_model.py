@@ -106,6 +106,10 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
         (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
         (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
         (["model.name=densenet121", "speed.compile=blocks"], r"use speed\.compile=model$"),
+        (
+            ["model.name=vit_tiny_patch16_224", "data.image_size_schedule=[[0,160],[9,224]]"],
+            r"data.image_size_schedule: timm's vit_tiny_patch16_224 at data.image_size=224 does not take 160; leave",
+        ),
         (["model.name=densenet121", "optim.layer_decay=0.7"], r"optim.layer_decay: 0.7 works .* use .*=null$"),
     ],
 )
@@ -113,6 +117,18 @@ def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
     config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides])
     with torch.device("meta"), pytest.raises(UserError, match=line):
         build.model(config, 5, build.switches(config, CPU))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model.name=resnet18"], ["model.name=vit_tiny_patch16_224", "model.options={dynamic_img_size: true}"]],
+)
+def test_sizes_that_change(overrides: list[str]) -> None:
+    """The same model, where it has positions, can be asked to fit them."""
+    schedule = "data.image_size_schedule=[[0,160]]"
+    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides])
+    with torch.device("meta"):
+        assert build.model(config, 5, build.switches(config, CPU)).image_size == 224
 
 
 def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pycls_fast.errors import UserError
+from pycls_fast.train import lr_range
 from pycls_fast.train.lr_range import judge, smooth
 
 RATES = np.geomspace(1e-6, 10, 141).tolist()
@@ -46,3 +49,9 @@ def test_smoothing_of_a_constant_is_the_constant() -> None:
     assert smooth([3.0] * 20) == pytest.approx(np.full(20, 3.0))
     noisy = smooth([1.0, 3.0] * 50)
     assert noisy[20:] == pytest.approx(np.full(80, 2.0), abs=0.2)
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    verdict = judge(RATES, [curve(rate) for rate in RATES])
+    with pytest.raises(UserError, match=r"^output: .* could not be written \(Is a directory\)$"):
+        lr_range._draw(tmp_path, "title", verdict, RATES, [curve(rate) for rate in RATES])

@@ -1,0 +1,70 @@
+"""`output=`: a place that cannot be written is told before the work, not after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.gradients import count_gradients
+from pycls_fast.ledger.numerics import measure_numerics
+from pycls_fast.train import score as scoring
+from pycls_fast.train.knn import score_neighbours
+from pycls_fast.train.lr_range import lr_range_test
+from pycls_fast.train.output_file import output_file, write_json
+
+TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
+    "score": lambda config, output: scoring.score(config, "val", output),
+    "knn": lambda config, output: score_neighbours(config, k=1, temperature=1.0, split="val", output=output),
+    "lr_find": lambda config, output: lr_range_test(config, steps=2, lr_min=0.1, lr_max=1.0, output=output),
+    "numerics": lambda config, output: measure_numerics(config, steps=1, output=output),
+    "gradients": lambda config, output: count_gradients(config, steps=1, warmup_steps=0, loss_scale=1.0, output=output),
+}
+
+
+def test_folders_are_made_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = output_file("~/new/folder/a.json")
+    assert file == tmp_path / "new/folder/a.json"
+    assert not list(file.parent.iterdir())
+    name = os.fsdecode(b"caf\xe9")
+    write_json(file, {"name": name, "class": "caf\u00e9"})
+    assert json.loads(file.read_text(encoding="utf-8")) == {"name": name, "class": "caf\u00e9"}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^output: .* is a folder; give the path of a file$"):
+        output_file(tmp_path)
+    with pytest.raises(UserError, match=r"^output: .*file/a.json cannot be written \(.*\); give another path$"):
+        output_file(tmp_path / "file/a.json")
+    file = output_file(tmp_path / "a.json")
+    file.mkdir()
+    with pytest.raises(UserError, match=r"^output: .*a.json could not be written \(Is a directory\)$"):
+        write_json(file, {})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*arguments: object, **options: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(build, "sources", work)
+    monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
+    (tmp_path / "file").touch()
+    config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])
+    run = partial(TOOLS[tool], config)
+    with pytest.raises(UserError, match=r"^output: .* cannot be written \(.*\); give another path$"):
+        run(str(tmp_path / "file/a.json"))
+    with pytest.raises(AssertionError, match="too late"):
+        run(str(tmp_path / "new/a.json"))
