@@ -16,7 +16,8 @@ from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.accuracy import CONFIDENCE, holm
+from pycls_fast.ledger.accuracy import CONFIDENCE
+from pycls_fast.ledger.verdicts import holm
 
 LOST = 1
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
