@@ -86,7 +86,8 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "before": arm.before,
         "status": status,
         "reason": reason,
-        "needs": "CUDA" if reason is not None and "CUDA" in reason else None,
+        # A device that has run out of memory is named in its message, too.
+        "needs": "CUDA" if status == "cannot run" and "CUDA" in str(reason) else None,
         "timing": _timing(ledger, arm),
         "numerics": _numerics(ledger, arm),
         "training": _training(ledger, arm),
