@@ -218,7 +218,7 @@ def simulated(rng: np.random.Generator, rungs: int, seeds: int, loss: float) -> 
     ]
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("seeds", [2, 3, 4])
 def test_innocents_on_images_are_accused_no_more_often_than_stated(seeds: int) -> None:
     rng = np.random.default_rng(seeds)
     reports = [judge(simulated(rng, 3, seeds, 0.0)) for _ in range(200)]
@@ -229,8 +229,8 @@ def test_innocents_on_images_are_accused_no_more_often_than_stated(seeds: int) -
 def test_a_planted_loss_is_found_with_enough_seeds_and_said_to_need_more_with_too_few() -> None:
     """A change that gets 1% of the right answers wrong."""
     rng = np.random.default_rng(0)
-    few = [judge(simulated(rng, 4, 3, 0.01))[0][0] for _ in range(20)]
-    many = [judge(simulated(rng, 4, 40, 0.01))[0][0] for _ in range(20)]
+    few = [judge(simulated(rng, 3, 3, 0.01))[0][0] for _ in range(20)]
+    many = [judge(simulated(rng, 3, 40, 0.01))[0][0] for _ in range(20)]
     assert sum(verdict.finding in LOSSES for verdict in many) >= 16
     undecided = [verdict for verdict in few if verdict.finding == "not enough runs"]
     assert len(undecided) >= 10
