@@ -81,7 +81,7 @@ def _bars(
     axes.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
     axes.invert_yaxis()
     # Room for the numbers behind the longest.
-    axes.set_xlim(0, max(*values, *(end for arm in arms for end in interval(arm) or ())) * 1.22)
+    axes.set_xlim(0, max([*values, *(end for arm in arms for end in interval(arm) or ())]) * 1.22)
     axes.set_xlabel(label, fontsize=9)
     return figure
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.accuracy import CONFIDENCE, holm
+from pycls_fast.ledger.accuracy import CONFIDENCE
+from pycls_fast.ledger.verdicts import holm
 
 LOST = 1
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
@@ -52,7 +54,8 @@ def _check(arguments: Sequence[str]) -> int:
     for column in ("rung", "quantity", "before", "now", ""):
         table.add_column(column, no_wrap=True)
     for finding in findings:
-        table.add_row(finding.rung, finding.quantity, finding.before, finding.now, finding.text)
+        cells = (finding.rung, finding.quantity, finding.before, finding.now, finding.text)
+        table.add_row(*(escape(cell) for cell in cells))
     console = Console(highlight=False)
     (console if console.is_terminal else Console(width=200, highlight=False)).print(table)
     return LOST if any(finding.lost for finding in findings) else DONE
@@ -86,9 +89,10 @@ def compare(
     """What became of each rung of `before`.
 
     Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
-    rate itself, on the same device. It is lost where the two 95% intervals do not overlap and more than `tolerance` of
-    it is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's
-    correction over the rungs.
+    rate itself, on the same device. It is lost where more than `tolerance` of it is gone and Welch's one-sided test of
+    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; with a single round, where more than
+    `tolerance` is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's
+    correction over the rungs, and where a training ended early that did not before.
 
     Args:
         before, now: two `ledger.json`.
@@ -103,42 +107,73 @@ def compare(
     arms = {arm["name"]: arm for arm in now["arms"]}
     findings: list[Finding] = []
     measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
+    speeds = [_speeds(old, arms.get(old["name"]), before, now, absolute) for old in measured]
+    slower = holm([_p_slower(*pair) if pair else None for pair in speeds])
     p_values = holm([_p_value(_top1(old), _top1(arms.get(old["name"]))) for old in measured])
-    for old, p_value in zip(measured, p_values, strict=True):
+    for old, speed, p_slower, p_value in zip(measured, speeds, slower, p_values, strict=True):
         new = arms.get(old["name"])
         if new is None or new["status"] != "measured":
             reason = "no such rung" if new is None else (new["reason"] or new["status"])
             findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
             continue
-        speed = _speed(old, new, before, now, tolerance) if absolute or old["name"] != before["reference"] else None
-        findings += [finding for finding in (speed, _accuracy(old, new, p_value)) if finding is not None]
+        first = old["name"] == before["reference"]
+        if speed is not None:
+            findings.append(_speed(old["name"], "images/s" if first else "speed-up", *speed, p_slower, tolerance))
+        elif first and absolute and old["timing"] and new["timing"]:
+            findings.append(Finding(old["name"], "images/s", "", "", False, "another machine: not compared"))
+        accuracy = _accuracy(old, new, now["settings"]["seeds"], p_value)
+        findings += [accuracy] if accuracy is not None else []
     return findings
 
 
+def _speeds(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any] | None,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    absolute: bool,
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """`ratio, low, high, rounds` of both, or None where there is nothing to compare."""
+    if new is None or not old["timing"] or not new["timing"]:
+        return None
+    if old["name"] == before["reference"]:
+        machines = [record["environment"]["processor"] + str(record["device"]) for record in (before, now)]
+        return (_rate(old["timing"]), _rate(new["timing"])) if absolute and machines[0] == machines[1] else None
+    a, b = (arm["timing"]["speedup"] for arm in (old, new))
+    return (a, b) if a and b else None
+
+
+def _p_slower(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
+    """Of the hypothesis that the second is no slower (Welch's test); None where one has a single round."""
+    if a["low"] is None or b["low"] is None:
+        return None
+    moments = [_moments(values) for values in (a, b)]
+    if moments[0][1] == moments[1][1] == 0:
+        return 0.0 if moments[1][0] < moments[0][0] else 1.0
+    return float(stats.ttest_ind_from_stats(*moments[1], *moments[0], equal_var=False, alternative="less").pvalue)
+
+
+def _moments(values: Mapping[str, Any]) -> tuple[float, float, int]:
+    """Mean, standard deviation and number of the rounds' logarithms, from their interval."""
+    rounds = values["rounds"]
+    half = math.log(values["high"] / values["low"]) / 2
+    deviation = half * math.sqrt(rounds) / float(stats.t.ppf((1 + CONFIDENCE) / 2, rounds - 1))
+    return math.log(values["ratio"]), deviation, rounds
+
+
 def _speed(
-    old: Mapping[str, Any], new: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float
-) -> Finding | None:
-    if not old["timing"] or not new["timing"]:
-        return None
-    first = old["name"] == before["reference"]
-    if first and before["environment"]["processor"] + str(before["device"]) != (
-        now["environment"]["processor"] + str(now["device"])
-    ):
-        return Finding(old["name"], "images/s", "", "", False, "another machine: not compared")
-    a, b = (_rate(arm["timing"]) if first else arm["timing"]["speedup"] for arm in (old, new))
-    if not a or not b:
-        return None
-    apart = None not in (a["low"], b["high"]) and b["high"] < a["low"]
-    lost = apart and b["ratio"] < a["ratio"] * (1 - tolerance)
-    change = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
-    return Finding(
-        old["name"],
-        "images/s" if first else "speed-up",
-        _interval(a),
-        _interval(b),
-        lost,
-        f"LOST: {change}" if lost else f"{change}, within the intervals" if not apart else change,
-    )
+    rung: str, quantity: str, a: Mapping[str, Any], b: Mapping[str, Any], p_value: float, tolerance: float
+) -> Finding:
+    beyond = b["ratio"] < a["ratio"] * (1 - tolerance)
+    tested = None not in (a["low"], b["low"])
+    shown = p_value <= (1 - CONFIDENCE) / 2
+    text = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
+    if not tested:
+        text += " in one round"
+    elif not shown:
+        text += ", too few rounds to say" if beyond else ", within the intervals"
+    lost = beyond and (shown or not tested)
+    return Finding(rung, quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
 
 
 def _rate(timing: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,9 +181,9 @@ def _rate(timing: Mapping[str, Any]) -> dict[str, Any]:
     logs = np.log(timing["rounds"])
     mean, count = float(logs.mean()), len(logs)
     if count == 1:
-        return {"ratio": math.exp(mean), "low": None, "high": None}
+        return {"ratio": math.exp(mean), "low": None, "high": None, "rounds": 1}
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * logs.std(ddof=1) / math.sqrt(count))
-    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half), "rounds": count}
 
 
 def _interval(values: Mapping[str, Any]) -> str:
@@ -170,7 +205,7 @@ def _p_value(before: Sequence[float], now: Sequence[float]) -> float | None:
     return float(stats.ttest_ind(now, before, equal_var=False, alternative="less").pvalue)
 
 
-def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], p_value: float) -> Finding | None:
+def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], seeds: int, p_value: float) -> Finding | None:
     before, now = _top1(old), _top1(new)
     if not before:
         return None
@@ -180,7 +215,11 @@ def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], p_value: float) ->
         return Finding(old["name"], "top-1", first, second, lost, f"LOST: {text}" if lost else text)
 
     if not now:
-        return made(True, "no run finished")
+        return made(True, _ended(new) or "no run finished")
+    if _ended(new) and not _ended(old):
+        return made(True, _ended(new))
+    if len(now) < min(seeds, len(before)):
+        return made(True, f"{len(now)} of {seeds} runs finished")
     if sorted(before) == sorted(now):
         return made(False, "the same")
     change = f"{np.mean(now) - np.mean(before):+.2f}"
@@ -188,3 +227,9 @@ def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], p_value: float) ->
         return made(False, f"{change}, not enough runs to say")
     lost = p_value <= (1 - CONFIDENCE) / 2
     return made(lost, change if lost else f"{change}, within the intervals")
+
+
+def _ended(arm: Mapping[str, Any]) -> str:
+    """That a training ended early, and why; nothing where none did."""
+    reason = arm["training"]["reason"] if arm["training"] else None
+    return f"training ended early: {reason}" if reason else ""

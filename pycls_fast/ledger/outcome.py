@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from pycls_fast.ledger.accuracy import CONFIDENCE, RULE, ImagePair, Verdict, judge, pair_images, speedup
+from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair, pair_images, speedup
 from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
+from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder, environment, environment_command, versions
 
@@ -85,7 +86,8 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "before": arm.before,
         "status": status,
         "reason": reason,
-        "needs": "CUDA" if reason is not None and "CUDA" in reason else None,
+        # A device that has run out of memory is named in its message, too.
+        "needs": "CUDA" if status == "cannot run" and "CUDA" in str(reason) else None,
         "timing": _timing(ledger, arm),
         "numerics": _numerics(ledger, arm),
         "training": _training(ledger, arm),
@@ -185,21 +187,26 @@ def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
 def _compare_accuracy(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
     """Add `against_reference` and `against_before` to what was trained."""
     trained = [arm for arm in plan if records[arm.name]["training"] is not None]
-    for key in ("against_reference", "against_before"):
-        compared = [(arm, plan[0].name if key == "against_reference" else arm.before) for arm in trained]
-        compared = [(arm, other) for arm, other in compared if other is not None and other != arm.name]
-        by_name = {arm.name: arm for arm in plan}
-        pairs = [_pairs(ledger, by_name[other], arm) for arm, other in compared if other is not None]
-        verdicts = judge([list(rung.values()) for rung in pairs], margin=ledger.settings.margin)
-        for (arm, other), rung, verdict in zip(compared, pairs, verdicts, strict=True):
-            records[arm.name]["training"][key] = _comparison(str(other), rung, verdict)
+    by_name = {arm.name: arm for arm in plan}
+    columns = {
+        key: [
+            Comparison(other, arm.name, _pairs(ledger, by_name[other], arm))
+            for arm in trained
+            if (other := plan[0].name if key == "against_reference" else arm.before) is not None and other != arm.name
+        ]
+        for key in ("against_reference", "against_before")
+    }
+    verdicts = judge(list(columns.values()), margin=ledger.settings.margin)
+    for (key, column), found in zip(columns.items(), verdicts, strict=True):
+        for comparison, verdict in zip(column, found, strict=True):
+            records[comparison.second]["training"][key] = _comparison(comparison, verdict)
 
 
-def _comparison(other: str, pairs: Mapping[int, ImagePair], verdict: Verdict) -> Record:
+def _comparison(comparison: Comparison, verdict: Verdict) -> Record:
     return {
-        "reference": other,
+        "reference": comparison.first,
         "verdict": asdict(verdict),
-        "images": [{"seed": seed, **asdict(pair)} for seed, pair in pairs.items()],
+        "images": [{"seed": seed, **asdict(pair)} for seed, pair in comparison.pairs.items()],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +25,23 @@ class Finished:
     log: Path
 
     def reason(self) -> str:
-        """What it gave as the cause: its lines of error, else the last line that says anything."""
+        """What it gave as the cause: its lines of error, else its exception, else the last line that says anything."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
-        said = [line.strip() for line in lines if line.strip()]
-        return "; ".join(errors) or (said[-1] if said else f"exit status {self.status}")
+        said = [line.strip() for line in lines if line.strip(" -=")]
+        return "; ".join(errors) or _exception(lines) or (said[-1] if said else f"exit status {self.status}")
+
+
+# The last line of a traceback; torch puts the rank before the lines of several.
+_EXCEPTION = re.compile(r"(?:\[(rank\d+)\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)")
+
+
+def _exception(lines: Sequence[str]) -> str | None:
+    """What the first rank to break ended with; the others break because it is gone."""
+    found = [match for line in lines if (match := _EXCEPTION.fullmatch(line.rstrip()))]
+    # torchrun's own, which says that a rank has failed.
+    found = [match for match in found if "ChildFailedError" not in match[2]]
+    return next((match[2] for match in reversed(found) if match[1] == found[0][1]), None)
 
 
 class Process:

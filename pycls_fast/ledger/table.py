@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pycls_fast.train.display import human
@@ -138,6 +139,6 @@ def print_table(record: Mapping[str, Any]) -> None:
     for column in made[0]:
         table.add_column(column, justify="left" if column.startswith(("rung", "against")) else "right")
     for row in made:
-        table.add_row(*row.values())
+        table.add_row(*(escape(cell) for cell in row.values()))
     console = Console(highlight=False)
     (console if console.is_terminal else Console(width=_WIDE, highlight=False)).print(table)

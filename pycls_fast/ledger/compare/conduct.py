@@ -18,7 +18,7 @@ from pycls_fast.ledger.compare.images import compare_images, why_not_paired
 from pycls_fast.ledger.compare.page import page
 from pycls_fast.ledger.compare.runs import RunFiles, read_run
 from pycls_fast.ledger.compare.settings import differences
-from pycls_fast.ledger.compare.table import print_comparison
+from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.speed import Device
 from pycls_fast.train.run_folder import environment_command, versions
 
@@ -112,7 +112,11 @@ def _device(run: RunFiles) -> Device:
 
 def _short(path: Path) -> str:
     """The end of a path as a name: the experiment and the time, or what the person called it."""
-    parts = path.resolve().parts[-2:]
+    whole = path.resolve().parts
+    if whole[-1].startswith("seed_"):
+        # A ledger's: LEDGER/runs/RUNG/seed_N.
+        return "_".join((*whole[-4:-3], *whole[-2:]))
+    parts = whole[-2:]
     return "_".join(parts) if len(parts) == 2 and parts[1][:1].isdigit() else parts[-1]
 
 
@@ -139,5 +143,5 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
 
 def _cell(each: Record, picture: Image.Image) -> Cell:
     return Cell(
-        picture, each["class"], [f"A: {each['a']} ({each['loss_a']:.2f})", f"B: {each['b']} ({each['loss_b']:.2f})"]
+        picture, each["class"], [f"A: {each['a']} ({nats(each['loss_a'])})", f"B: {each['b']} ({nats(each['loss_b'])})"]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -71,8 +72,8 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
                 "class": class_name(classes, labels_N[i]),
                 "a": class_name(classes, first_N[i]),
                 "b": class_name(classes, second_N[i]),
-                "loss_a": float(losses_N2[i, 0]),
-                "loss_b": float(losses_N2[i, 1]),
+                "loss_a": _finite(losses_N2[i, 0]),
+                "loss_b": _finite(losses_N2[i, 1]),
             }
             for i in chosen[np.argsort(-gap, kind="stable")][:most].tolist()
         ]
@@ -86,6 +87,11 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
         "only_a": images(0),
         "only_b": images(1),
     }
+
+
+def _finite(value: float) -> float | None:
+    """A loss, or None for what is no number: JSON has none."""
+    return float(value) if math.isfinite(value) else None
 
 
 def class_name(classes: Sequence[str], label: int) -> str:

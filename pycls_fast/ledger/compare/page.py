@@ -14,7 +14,7 @@ from PIL import Image
 
 from pycls_fast.inference.sheet import tile
 from pycls_fast.ledger.compare.charts import charts
-from pycls_fast.ledger.compare.table import NUMBERS, SETTINGS, class_row, notes, numbers, settings, verdict
+from pycls_fast.ledger.compare.table import NUMBERS, SETTINGS, class_row, nats, notes, numbers, settings, verdict
 from pycls_fast.ledger.page import STYLE, figure_html
 
 Record = Mapping[str, Any]
@@ -112,7 +112,7 @@ def _picture(each: Record, kind: str, pictures: Mapping[int, Image.Image]) -> st
         image = f'<img alt="{escape(name)}" title="{escape(name)}" src="{_embedded(pictures[each["index"]])}">'
     lines = "".join(
         f"<span class='{'right' if (run == 'a') == (kind == 'only_a') else 'wrong'}'>{run.upper()}: "
-        f"{escape(each[run])}</span> ({each[f'loss_{run}']:.2f})<br>"
+        f"{escape(each[run])}</span> ({nats(each[f'loss_{run}'])})<br>"
         for run in ("a", "b")
     )
     return f"<li>{image}<b>{escape(each['class'])}</b>{lines}{'' if image else escape(name)}</li>"

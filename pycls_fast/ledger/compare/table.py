@@ -142,6 +142,11 @@ def print_comparison(record: Record) -> None:
         table(("class", "images", "A, %", "B, %", "points"), [class_row(row) for row in changed])
 
 
+def nats(loss: float | None) -> str:
+    """Cross-entropy of one image."""
+    return "-" if loss is None else f"{loss:.2f}"
+
+
 def class_row(row: Record) -> tuple[str, str, str, str, str]:
     """(class, images, A, B, difference)."""
     return row["class"], f"{row['images']:,}", f"{row['a']:.1f}", f"{row['b']:.1f}", f"{row['difference']:+.1f}"

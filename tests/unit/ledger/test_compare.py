@@ -250,6 +250,32 @@ def test_other_classes_are_not_compared(a: Path, b: Path) -> None:
     assert reason(a, b) == "their classes differ: A has 2, B has 3 (owl among them)"
 
 
+def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
+    """A run that went NaN predicts nothing, and has no loss that could be written."""
+    p = Predictions.load(b / "predictions.npz")
+    none, nan = np.full_like(p.predicted_N, -1), np.full_like(p.losses_N, np.nan)
+    Predictions(p.indices_N, p.labels_N, none, nan).save(b / "predictions.npz")
+    assert compare(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
+    record = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [(each["b"], each["loss_b"]) for each in record["images"]["only_a"]] == [("none", None)] * 3
+    page = Page()
+    page.feed((tmp_path / "out" / "index.html").read_text())
+    assert page.text.count("none (-)") == 3
+
+
+def test_runs_of_a_ledger_have_places_of_their_own(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *others = ("mine/runs/plain/seed_0", "mine/runs/quick/seed_0", "other/runs/plain/seed_0")
+    for name in (first, *others):
+        make_run(tmp_path / name, digits, WRONG_A)
+    for name in others:
+        compare(first, name, output=None, images=3)
+    made = sorted(folder.name for folder in (tmp_path / "comparisons").iterdir())
+    assert made == ["mine_plain_seed_0--mine_quick_seed_0", "mine_plain_seed_0--other_plain_seed_0"]
+
+
 def test_mistakes(a: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for arguments, line in (

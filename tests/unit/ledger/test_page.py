@@ -12,7 +12,7 @@ import pytest
 
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.page import write_page
-from pycls_fast.ledger.table import duration, markdown, rows
+from pycls_fast.ledger.table import duration, markdown, print_table, rows
 
 Record = dict[str, Any]
 
@@ -148,6 +148,23 @@ def test_the_table(record: Record) -> None:
     text = markdown(record)
     assert all(line.count("|") == text.splitlines()[9].count("|") for line in text.splitlines() if line.startswith("|"))
     assert "- far: it needs CUDA" in text
+
+
+def test_one_timed_rung_is_a_page(record: Record, tmp_path: Path) -> None:
+    """All but the first cannot run here: every chart has one bar."""
+    del record["arms"][1:3]
+    write_page(record, tmp_path)
+    assert (tmp_path / "charts" / "throughput.png").is_file()
+
+
+def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+    """The terminal's library reads words in brackets as styles, and ends where it cannot."""
+    record["arms"][0]["name"] = record["reference"] = "plain [fp32]"
+    record["arms"][1]["training"]["reason"] = "none in [/data/x]"
+    print_table(record)
+    shown = capsys.readouterr().out
+    assert "plain [fp32]" in shown
+    assert "[/data/x]" in shown
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.0, "3.0 s"), (600, "10.0 min"), (9000, "2.5 h"), (1e6, "11.6 d")])

@@ -1,0 +1,265 @@
+"""What a change costs in accuracy: differences of top-1 over paired runs, with intervals and a verdict in words.
+
+Runs are paired by their seed: the same initial weights, order of images and augmentation. The unit of inference is the
+seed, since a change of a recipe is a claim about the next run and not only about the next image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair
+
+# Of the one-sided tests of a report together, those for losses and those for gains each.
+_LEVEL = (1 - CONFIDENCE) / 2
+# Beyond this a sample size is no advice any more.
+_MOST_SEEDS = 200
+# A rung whose seeds differ this much more than those of the others is judged by its own spread alone.
+_OUTLYING = 2.0
+
+Finding = Literal["identical", "no loss", "small loss", "loss", "gain", "not enough runs"]
+
+RULE = (
+    "Pairs of runs share a seed. The interval is Student's t over the pairs of one comparison; the spread between "
+    "seeds is that of all rungs of a column together, or a rung's own where it is more than twice that of the others, "
+    "and is not smaller than what the images alone give; pairs that share runs count for fewer degrees of freedom. "
+    "'no loss larger than M points' where the 95% interval lies above -M; 'loses' where a one-sided test says so at "
+    "2.5% after Holm's correction over all comparisons of both columns, so that a report without any loss accuses a "
+    "rung in at most 2.5% of cases; 'gains' likewise; 'identical' where every prediction of every pair is the same; "
+    "else 'not enough runs to say'."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm of a report against another one.
+
+    Attributes:
+        first, second: their names; differences are second minus first.
+        pairs: by the seed that the two runs share.
+    """
+
+    first: str
+    second: str
+    pairs: Mapping[int, ImagePair]
+
+    @property
+    def changes(self) -> bool:
+        """Whether any prediction differs."""
+        return any(pair.changed for pair in self.pairs.values())
+
+    @property
+    def differences(self) -> list[float]:
+        """Of top-1 in points, one for each pair."""
+        return [pair.difference for pair in self.pairs.values()]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the seeds say about a change.
+
+    Attributes:
+        finding: the case.
+        text: the case in words, with its numbers.
+        difference: mean over the seeds of top-1 with the change minus without, in points; None without a pair.
+        low, high: of its 95% interval (Student's t), or None with fewer than 2 pairs.
+        p_loss: of the one-sided test against "no loss", before the correction for several comparisons.
+        more_seeds: how many more runs of each would settle it by today's estimate; None where nothing is open.
+        seeds: pairs that were compared.
+    """
+
+    finding: Finding
+    text: str
+    difference: float | None
+    low: float | None
+    high: float | None
+    p_loss: float | None
+    more_seeds: int | None
+    seeds: int
+
+
+def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> list[list[Verdict]]:
+    """A verdict for each comparison of a report (the rule is `RULE`).
+
+    Args:
+        columns: the comparisons against the first arm, say, and those against the arm before. One that is in two
+            columns is judged once, in the first of them.
+        margin: the loss in points that does not matter.
+
+    Returns:
+        The verdicts in the places of their comparisons.
+    """
+    same = _same_runs([comparison for column in columns for comparison in column])
+
+    def key(c: Comparison) -> tuple[object, ...]:
+        return same[c.first], same[c.second], tuple(sorted(c.pairs.items()))
+
+    measured: dict[tuple[object, ...], _Measured] = {}
+    for column in columns:
+        # A rung that changes nothing has no spread to tell.
+        changing = [comparison for comparison in column if comparison.changes]
+        together = _spread(changing, same)
+        for comparison in column:
+            if key(comparison) not in measured:
+                own = _spread([comparison], same) if _is_wild(comparison, changing, same) else together
+                measured[key(comparison)] = _measure(comparison, own)
+    tests = sum(m.difference is not None and not m.identical for m in measured.values())
+    losses = holm([m.p_loss for m in measured.values()])
+    gains = holm([m.p_gain for m in measured.values()])
+    verdicts = {
+        place: _verdict(m, loses=p <= _LEVEL, gains=q <= _LEVEL, margin=margin, tests=tests)
+        for (place, m), p, q in zip(measured.items(), losses, gains, strict=True)
+    }
+    return [[verdicts[key(comparison)] for comparison in column] for column in columns]
+
+
+def _same_runs(comparisons: Iterable[Comparison]) -> dict[str, str]:
+    """Each arm -> one of those whose predictions are all the same as its own: they are the same runs twice."""
+    same: dict[str, str] = {}
+    for c in comparisons:
+        first, second = (same.setdefault(arm, arm) for arm in (c.first, c.second))
+        if c.pairs and not c.changes:
+            same = {arm: first if other == second else other for arm, other in same.items()}
+    return same
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Between seeds: standard deviation of a pair's difference, its degrees of freedom, the most seeds it is from."""
+
+    deviation: float
+    freedom: float
+    seeds: int
+
+
+def _spread(comparisons: Sequence[Comparison], same: Mapping[str, str]) -> _Spread:
+    """Of all comparisons together; degrees of freedom as in Satterthwaite 1946.
+
+    Pairs of one seed that share a run are correlated: with n seeds, m arms against one reference have
+    4 m (n - 1) / (m + 3), where m (n - 1) would be those of independent pairs.
+    """
+    mean, variance = 0.0, 0.0
+    for c in comparisons:
+        mean += 2 * (len(c.pairs) - 1)
+        for d in comparisons:
+            (a, b), (e, f) = ((same[x.first], same[x.second]) for x in (c, d))
+            covariance = 2 if c is d else (a == e) + (b == f) - (a == f) - (b == e)
+            n, k, common = len(c.pairs), len(d.pairs), len(c.pairs.keys() & d.pairs.keys())
+            # The trace of the two centrings behind each other, n - 1 where the seeds are the same.
+            variance += covariance**2 * (common - common / n - common / k + common**2 / (n * k))
+    seeds = max((len(c.pairs) for c in comparisons), default=0)
+    return _Spread(_deviation(comparisons), mean**2 / variance if variance else 0.0, seeds)
+
+
+def _deviation(comparisons: Sequence[Comparison]) -> float:
+    """Pooled standard deviation of a pair's difference; 0 where no comparison has two pairs."""
+    freedom = sum(len(c.pairs) - 1 for c in comparisons)
+    squares = sum(float(np.var(c.differences)) * len(c.pairs) for c in comparisons)
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
+def _is_wild(c: Comparison, column: Sequence[Comparison], same: Mapping[str, str]) -> bool:
+    """Whether its seeds differ much more than those of the others."""
+
+    def has_its_change(d: Comparison) -> bool:
+        # A wild arm is in two comparisons where each arm is compared with the one before.
+        return same[c.second] in (same[d.first], same[d.second]) or same[c.first] == same[d.second]
+
+    others = [d for d in column if not has_its_change(d)]
+    return c.changes and bool(others) and _deviation([c]) > _OUTLYING * _deviation(others)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    difference: float | None
+    half: float | None
+    deviation: float
+    spread: _Spread
+    p_loss: float | None
+    p_gain: float | None
+    identical: bool
+    seeds: int
+
+
+def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
+    pairs, count = list(comparison.pairs.values()), len(comparison.pairs)
+    if not count:
+        return _Measured(None, None, 0.0, spread, None, None, False, 0)
+    mean = float(np.mean(comparison.differences))
+    if not comparison.changes:
+        return _Measured(mean, 0.0, 0.0, spread, None, None, True, count)
+    # A few seeds may agree by chance more closely than the number of images allows.
+    deviation = max(spread.deviation, math.sqrt(float(np.mean([pair.standard_error**2 for pair in pairs]))))
+    # Where no image was won or lost by any rung: the least that can be.
+    deviation = deviation or 100.0 / pairs[0].images
+    if count == 1:
+        return _Measured(mean, None, deviation, spread, None, None, False, count)
+    error = deviation / math.sqrt(count)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, spread.freedom)) * error
+    p_loss = float(stats.t.cdf(mean / error, spread.freedom))
+    return _Measured(mean, half, deviation, spread, p_loss, 1 - p_loss, False, count)
+
+
+def holm(values: Sequence[float | None]) -> list[float]:
+    """Holm's adjusted p-values (Holm 1979); 1 where there was no test."""
+    tested = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    adjusted = [1.0] * len(values)
+    largest = 0.0
+    for rank, (p, position) in enumerate(tested):
+        largest = max(largest, min(1.0, p * (len(tested) - rank)))
+        adjusted[position] = largest
+    return adjusted
+
+
+def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float, tests: int) -> Verdict:
+    def made(finding: Finding, text: str, more: int | None = None) -> Verdict:
+        low = high = None
+        if m.difference is not None and m.half is not None:
+            low, high = m.difference - m.half, m.difference + m.half
+        return Verdict(finding, text, m.difference, low, high, m.p_loss, more, m.seeds)
+
+    if m.difference is None:
+        return made("not enough runs", "not run")
+    if m.identical:
+        return made("identical", "identical: every prediction is the same")
+    if m.half is not None:
+        amount = f"{abs(m.difference):.2f} ± {m.half:.2f}"
+        above = m.difference - m.half > -margin
+        if loses:
+            small = f", less than the {margin:g} that matter" if above else ""
+            return made("small loss" if above else "loss", f"loses {amount}{small}")
+        if gains:
+            return made("gain", f"gains {amount}")
+        if above:
+            return made("no loss", f"no loss larger than {margin:g} points at 95%")
+    more = _more_seeds(m, margin, tests)
+    return made("not enough runs", f"not enough runs to say: {_seeds(more)}", more)
+
+
+def _seeds(more: int) -> str:
+    if more > _MOST_SEEDS:
+        return f"more than {_MOST_SEEDS} more seeds; more test images would help"
+    return f"{more} more seed{'s' if more != 1 else ''} would do"
+
+
+def _more_seeds(m: _Measured, margin: float, tests: int) -> int:
+    """How many more of every arm until there is another verdict, were the estimates the truth."""
+    assert m.difference is not None
+    loss = max(-m.difference, 0.0)
+    more = np.arange(1 if m.seeds > 1 else 2 - m.seeds, _MOST_SEEDS + 1)
+    # Degrees of freedom grow with the seeds, and most slowly where there are many already.
+    known = m.spread
+    freedom = known.freedom * (known.seeds + more - 1) / (known.seeds - 1) if known.freedom else m.seeds + more - 1
+    error = m.deviation / np.sqrt(m.seeds + more)
+    # Narrower than the distance to the margin excludes a loss that matters.
+    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin - loss
+    # What is enough for the first of Holm's steps is enough for all of them.
+    found = stats.t.isf(_LEVEL / tests, freedom) * error <= loss
+    enough = more[excluded | found]
+    return int(enough[0]) if len(enough) else _MOST_SEEDS + 1

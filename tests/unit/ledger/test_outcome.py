@@ -1,0 +1,113 @@
+"""What a folder holds reaches the report: runs in both columns, and in a few right words why an arm has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.ledger.ladder import Ledger, Settings
+from pycls_fast.ledger.outcome import collect
+from pycls_fast.ledger.processes import Finished
+from pycls_fast.ledger.table import state
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder
+
+OUT_OF_MEMORY = """Traceback (most recent call last):
+  File "time_net.py", line 1, in <module>
+    raise RuntimeError("nothing")
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.
+"""
+TORCHRUN = """[rank1]: Traceback (most recent call last):
+[rank1]:     raise KeyError("x")
+[rank1]: KeyError: 'x'
+[rank1]: During handling of the above exception, another exception occurred:
+[rank1]: RuntimeError: boom
+[rank0]: torch.distributed.DistBackendError: connection closed by peer
+E1121 12:00:00 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1) local_rank: 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+time_net.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+============================================================
+"""
+KILLED = """Root Cause (first observed failure):
+  traceback : Signal 9 (SIGKILL) received by PID 123
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+        (
+            OUT_OF_MEMORY + "UserWarning: leaked semaphore\n",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.",
+        ),
+        (TORCHRUN, "RuntimeError: boom"),
+        (KILLED, "traceback : Signal 9 (SIGKILL) received by PID 123"),
+        (OUT_OF_MEMORY + "error: optim.lr: too large\n", "optim.lr: too large"),
+        ("step 1\n", "step 1"),
+        ("", "exit status 1"),
+    ],
+)
+def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert Finished(1, 1.0, tmp_path / "log").reason() == reason
+
+
+def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
+    rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "broken", "far", "odd")]
+    ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
+    ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", tmp_path, tmp_path)
+    for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
+        (tmp_path / name).write_text(log)
+        ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
+    ledger.impossible |= {"far": "precision: tf32 needs CUDA", "odd": "model: has no head"}
+    arms = {arm["name"]: arm for arm in collect(ledger, "vit")["arms"]}
+    states = {name: state(arms[name]) for name in ("large", "broken", "far", "odd")}
+    assert states == {"large": "failed", "broken": "failed", "far": "needs CUDA", "odd": "cannot run here"}
+    assert arms["broken"]["reason"] == "RuntimeError: boom"
+
+
+def make_run(path: Path, wrong: int) -> None:
+    """A finished run that got the first so many of 100 images wrong."""
+    labels = np.zeros(100, dtype=np.int64)
+    predicted = (np.arange(100) < wrong).astype(np.int64)
+    folder = RunFolder(path)
+    folder.create()
+    Predictions(np.arange(100), labels, predicted, np.ones(100, np.float32)).save(folder.predictions)
+    final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
+    sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
+    folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})
+
+
+def test_runs_are_compared_in_both_columns(tmp_path: Path) -> None:
+    rungs = tuple(Rung(name=name, overrides=(f"{name}=1",)) for name in ("same", "worse", "far", "last"))
+    ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=rungs)
+    ledger = Ledger(ladder, Settings(seeds=3), [], [], "cpu", tmp_path, tmp_path)
+    ledger.impossible["far"] = "needs CUDA"
+    wrong = {"base": (5, 7, 6), "same": (5, 7, 6), "worse": (25, 28, 26), "last": (26, 27)}
+    for arm in ledger.arms():
+        for seed, count in enumerate(wrong.get(arm.name, ())):
+            make_run(ledger.run_dir(arm, seed), count)
+    arms = {arm["name"]: arm["training"] for arm in collect(ledger, "vit")["arms"]}
+    assert arms["far"] is None
+    assert "against_before" not in arms["base"]
+    assert arms["same"]["against_reference"]["verdict"]["finding"] == "identical"
+    first, before = (arms["worse"][key] for key in ("against_reference", "against_before"))
+    assert (first["reference"], before["reference"]) == ("base", "same")
+    assert [pair["difference"] for pair in first["images"]] == pytest.approx([-20.0, -21.0, -20.0])
+    # The same runs twice, and one verdict.
+    assert first["verdict"] == before["verdict"]
+    assert first["verdict"]["finding"] == "loss"
+    last = arms["last"]["against_before"]
+    assert (last["reference"], [pair["seed"] for pair in last["images"]]) == ("worse", [0, 1])
+    assert last["verdict"]["difference"] == pytest.approx(0.0)
+    assert last["verdict"]["seeds"] == 2
