@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.conditions import conditions
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
-from pycls_fast.ledger.processes import Process
+from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
@@ -57,15 +59,18 @@ def conduct(
     chosen = for_experiment(pick(ladder, switches), config)
     ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
     if dry_run:
-        _dry_run(ledger, display)
+        with tempfile.TemporaryDirectory() as temporary:
+            _dry_run(ledger, display, Path(temporary))
         return DONE
-    ledger.open()
-    try:
-        ledger.run()
-    finally:
-        record = collect(ledger, config.config_name)
-        write_record(folder / "ledger.json", record)
-    write_reports(record, folder)
+    ledger.conditions = conditions(config, device)
+    with closing(ledger):
+        ledger.open()
+        try:
+            ledger.run()
+        finally:
+            record = collect(ledger, config.config_name)
+            write_record(folder / "ledger.json", record)
+        write_reports(record, folder)
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
     return DONE
@@ -79,15 +84,26 @@ def write_reports(record: dict[str, Any], folder: Path) -> None:
     write_page(record, folder)
 
 
-def _dry_run(ledger: Ledger, display: Display) -> None:
-    """The arms, and how long they would take by the step of the first of them."""
+def _dry_run(ledger: Ledger, display: Display, folder: Path) -> None:
+    """The arms, and how long they would take by the step of the first of them; `folder` is for what is measured."""
+    alone = ledger.alone()
+    if alone:
+        display.note("trying each rung alone, for what cannot be in 'everything' here")
+    for arm in alone:
+        finished, _ = _few_steps(ledger, arm, folder)
+        if finished.status != 0:
+            ledger.exclude(arm, finished)
     for arm in ledger.arms():
         ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
-        display.note(f"{arm.name}: {' '.join(arm.overrides) or 'the experiment as it is'}{ranks}")
+        reason = ledger.why_not(arm)
+        what = (
+            f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
+        )
+        display.note(f"{arm.name}: {what}")
     display.note("timing a few steps of the first one for the estimate")
-    start, step, steps = _first_step(ledger, ledger.arms()[0])
-    s, count = ledger.settings, len(ledger.arms())
-    timing = count * s.rounds * (start + (s.steps + s.warmup_steps) * step)
+    start, step, steps = _first_step(ledger, ledger.arms()[0], folder)
+    s, count = ledger.settings, len(ledger.runnable())
+    timing = (count * s.rounds + len(ledger.alone())) * (start + (s.steps + s.warmup_steps) * step)
     numerics = count * (start + s.numerics_steps * step) if s.numerics_steps is not None else 0.0
     training = count * s.seeds * (start + steps * step) / s.jobs
     for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):
@@ -98,18 +114,19 @@ def _dry_run(ledger: Ledger, display: Display) -> None:
     )
 
 
-def _first_step(ledger: Ledger, arm: Arm) -> tuple[float, float, int]:
+def _first_step(ledger: Ledger, arm: Arm, folder: Path) -> tuple[float, float, int]:
     """Seconds to start a process, seconds of a step, steps of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "timing.json"
-        arguments = ["mode=model", "steps=3", "warmup_steps=2", "repeats=1", f"output={file}"]
-        log = Path(folder) / "log.txt"
-        process = Process(
-            ledger.tools / "time_net.py", ledger.arguments([*arm.overrides, *arguments]), ranks=arm.ranks, log=log
-        )
-        finished = process.wait()
-        if finished.status != 0:
-            raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()}")
-        record = json.loads(file.read_text(encoding="utf-8"))
+    finished, file = _few_steps(ledger, arm, folder)
+    if finished.status != 0:
+        raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()}")
+    record = json.loads(file.read_text(encoding="utf-8"))
     step = record["train"]["step_seconds_p50"]
     return max(finished.seconds - 5 * step, 0.0), step, record["steps_per_run"]
+
+
+def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
+    """A short timing of an arm in a process of its own, and the file of its record."""
+    file = folder / f"{arm.slug}.json"
+    arguments = [*arm.overrides, "mode=model", "steps=3", "warmup_steps=2", "repeats=1", f"output={file}"]
+    tool, log = ledger.tools / "time_net.py", file.with_suffix(".txt")
+    return Process(tool, ledger.arguments(arguments), ranks=arm.ranks, log=log).wait(), file

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.conditions import changed
+from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
@@ -64,10 +66,14 @@ class Ledger:
         device: "cpu" or "cuda", where the arms run.
         tools: the folder of the tools.
         say: told of each piece of work that is done.
+        conditions: what else has to be the same at every start, by name (`ledger.conditions`).
         impossible: arms that this machine or this model cannot have, and why.
         failed: arms whose process broke.
         untrained: arms that were timed and whose training ended early.
         stopwatch: the wall time of all starts, once the folder is open.
+
+    Raises:
+        UserError: a baseline that is not for this device.
     """
 
     ladder: Ladder
@@ -78,6 +84,7 @@ class Ledger:
     folder: Path
     tools: Path
     say: Callable[[str], None] = print
+    conditions: Mapping[str, Any] = field(default_factory=dict)
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
@@ -86,30 +93,54 @@ class Ledger:
     _trained: int = 0
     # Seconds of each measurement and of each training run that was done here.
     _took: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    # Rungs that are below none of the others.
+    _excluded: set[str] = field(default_factory=set)
+    _lock: FolderLock | None = None
+
+    def __post_init__(self) -> None:
+        for rung in (self.ladder.baseline, *self.ladder.rungs):
+            if rung.needs not in (None, self.device):
+                needs = f"needs {str(rung.needs).upper()}, is too slow on {self.device.upper()}"
+                self.impossible[rung.name] = needs
+                self._excluded.add(rung.name)
+        if self.ladder.baseline.name in self.impossible:
+            why = self.impossible[self.ladder.baseline.name]
+            raise UserError(f"ladder: '{self.ladder.baseline.name}', with which all else is compared, {why}")
 
     def arms(self) -> list[Arm]:
         """The arms as far as it is known what can run here."""
-        s = self.settings
-        return arms(self.ladder, s.mode, ranks=s.ranks, impossible={**self.impossible, **self.failed})
+        return arms(self.ladder, self.settings.mode, ranks=self.settings.ranks, impossible=self._excluded)
 
     def runnable(self) -> list[Arm]:
         """Those that nothing stands in the way of."""
-        return [arm for arm in self.arms() if arm.name not in self.impossible and arm.name not in self.failed]
+        return [arm for arm in self.arms() if self.why_not(arm) is None]
+
+    def why_not(self, arm: Arm) -> str | None:
+        """What stands in the way of an arm, if anything does."""
+        return self.impossible.get(arm.name) or self.failed.get(arm.name) or arm.overridden
+
+    def alone(self) -> list[Arm]:
+        """In mode leave_one_out the rungs one at a time: what cannot be in "everything" shows alone."""
+        if self.settings.mode != "leave_one_out":
+            return []
+        made = arms(self.ladder, "one_at_a_time", ranks=self.settings.ranks)[1:]
+        return [arm for arm in made if self.why_not(arm) is None]
 
     def open(self) -> None:
-        """Make the folder, or go on in it.
+        """Make the folder, or go on in it; until `close`, to be called in any case, no other ledger can.
 
         Raises:
-            UserError: it holds the results of another plan, or cannot be written to.
+            UserError: it holds the results of another plan, another ledger works in it, or it cannot be written to.
         """
         plan = json.loads(json.dumps(self._plan()))
         file = self.folder / "plan.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder, self.say)
             if file.is_file():
                 before = json.loads(file.read_text(encoding="utf-8"))
                 # More seeds or rounds are more of the same.
-                other = [k for k in plan if k not in _MAY_GROW and plan[k] != before.get(k)]
+                other = changed(before, {key: value for key, value in plan.items() if key not in _MAY_GROW})
                 if other:
                     raise UserError(
                         f"output: {self.folder} holds a ledger with another {', '.join(other)}; choose another "
@@ -122,11 +153,18 @@ class Ledger:
         except json.JSONDecodeError as error:
             raise UserError(f"output: {file} is damaged; choose another folder, or remove it") from error
 
+    def close(self) -> None:
+        """Let others into the folder."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
     def _plan(self) -> dict[str, Any]:
         return {
             "ladder": self.ladder.model_dump(mode="json"),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),
+            **self.conditions,
         }
 
     def run(self) -> None:
@@ -153,31 +191,44 @@ class Ledger:
         """Pieces of work in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.runnable())
         pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
-        return count * pieces + len(self.impossible) + len(self.failed) + s.gradients
+        elsewhere = sum(rung.needs not in (None, self.device) for rung in self.ladder.rungs)
+        in_vain = len(self.impossible) + len(self.failed) - elsewhere
+        return count * pieces + in_vain + len(self.alone()) + s.gradients
 
     def _try_out(self) -> None:
-        """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind."""
-        if self.settings.mode == "leave_one_out":
-            # What cannot be in "everything" shows alone.
-            for arm in arms(self.ladder, "one_at_a_time", ranks=self.settings.ranks)[1:]:
-                self._time(arm, 0)
+        """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind.
+
+        What fails later fails alone: the arms behind it have its change, and have begun with it.
+        """
+        for arm in self.alone():
+            self._try(arm)
         position = 0
         while position < len(self.arms()):
             arm = self.arms()[position]
             position += 1
-            finished = self._time(arm, 0)
+            finished = self._try(arm) if self.why_not(arm) is None else None
             if arm.before is None and finished is not None and finished.status != 0:
                 raise UserError(
                     f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
                     f"(all of it: {finished.log})"
                 )
 
+    def _try(self, arm: Arm) -> Finished | None:
+        finished = self._time(arm, 0)
+        if finished is not None and finished.status != 0:
+            self.exclude(arm, finished)
+        return finished
+
+    def exclude(self, arm: Arm, finished: Finished) -> None:
+        """Leave an arm out, and the change of its rung out of the others."""
+        self._blame(arm, finished)
+        self._excluded.add(arm.name)
+
+    def _blame(self, arm: Arm, finished: Finished) -> None:
+        (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
+
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
-        if arm.needs is not None and arm.needs != self.device:
-            self.impossible[arm.name] = f"needs {arm.needs.upper()}, is too slow on {self.device.upper()}"
-            self._done += 1
-            return None
         file = self.timing_file(arm, number)
         size = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
         arguments = [
@@ -221,9 +272,7 @@ class Ledger:
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
         log = self.folder / "logs" / f"{file.relative_to(self.folder).with_suffix('').as_posix().replace('/', '-')}.txt"
-        process = Process(
-            self.tools / f"{tool}.py", self.arguments(arguments), ranks=arm.ranks if ranks is None else ranks, log=log
-        )
+        process = self._start(tool, arguments, ranks=arm.ranks if ranks is None else ranks, log=log)
         try:
             finished = process.wait()
         except BaseException:
@@ -231,7 +280,7 @@ class Ledger:
             raise
         self._report(what, finished)
         if blame and finished.status != 0:
-            (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
+            self._blame(arm, finished)
         return finished
 
     def arguments(self, more: Sequence[str]) -> list[str]:
@@ -287,9 +336,13 @@ class Ledger:
 
     def _start_training(self, arm: Arm, seed: int) -> Process:
         run_dir = self.run_dir(arm, seed)
-        arguments = self.arguments([*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"])
+        arguments = [*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"]
         log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
-        return Process(self.tools / "train_net.py", arguments, ranks=arm.ranks, log=log)
+        return self._start("train_net", arguments, ranks=arm.ranks, log=log)
+
+    def _start(self, tool: str, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+        inherits = () if self._lock is None else (self._lock.inherited,)
+        return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
 
     def seeds(self) -> range:
         """Of the training runs."""
@@ -306,7 +359,7 @@ class Ledger:
     @property
     def gradients_file(self) -> Path:
         """Where the counts of gradients are."""
-        return self.folder / "gradients.json"
+        return self.folder / "gradients" / f"{self.arms()[0].slug}.json"
 
     def run_dir(self, arm: Arm, seed: int) -> Path:
         """An arm's training run."""

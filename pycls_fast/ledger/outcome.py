@@ -78,6 +78,8 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
     for name, reasons in (("cannot run", ledger.impossible), ("failed", ledger.failed)):
         if arm.name in reasons:
             status, reason = name, reasons[arm.name]
+    if arm.overridden is not None:
+        status, reason = "overridden", arm.overridden
     return {
         "name": arm.name,
         "note": arm.note,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +17,9 @@ from pycls_fast.errors import UserError
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 EVERYTHING = "everything"
 
+# Characters of a name in a path; file systems allow some 250.
+_LONGEST = 60
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -24,8 +30,9 @@ class Arm:
         overrides: behind those of the experiment.
         ranks: processes.
         before: the name of the arm that this one is one step away from; None for the first.
-            note: what the ladder says about the rung.
+        note: what the ladder says about the rung.
         needs: a kind of device that it is not worth running without.
+        overridden: why its settings are those of the arm that it is compared with, so that there is nothing to run.
     """
 
     name: str
@@ -34,11 +41,14 @@ class Arm:
     before: str | None
     note: str = ""
     needs: str | None = None
+    overridden: str | None = None
 
     @property
     def slug(self) -> str:
-        """The name as part of a file's path."""
-        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+        """Its part of a file's path: the name for people, and a digest, as an arm with other settings is another."""
+        readable = re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")[:_LONGEST]
+        made_of = json.dumps([self.name, self.overrides, self.ranks])
+        return f"{readable or 'arm'}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
 
 
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
@@ -96,9 +106,13 @@ def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None)
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     """Overrides one behind the other; of those with the same key the last, where Hydra would refuse a second one."""
-    last = {override.lstrip("+").partition("=")[0]: override for part in parts for override in part}
-    keys = dict.fromkeys(reversed([o.lstrip("+").partition("=")[0] for part in parts for o in part]))
+    last = {_key(override): override for part in parts for override in part}
+    keys = dict.fromkeys(reversed([_key(override) for part in parts for override in part]))
     return tuple(last[key] for key in reversed(keys))
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
 
 
 def _leave_one_out(ladder: Ladder, base: Arm, impossible: Collection[str]) -> list[Arm]:
@@ -109,8 +123,33 @@ def _leave_one_out(ladder: Ladder, base: Arm, impossible: Collection[str]) -> li
         ranks = next((rung.ranks for rung in reversed(rungs) if rung.ranks), base.ranks)
         return Arm(name, overrides, ranks, before, note)
 
-    without = [
-        made(f"without {rung.name}", [other for other in possible if other != rung], EVERYTHING, rung.note)
-        for rung in possible
+    everything = made(EVERYTHING, possible, None)
+
+    def without(rung: Rung) -> Arm:
+        arm = made(f"without {rung.name}", [other for other in possible if other != rung], EVERYTHING, rung.note)
+        if (sorted(arm.overrides), arm.ranks) != (sorted(everything.overrides), everything.ranks):
+            return arm
+        return dataclasses.replace(arm, overridden=_overridden(rung, possible))
+
+    # One that cannot run is in none of them, and is shown as what it is alone.
+    return [
+        everything,
+        *(
+            _arm(rung, base.overrides, rung.ranks or base.ranks, EVERYTHING)
+            if rung.name in impossible
+            else without(rung)
+            for rung in ladder.rungs
+        ),
     ]
-    return [made(EVERYTHING, possible, None), *without]
+
+
+def _overridden(rung: Rung, rungs: Sequence[Rung]) -> str:
+    """Why a rung makes no difference to all of them together."""
+    keys = {_key(override) for override in rung.overrides}
+    later = [
+        other.name
+        for other in rungs[rungs.index(rung) + 1 :]
+        if keys & {_key(override) for override in other.overrides}
+    ]
+    why = f"{rung.name} is overridden by {', '.join(later)}" if later else f"{rung.name} changes nothing"
+    return f"{why}: the same settings as '{EVERYTHING}'"

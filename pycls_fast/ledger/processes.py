@@ -45,9 +45,19 @@ def _exception(lines: Sequence[str]) -> str | None:
 
 
 class Process:
-    """A tool of this project with its arguments, started at once; under torchrun with more than one rank."""
+    """A tool of this project with its arguments, started at once; under torchrun with more than one rank.
 
-    def __init__(self, tool: Path, arguments: Sequence[str], *, ranks: int, log: Path) -> None:
+    Args:
+        tool: its file.
+        arguments: of the command line.
+        ranks: processes.
+        log: the file for what it says.
+        inherits: descriptors that stay open in it as long as it runs.
+    """
+
+    def __init__(
+        self, tool: Path, arguments: Sequence[str], *, ranks: int, log: Path, inherits: Sequence[int] = ()
+    ) -> None:
         launcher = [sys.executable, "-u"]
         if ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -61,6 +71,7 @@ class Process:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=_environment(ranks),
+                pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 

@@ -51,7 +51,7 @@ def state(arm: Mapping[str, Any]) -> str:
     """Why an arm has no numbers, short: the reason itself is in the notes below."""
     if arm["needs"]:
         return f"needs {arm['needs']}"
-    return {"cannot run": "cannot run here", "failed": "failed", "measured": ""}[arm["status"]]
+    return {"cannot run": "cannot run here", "measured": ""}.get(arm["status"], arm["status"])
 
 
 def verdict(arm: Mapping[str, Any], against: str) -> str:

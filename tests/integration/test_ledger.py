@@ -48,14 +48,7 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     process = subprocess.Popen(
         arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    first = folder / "timings" / "same" / "round_0.json"
-    deadline = time.monotonic() + 200
-    while not first.is_file():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    first = _kill_when_there_is(folder, "timings/same-*/round_0.json", process)
     stamp = first.stat().st_mtime_ns
     time.sleep(1)
     assert not [pid for pid in _commands() if str(folder) in pid], "a killed ledger leaves processes behind"
@@ -111,6 +104,33 @@ def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None
     done = run_process(command(argument, tool="ledger"), cwd=tmp_path, expect=2)
     (said,) = done.stderr.splitlines()
     assert line in said
+
+
+def test_an_experiment_that_was_changed_is_another(ladder: Path, digits: Path, tmp_path: Path) -> None:
+    experiment, folder = tmp_path / "mine" / "mine.yaml", tmp_path / "report"
+    experiment.parent.mkdir()
+    experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.001}\n")
+    more = ("--config-dir", str(experiment.parent), f"data.root={digits}", f"ladder={ladder}", *SHORT, "seeds=1")
+    arguments = command(*more, f"output={folder}", tool="ledger", config_name="mine")
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _kill_when_there_is(folder, "plan.json", process)
+    experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.002}\n")
+    said = run_process(arguments, cwd=tmp_path, expect=2).stderr
+    assert f"error: output: {folder} holds a ledger with another optim.lr; choose" in said
+
+
+def _kill_when_there_is(folder: Path, file: str, process: subprocess.Popen[bytes]) -> Path:
+    """End a ledger as with kill -9 once it has made a file."""
+    deadline = time.monotonic() + 200
+    while not (found := list(folder.glob(file))):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return found[0]
 
 
 def _commands() -> list[str]:

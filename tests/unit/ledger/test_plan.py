@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.plan import EVERYTHING, arms, merged, pick
+from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, merged, pick
 
 LADDER = Ladder(
     description="three changes",
@@ -47,10 +49,21 @@ def test_one_at_a_time_stands_on_the_baseline() -> None:
 
 def test_leave_one_out_stands_on_everything() -> None:
     made = arms(LADDER, "leave_one_out", impossible={"two"})
-    assert [a.name for a in made] == [EVERYTHING, "without half", "without fused"]
+    assert [a.name for a in made] == [EVERYTHING, "without half", "two", "without fused"]
     assert made[0].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
     assert made[1].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
+    assert made[2].overrides == ("speed=reference", "precision=fp32", "parallel=ddp")
     assert {a.before for a in made[1:]} == {EVERYTHING}
+    assert not [a for a in made if a.overridden]
+
+
+def test_without_a_rung_that_others_override_nothing_changes() -> None:
+    quarter, nothing = Rung(name="quarter", overrides=("precision=fp8",)), Rung(name="nothing")
+    made = arms(LADDER.model_copy(update={"rungs": (*LADDER.rungs, quarter, nothing)}), "leave_one_out")
+    assert {a.name: a.overridden for a in made if a.overridden} == {
+        "without half": "half is overridden by quarter: the same settings as 'everything'",
+        "without nothing": "nothing changes nothing: the same settings as 'everything'",
+    }
 
 
 def test_the_last_of_two_overrides_stands() -> None:
@@ -79,13 +92,15 @@ def test_a_larger_image_has_whole_patches() -> None:
         assert size is None or found == size
 
 
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
 @pytest.mark.parametrize("file", sorted((CONFIGS / "ladder").glob("*.yaml")), ids=lambda file: file.stem)
-def test_ladders_that_ship_compose(file: Path) -> None:
-    """Every rung alone makes a configuration of a ViT."""
+def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
+    """Every arm makes a configuration of a ViT, whose switches go together where all rungs are meant to run."""
     ladder = read_ladder(file.stem, [CONFIGS])
-    for arm in arms(for_experiment(ladder, load_config("vit_digits")), "one_at_a_time"):
-        load_config("vit_digits", arm.overrides)
-    assert len({arm.slug for arm in arms(ladder, "cumulative")}) == len(ladder.rungs) + 1
+    made = arms(for_experiment(ladder, load_config("vit_digits")), mode)
+    for arm in made:
+        build.switches(load_config("vit_digits", arm.overrides), torch.device("cuda"))
+    assert len({arm.slug for arm in made}) == len(ladder.rungs) + 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""What has to be the same at every start of a ledger, as its numbers are compared with each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pycls_fast.config import RunConfig
+from pycls_fast.train.run_folder import environment
+
+# Of those that changed, in a message.
+_MOST_KEYS = 5
+
+
+def conditions(config: RunConfig, device: str) -> dict[str, Any]:
+    """The experiment with all its settings, the machine and torch.
+
+    Args:
+        config: the experiment.
+        device: "cpu" or "cuda", where the arms run.
+    """
+    here = environment(torch.device("cpu"), 1)
+    return {
+        "experiment": config.model_dump(mode="json", exclude={"run_dir"}),
+        "device": _gpu() if device == "cuda" else device,
+        "processor": here["processor"],
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+    }
+
+
+def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    """Names of what a plan has otherwise than an earlier one; of an experiment, its keys."""
+    names = [name for name, value in plan.items() if value != before.get(name)]
+    if "experiment" not in names or "experiment" not in before:
+        return names
+    keys = list(_keys(before["experiment"], plan["experiment"]))
+    more = [f"{len(keys) - _MOST_KEYS} more keys"] if len(keys) > _MOST_KEYS else []
+    # They say more than that they were given in other words.
+    return [*(name for name in names if name not in ("base", "experiment")), *keys[:_MOST_KEYS], *more]
+
+
+def _keys(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in dict.fromkeys((*now, *before)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _keys(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}"
+
+
+def _gpu() -> str:
+    # Asked by a process of its own: this one is to hold nothing of a GPU while others are measured there.
+    code = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

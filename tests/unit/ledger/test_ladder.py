@@ -1,0 +1,279 @@
+"""A ladder at work, with a stand-in for its processes: what goes on from where, and what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from pycls_fast.config import load_config
+from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.errors import UserError
+from pycls_fast.ledger import conduct as dry
+from pycls_fast.ledger import ladder as at_work
+from pycls_fast.ledger.conditions import conditions
+from pycls_fast.ledger.conduct import conduct
+from pycls_fast.ledger.ladder import Ledger, Settings
+from pycls_fast.ledger.lock import FolderLock
+from pycls_fast.ledger.outcome import collect
+from pycls_fast.ledger.plan import EVERYTHING
+from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.table import rows
+
+LADDER = Ladder(
+    description="two changes",
+    baseline=Rung(name="base"),
+    rungs=(Rung(name="B", overrides=("b=1",)), Rung(name="C", overrides=("c=1",))),
+)
+SETTINGS = {"seeds": 0, "rounds": 2, "numerics_steps": None, "gradients": False}
+ARM = ("a=", "b=", "c=", "precision=")
+
+
+class FakeProcess:
+    """Writes what its tool would, or ends with the status and words that `broken` has for a part of its log's name."""
+
+    broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = ()) -> None:
+        del tool, ranks, inherits
+        self.started.append(arguments)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._status, said = next((end for part, end in self.broken.items() if part in log.name), (0, ""))
+        log.write_text(said)
+        if self._status == 0:
+            given = dict(argument.partition("=")[::2] for argument in arguments)
+            self._write(
+                Path(given["output"]) if "output" in given else Path(given["run_dir"]) / "summary.json", arguments
+            )
+
+    def _write(self, file: Path, arguments: list[str]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
+        about = {"forward_flops_per_image": 1, "precision": "fp32", "switches": {}, "device": "cpu", "steps_per_run": 9000}
+        record = {"train": {**step, "step_seconds_p50": 0.1}, "memory_peak_bytes": None, **about}
+        file.write_text(json.dumps({**record, "arguments": arguments}))
+
+    def finished(self) -> Finished:
+        return Finished(self._status, 1.0, self._log)
+
+    wait = finished
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
+    monkeypatch.setattr(at_work, "Process", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "broken", {})
+    monkeypatch.setattr(FakeProcess, "started", [])
+    return FakeProcess
+
+
+def start(folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", **settings: Any) -> Ledger:
+    ledger = Ledger(
+        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], [], device, folder, Path("tools"), say=_no
+    )
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+    return ledger
+
+
+def _no(text: str) -> None:
+    del text
+
+
+def measured_with(file: Path) -> tuple[str, ...]:
+    """The overrides of the arm that a file's process was given."""
+    return tuple(a for a in json.loads(file.read_text())["arguments"] if a.startswith(ARM))
+
+
+def assert_arms_are_what_was_measured(ledger: Ledger) -> None:
+    found = 0
+    for arm in ledger.runnable():
+        for number in range(ledger.settings.rounds):
+            assert measured_with(ledger.timing_file(arm, number)) == arm.overrides
+            found += 1
+        for seed in ledger.seeds():
+            assert measured_with(ledger.run_dir(arm, seed) / "summary.json") == arm.overrides
+            found += 1
+    assert found
+
+
+def test_a_rung_that_was_mended_is_below_the_others_from_the_beginning(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    first = start(tmp_path, seeds=1)
+    assert {arm.name: arm.overrides for arm in first.runnable()} == {"base": (), "C": ("c=1",)}
+    assert_arms_are_what_was_measured(first)
+    fake.broken = {}
+    fake.started.clear()
+    second = start(tmp_path, seeds=1)
+    assert {arm.name: arm.overrides for arm in second.runnable()}["C"] == ("b=1", "c=1")
+    assert_arms_are_what_was_measured(second)
+    # Two rounds and a training of B and of C; the base's are there.
+    assert len(fake.started) == 6
+
+
+def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {f"timings-{_slug('B')}-round_1": (1, "RuntimeError: broken")}
+    ledger = start(tmp_path, rounds=3, seeds=1)
+    assert ledger.failed == {"B": "RuntimeError: broken"}
+    assert [arm.overrides for arm in ledger.runnable()] == [(), ("b=1", "c=1")]
+    assert_arms_are_what_was_measured(ledger)
+    assert not ledger.run_dir(ledger.arms()[1], 0).exists()
+
+
+def _slug(name: str) -> str:
+    return next(arm.slug for arm in at_work.arms(LADDER, "cumulative") if arm.name == name)
+
+
+def test_gradients_are_of_the_first_arm_as_it_is_now(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    first = start(tmp_path, mode="leave_one_out", gradients=True)
+    assert measured_with(first.gradients_file) == ("c=1", "precision=fp32")
+    fake.broken = {}
+    second = start(tmp_path, mode="leave_one_out", gradients=True)
+    assert measured_with(second.gradients_file) == ("b=1", "c=1", "precision=fp32")
+
+
+def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    names = ("基线", "注意力", "wd+", "WD -", "w" * 300)
+    base, *rungs = (Rung(name=name, overrides=() if i == 0 else (f"c={i}",)) for i, name in enumerate(names))
+    ledger = start(tmp_path, Ladder(description="names", baseline=base, rungs=tuple(rungs)), mode="one_at_a_time")
+    assert len(fake.started) == 10
+    assert_arms_are_what_was_measured(ledger)
+
+
+def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    before = conditions(load_config("vit_digits", ["optim.lr=0.001"]), "cpu")
+    after = conditions(load_config("vit_digits", ["optim.lr=0.002", "schedule.epochs=7"]), "cpu")
+
+    def opened(now: Mapping[str, Any]) -> None:
+        ledger = Ledger(LADDER, Settings(), [], [], "cpu", folder, Path("tools"), say=_no, conditions=now)
+        with closing(ledger):
+            ledger.open()
+
+    opened(before)
+    opened(before)
+    with pytest.raises(UserError) as caught:
+        opened(after)
+    refusal = f"output: {folder} holds a ledger with another {{}}; choose another folder, or remove it"
+    assert caught.value.lines == (refusal.format("optim.lr, schedule.epochs"),)
+    for key in ("device", "processor", "cores", "torch"):
+        with pytest.raises(UserError) as caught:
+            opened({**before, key: "?"})
+        assert caught.value.lines == (refusal.format(key),)
+    with pytest.raises(UserError, match=r"another config_name, model\.[a-z_, .]* more keys|[0-9]+ more keys; choose"):
+        opened(conditions(load_config("resnet_digits"), "cpu"))
+
+
+def test_leave_one_out_shows_what_cannot_run(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    ladder = LADDER.model_copy(update={"rungs": (*LADDER.rungs, Rung(name="G", overrides=("c=3",), needs="cuda"))})
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    ledger = start(tmp_path, ladder, mode="leave_one_out")
+    table = {row["rung"]: row for row in rows(collect(ledger, "x"))}
+    assert list(table) == [EVERYTHING, "B", "without C", "G"]
+    assert (table["B"]["against the first"], table["G"]["against the first"]) == ("cannot run here", "needs CUDA")
+    assert not [started for started in fake.started if "c=3" in started]
+    assert_arms_are_what_was_measured(ledger)
+
+
+def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    rungs = (Rung(name="B", overrides=("b=1",)), Rung(name="C", overrides=("c=1",)), Rung(name="D", overrides=("b=2",)))
+    ledger = start(tmp_path, LADDER.model_copy(update={"rungs": rungs}), mode="leave_one_out")
+    assert [arm.name for arm in ledger.runnable()] == [EVERYTHING, "without C", "without D"]
+    record = collect(ledger, "x")["arms"][1]
+    why = "B is overridden by D: the same settings as 'everything'"
+    assert (record["name"], record["status"], record["reason"]) == ("without B", "overridden", why)
+    assert not record["timing"]
+    # Three rungs alone, and two rounds of three arms.
+    assert len(fake.started) == 9
+    assert ledger.total() == ledger._done == 9
+
+
+def test_a_baseline_for_another_device(tmp_path: Path) -> None:
+    ladder = LADDER.model_copy(update={"baseline": Rung(name="base", needs="cuda")})
+    with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, needs CUDA"):
+        start(tmp_path, ladder)
+
+
+def test_one_ledger_at_a_time(tmp_path: Path) -> None:
+    def made() -> Ledger:
+        return Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=_no)
+
+    with closing(made()) as first:
+        first.open()
+        with closing(made()) as second, pytest.raises(UserError) as caught:
+            second.open()
+        assert f"process {os.getpid()} on " in caught.value.lines[0]
+    with closing(made()) as third:
+        third.open()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said: list[str] = []
+    with closing(Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=said.append)) as ledger:
+        ledger.open()
+    assert said == [f"{tmp_path} cannot be locked (Function not implemented): do not start a second ledger in it"]
+
+
+def test_a_process_that_is_left_behind_is_waited_for(tmp_path: Path) -> None:
+    tool = tmp_path / "tool.py"
+    tool.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[1], 'w').close()\n")
+    ended = tmp_path / "ended"
+    said: list[str] = []
+    first = FolderLock(tmp_path, said.append)
+    process = Process(tool, [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(first.inherited,))
+    first.release()
+    assert not said
+    second = FolderLock(tmp_path, said.append)
+    assert ended.exists()
+    assert said == [f"{tmp_path}: waiting for a process of an earlier start, which was killed, to end"]
+    second.release()
+    assert process.wait().status == 0
+
+
+def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], **settings: Any) -> list[str]:
+    status = conduct(
+        load_config("vit_digits"), ladder, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
+        folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
+    )  # fmt: skip
+    assert status == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
+def test_a_dry_run_counts_what_can_run(
+    mode: str,
+    tmp_path: Path,
+    fake: type[FakeProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dry, "Process", FakeProcess)
+    elsewhere = Rung(name="G", overrides=("c=3",), needs="cuda")
+    fake.broken = {"c-": (2, "error: c needs a package")}
+    with_more = dry_run(
+        tmp_path, LADDER.model_copy(update={"rungs": (*LADDER.rungs, elsewhere)}), capsys, mode=mode, seeds=1
+    )
+    assert "G: not run, needs CUDA, is too slow on CPU" in with_more
+    assert not [started for started in fake.started if "c=3" in started]
+    without = dry_run(tmp_path, LADDER, capsys, mode=mode, seeds=1)
+    assert with_more[-4:] == without[-4:]
+    assert ("C: not run, c needs a package" in without) == (mode == "leave_one_out")
