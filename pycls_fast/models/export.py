@@ -160,18 +160,17 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
     bottleneck = "stages.0.0.conv3.weight" in state
     first = state["stages.0.0.conv2.weight"].shape
     groups = first[0] // first[1] if bottleneck else 1
-    pooled = any(block.shortcut is not None and block.shortcut.pool is not None for _, block in model.units())  # type: ignore[union-attr]
     arguments: dict[str, Any] = {
         "layers": [len(stage) for stage in model.stages],  # type: ignore[arg-type]
         "in_chans": state[f"{model.first_conv_name}.weight"].shape[1],
         "cardinality": groups,
         "base_width": first[0] // groups if bottleneck else 64,
-        "avg_down": pooled,
+        "avg_down": model.shortcut == "pool",
     }
     if len(model.stem.deep):
         arguments |= {"stem_type": "deep", "stem_width": 32}
     name = "resnet50" if bottleneck else "resnet18"
-    return name, arguments, to_timm_resnet(state, shortcut="pool" if pooled else "conv")
+    return name, arguments, to_timm_resnet(state, shortcut=model.shortcut)
 
 
 def to_onnx(model: nn.Module, path: Path, about: About) -> None:
