@@ -15,7 +15,7 @@ from torch import Tensor
 from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.report import collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
@@ -95,14 +95,15 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
         f"{percent(chance)}%  {classifier.class_name(label)}"
         for label, chance in zip(labels_B.tolist(), chances_B.tolist(), strict=True)
     ]
-    if kind == "attention":
-        values = maps.attention_maps(network, inputs_BCHW)
-    elif kind == "rollout":
-        values = maps.attention_rollout(network, inputs_BCHW)
-    elif kind == "features":
-        values = maps.patch_features(network, inputs_BCHW)
-    else:
-        values = maps.class_maps(network, inputs_BCHW, labels_B)
+    with float32_convolutions():
+        if kind == "attention":
+            values = maps.attention_maps(network, inputs_BCHW)
+        elif kind == "rollout":
+            values = maps.attention_rollout(network, inputs_BCHW)
+        elif kind == "features":
+            values = maps.patch_features(network, inputs_BCHW)
+        else:
+            values = maps.class_maps(network, inputs_BCHW, labels_B)
     return batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu()
 
 
