@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed.images import IMAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "gpu_ladder.md"
@@ -98,19 +99,14 @@ PRESETS = (
 # What every switch is tried on, alone.
 BASE = "speed=fast precision=amp_bf16"
 # Of the loader, and not of the step: tools/time_net.py mode=both.
-OF_THE_LOADER = (
-    SwitchName.DECODE,
-    SwitchName.INPUT_COPY,
-    SwitchName.NORMALIZE_ON,
-    SwitchName.ERASE_ON,
-    SwitchName.MIX_ON,
-)
+OF_THE_LOADER = tuple(switch.name for switch in IMAGES)
 # What a switch needs to have something to do.
 WITH = {
     SwitchName.DROP_PATH_COMPUTE: "model.drop_path=0.5",
     SwitchName.EMA: "optim.ema_decay=0.9999",
     SwitchName.CLIP: "optim.clip_norm=1.0",
     SwitchName.COMPILE_MODE: "speed.compile=blocks",
+    SwitchName.GELU: "speed.compile=blocks",
 }
 
 

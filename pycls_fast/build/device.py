@@ -65,9 +65,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         in_16_bits=formats.compute != "float32" and not formats.float8,
         sharded=config.parallel.name in DTENSORS,
     )
-    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
-        # As the preset does with optimizers: the fastest that there is here. What is in force is in the start table.
-        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    _give_way(config, resolved)
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
         # The preset gives way to what was asked for.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
@@ -78,6 +76,19 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     if lines:
         raise UserError(*lines)
     return resolved
+
+
+def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
+    """Take what there is in place of the preset's values, as it does with optimizers, so that the start table says what
+    is in force; in place."""
+    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
+        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
+        resolved[SwitchName.CONVOLUTION] = "torch"
+    written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
+    if written_out and config.model.kind == "timm":
+        # timm's own, which gains as much over the fused kernel's backward pass.
+        resolved[SwitchName.ATTENTION] = "reference"
 
 
 def _compiles_once(config: RunConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from pycls_fast.config.schema import RunConfig, TimmModel, ViTModel
+from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
@@ -18,8 +18,6 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
-    if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
-        yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
     if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
         yield (
             f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
@@ -40,10 +38,11 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     yield from _order(config, chosen)
     if chosen[SwitchName.CUDA_GRAPHS] == "on":
         yield from _recorded(config, chosen)
-    if isinstance(config.model, TimmModel):
-        yield from _for_timm(config)
+    yield from _without_effect(config, chosen)
     if not isinstance(config.model, ViTModel):
         return
+    if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
+        yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
     if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
         yield "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; leave it out"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
@@ -58,18 +57,24 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
         yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
 
 
-def _for_timm(config: RunConfig) -> Iterator[str]:
-    """A line for each switch set by hand that reaches into our own modules, of which timm's model has none."""
-    by_hand = config.speed.chosen()
+def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
+    """A line for each switch set by hand that the model has nothing of."""
+    by_hand, kind = config.speed.chosen(), config.model.kind
     for switch in CATALOGUE:
         value = by_hand.get(switch.name, switch.reference)
-        if "timm" not in switch.applies_to and value != switch.reference:
+        if kind not in switch.applies_to and value != switch.reference:
             yield (
-                f"speed.{switch.name}: {value} is for {' and '.join(switch.applies_to)} of this project and not for "
-                f"model.kind=timm; use speed.{switch.name}={switch.reference}"
+                f"speed.{switch.name}: {value} is for model.kind={' and '.join(switch.applies_to)}, and "
+                f"model.kind={kind} has nothing of it; use speed.{switch.name}={switch.reference}"
             )
+    products = kind == "resnet" and by_hand.get(SwitchName.CONVOLUTION) == "products"
+    if products and chosen[SwitchName.MEMORY_FORMAT] == "contiguous":
+        yield (
+            "speed.convolution: products is for channels-last maps, and with speed.memory_format=contiguous every "
+            "convolution is torch's; use speed.memory_format=channels_last"
+        )
     attention = by_hand.get(SwitchName.ATTENTION, "sdpa")
-    if attention not in ("reference", "sdpa"):
+    if kind == "timm" and attention not in ("reference", "sdpa"):
         yield f"speed.attention: timm's models choose between reference and sdpa; got {attention}; use sdpa"
 
 

@@ -388,7 +388,7 @@ class Precision(Section):
     loss_scale_interval: PositiveInt = 2000
     loss_scale_floor: PositiveFloat = 2.0**-14
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    fp8_skip: tuple[Text, ...] = ("head",)
+    fp8_skip: tuple[Text, ...] = ("head", "pooling")
     fp8_emulate: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ Skip = Callable[[str, str], None]
 _BATCH = 64
 # So many images are read sooner by one process than workers are started.
 _FEW = 128
+
+
+@contextmanager
+def float32_convolutions() -> Iterator[None]:
+    """float32 convolutions in float32: cuDNN's default, which is the caller's process's to change, is TF32."""
+    convolution: Any = torch.backends.cudnn.conv
+    before = convolution.fp32_precision
+    convolution.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolution.fp32_precision = before
 
 
 def load(
@@ -171,7 +184,7 @@ class Classifier:
     @torch.no_grad()
     def scores(self, batch: Batch) -> Tensor:
         """Logits (B, K) of a batch, in the format that the precision gives them."""
-        with self._autocast():
+        with float32_convolutions(), self._autocast():
             return self.network(self.inputs(batch))
 
     def inputs(self, batch: Batch) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
-from pycls_fast.inference.report import collect, percent
+from pycls_fast.inference.report import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 
@@ -58,10 +58,7 @@ def draw_maps(
     if len(source) > MOST_IMAGES:
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
     path = Path(output or f"{kind}.png").expanduser()
-    if path.suffix.lower() != ".png":
-        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
-    if not path.parent.is_dir():
-        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+    check_output(path, is_sheet=True)
     # Written out where it is asked for; the rest of the network may be as fast as it likes.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
@@ -95,14 +92,15 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
         f"{percent(chance)}%  {classifier.class_name(label)}"
         for label, chance in zip(labels_B.tolist(), chances_B.tolist(), strict=True)
     ]
-    if kind == "attention":
-        values = maps.attention_maps(network, inputs_BCHW)
-    elif kind == "rollout":
-        values = maps.attention_rollout(network, inputs_BCHW)
-    elif kind == "features":
-        values = maps.patch_features(network, inputs_BCHW)
-    else:
-        values = maps.class_maps(network, inputs_BCHW, labels_B)
+    with float32_convolutions():
+        if kind == "attention":
+            values = maps.attention_maps(network, inputs_BCHW)
+        elif kind == "rollout":
+            values = maps.attention_rollout(network, inputs_BCHW)
+        elif kind == "features":
+            values = maps.patch_features(network, inputs_BCHW)
+        else:
+            values = maps.class_maps(network, inputs_BCHW, labels_B)
     return batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu()
 
 

@@ -55,10 +55,8 @@ def predict(
     # An argument that means nothing is told before seconds of loading; a file that is no image is told at the end.
     source = GivenImages(collect(images))
     path = Path(output or "predictions.png").expanduser() if output or format == "sheet" else None
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
-    if format == "sheet" and path is not None and path.suffix.lower() != ".png":
-        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
+    if path is not None:
+        check_output(path, is_sheet=format == "sheet")
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
     with progress("predict", len(source), "images") as advance:
@@ -100,6 +98,28 @@ def collect(images: Sequence[str]) -> list[Path]:
     if not listed and not named:
         raise UserError("images: none were given; give files, folders or patterns behind the run")
     return [*named, *listed]
+
+
+def check_output(path: Path, *, is_sheet: bool) -> None:
+    """See that a file can be written, before the work is done; what is in it stays.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if is_sheet and path.suffix.lower() != ".png":
+        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
+    try:
+        if not path.parent.is_dir():
+            raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+        if path.is_dir():
+            raise UserError(f"output: {path} is a folder; give the path of a file")
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():
+            path.touch()
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
 
 
 @contextmanager

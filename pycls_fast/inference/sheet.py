@@ -10,6 +10,8 @@ from pathlib import Path
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
+from pycls_fast.errors import UserError
+
 PAGE = 120
 """Cells of a file; more pictures go to further files."""
 
@@ -41,11 +43,18 @@ def write_sheets(
         columns: cells of a row.
         side: of a picture, in pixels.
         page: cells of a file, a multiple of `columns`.
+
+    Raises:
+        UserError: a file that cannot be written.
     """
     written = []
     for number, start in enumerate(range(0, len(cells), page), start=1):
         file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
-        draw_sheet(cells[start : start + page], columns=columns, side=side).save(file, format="PNG")
+        sheet = draw_sheet(cells[start : start + page], columns=columns, side=side)
+        try:
+            sheet.save(file, format="PNG")
+        except OSError as error:
+            raise UserError(f"output: {file} cannot be written ({error.strerror})") from error
         written.append(file)
     return written
 

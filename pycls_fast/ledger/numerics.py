@@ -21,7 +21,7 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.losses import Targets
-from pycls_fast.parallel import prepare_model, uncompiled
+from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
@@ -70,7 +70,8 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     """`logit_error`, `gradient_error`: norm of the difference from float64 over the norm of float64's.
 
     The network is in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
-    function. Its parameters' gradients are left at None. None stands for a reference of zeros.
+    function; what is compiled is compiled for it once more. Its parameters' gradients are left at None. None stands
+    for a reference of zeros.
     """
     _copy_weights(step, network, exact)
     images_BCHW = step.prepare(probe)
@@ -81,7 +82,8 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     try:
         exact_logits_BK = exact(images_BCHW.double())
         step.loss(exact_logits_BK, targets).backward()
-        with uncompiled(network), step.autocast():
+        # Compiled where the step is, unlike other evaluations: what the compiler rounds belongs to the setting.
+        with step.autocast():
             logits_BK = network(images_BCHW)
         step.scaler.scale(step.loss(logits_BK, targets)).backward()
     finally:

@@ -21,6 +21,7 @@ from pycls_fast.models.foreign import to_timm_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.network import Network
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Deployable(nn.Module):
     mean_C11: Tensor
     std_C11: Tensor
 
-    def __init__(self, model: nn.Module, about: About) -> None:
+    def __init__(self, model: Network, about: About) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).cpu().float().eval()
         self.register_buffer("mean_C11", 255.0 * torch.tensor(about.mean).view(-1, 1, 1))
@@ -69,15 +70,17 @@ class Deployable(nn.Module):
         return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
 
 
-def to_safetensors(model: nn.Module, path: Path, about: About) -> None:
+def to_safetensors(model: Network, path: Path, about: About) -> None:
     """One file in our names, with the texts of `about` in its header; `weights=` reads it."""
     from safetensors.torch import save_file
 
     save_file(_saved(model.state_dict()), path, about.texts())
 
 
-def to_timm(model: nn.Module, folder: Path, about: About) -> None:
+def to_timm(model: Network, folder: Path, about: About) -> None:
     """A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, of the same function.
+
+    Outputs behind the last class are named by their number.
 
     Raises:
         UserError: a model that timm does not have.
@@ -88,24 +91,27 @@ def to_timm(model: nn.Module, folder: Path, about: About) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_saved(state), folder / "model.safetensors", {"format": "pt", **about.texts()})
     size = [len(about.mean), about.image_size, about.image_size]
+    head = model.get_submodule(model.head_name)
+    assert isinstance(head, nn.Linear)
+    names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
     config = {
         "architecture": architecture,
-        "num_classes": len(about.classes),
+        "num_classes": head.out_features,
         "model_args": arguments,
         "pretrained_cfg": {
-            "num_classes": len(about.classes),
+            "num_classes": head.out_features,
             "input_size": size,
             "mean": list(about.mean),
             "std": list(about.std),
             "crop_pct": about.crop_ratio,
             "interpolation": about.interpolation,
-            "label_names": list(about.classes),
+            "label_names": names,
         },
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def timm_form(model: nn.Module) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """timm's name for a model, the arguments that make it this one, and its tensors in timm's names.
 
     Raises:
@@ -160,21 +166,20 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
     bottleneck = "stages.0.0.conv3.weight" in state
     first = state["stages.0.0.conv2.weight"].shape
     groups = first[0] // first[1] if bottleneck else 1
-    pooled = any(block.shortcut is not None and block.shortcut.pool is not None for _, block in model.units())  # type: ignore[union-attr]
     arguments: dict[str, Any] = {
         "layers": [len(stage) for stage in model.stages],  # type: ignore[arg-type]
         "in_chans": state[f"{model.first_conv_name}.weight"].shape[1],
         "cardinality": groups,
         "base_width": first[0] // groups if bottleneck else 64,
-        "avg_down": pooled,
+        "avg_down": model.shortcut == "pool",
     }
     if len(model.stem.deep):
         arguments |= {"stem_type": "deep", "stem_width": 32}
     name = "resnet50" if bottleneck else "resnet18"
-    return name, arguments, to_timm_resnet(state, shortcut="pool" if pooled else "conv")
+    return name, arguments, to_timm_resnet(state, shortcut=model.shortcut)
 
 
-def to_onnx(model: nn.Module, path: Path, about: About) -> None:
+def to_onnx(model: Network, path: Path, about: About) -> None:
     """An ONNX file: `images` (B, C, size, size), uint8 -> `logits` (B, K), with the texts of `about` in its metadata.
 
     Raises:
@@ -197,12 +202,12 @@ def to_onnx(model: nn.Module, path: Path, about: About) -> None:
     program.save(path)
 
 
-def to_program(model: nn.Module, path: Path, about: About) -> None:
+def to_program(model: Network, path: Path, about: About) -> None:
     """A program of torch.export (`.pt2`): `images` (B, C, size, size), uint8 -> logits, the texts as extra files."""
     torch.export.save(_exported(model, about), path, extra_files=about.texts())
 
 
-def _exported(model: nn.Module, about: About) -> torch.export.ExportedProgram:
+def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
     channels = len(about.mean)
     images = torch.zeros(2, channels, about.image_size, about.image_size, dtype=torch.uint8)
     with torch.no_grad():
@@ -216,7 +221,7 @@ def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
 
 
-FORMATS: dict[str, Callable[[nn.Module, Path, About], None]] = {
+FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
     "safetensors": to_safetensors,
     "timm": to_timm,
     "onnx": to_onnx,

@@ -131,8 +131,9 @@ def _sum_over_tokens(gradient_TO: Tensor) -> Tensor:
     return gradient_TO.sum(0)
 
 
-# Not in builds of torch without oneDNN.
-_FUSES_BIAS = torch.backends.mkldnn.is_available()
+# Not in builds of torch without oneDNN, nor on processors without AVX-512, for which oneDNN has no bfloat16: there its
+# operator raises where `F.linear` computes in another way.
+_FUSES_BIAS = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _weight_gradient(gradient_TO: Tensor, features_TI: Tensor) -> Tensor:

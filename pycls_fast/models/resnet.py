@@ -255,6 +255,7 @@ class ResNet(Network):
         if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
             raise UserError(f"groups: depth {depth} has no bottleneck blocks to group or widen; use depth 50 or more")
         self.zero_init_last_gamma = zero_init_last_gamma
+        self.shortcut = shortcut
         block_type, block_counts = LAYOUTS[depth]
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
 

@@ -44,8 +44,9 @@ def compile_model(
         # Products and sums as one instruction on a CPU, rounded once; nvcc does it by itself.
         "cpp.enable_floating_point_contract_flag": "fast",
     }
-    # Every kind of block is one more variant of the same code; above the limit torch goes back to eager, in silence.
-    limit = len(units) + 8
+    # Every kind of block is one more variant of the same code, and another one in evaluation mode, in which the ledger
+    # measures rounding; above the limit torch goes back to eager, in silence.
+    limit = 2 * len(units) + 8
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     modules = [model] if what == "model" else [unit for _, unit in units]
     # Where nothing but numbers such as drop-path's rate can differ they may become variables; with shapes that differ,

@@ -51,7 +51,10 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
         converted.extend([name] if fitting else [])
         return fitting
 
-    settings: Any = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    # The gradient of the weights is a product over the tokens of a microbatch, of which there may be any number.
+    settings: Any = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True
+    )
     convert_to_float8_training(network, config=settings, module_filter_fn=fits)
     if device.type == "cpu":
         for name in converted:

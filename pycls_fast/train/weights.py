@@ -84,6 +84,8 @@ def load_weights(
     found = find_weights(source)
     state = network.state_dict() if into is None else into.state_dict()
     ours = _opened(found, world)
+    if ours is not None and ours.config is not None:
+        foreign.check_shortcut(network, ours.config.get("model", {}).get("shortcut"), str(found))
     if ours is not None and _fits_as_it_is(ours, state, classes):
         with torch.no_grad():
             ours.fill(state)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed.images import IMAGES
 from tests.integration.runs import ROOT
 
 # Scripts are no package; another project's `benchmarks` may be installed.
@@ -54,6 +56,26 @@ def test_the_rungs_are_settings_that_a_gpu_runs(name: str) -> None:
     assert refused == []
 
 
+@pytest.mark.parametrize("name", ["vit_h16", "resnet50"])
+def test_every_switch_that_is_tried_alone_has_something_to_do(name: str) -> None:
+    @cache
+    def loaded(overrides: tuple[str, ...]) -> RunConfig:
+        return load_config(name, list(overrides))
+
+    for rung in rungs(SUBJECTS[name]):
+        if rung.table != "alone":
+            continue
+        # The configuration is composed once for all values of a switch.
+        by_hand = dict(part.removeprefix("speed.").split("=") for part in ours(rung) if part.startswith("speed."))
+        config = loaded(tuple(part for part in ours(rung) if not part.startswith("speed.")))
+        config = config.model_copy(update={"speed": config.speed.model_copy(update=by_hand)})
+        switches = build.switches(config, CUDA)
+        assert {key: switches[key] for key in by_hand} == by_hand
+        # What prepares images is no part of a step on a batch that is on the device.
+        switch = next(switch for switch in CATALOGUE if switch.name == rung.name.partition("=")[0])
+        assert switch not in IMAGES
+
+
 def test_every_switch_of_the_step_is_tried_alone_and_no_file_is_used_twice(tmp_path: Path) -> None:
     for subject in SUBJECTS.values():
         everything = list(rungs(subject))
@@ -65,7 +87,7 @@ def test_every_switch_of_the_step_is_tried_alone_and_no_file_is_used_twice(tmp_p
         expected = {
             f"{switch.name}={value}"
             for switch in CATALOGUE
-            if kind in switch.applies_to and switch.name not in ladder_gpu.OF_THE_LOADER
+            if kind in switch.applies_to and switch not in IMAGES
             for value in switch.values
             if switch.requires.get(value) != "cpu"
         }

@@ -73,6 +73,17 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     assert theirs.pretrained_cfg["crop_pct"] == 0.9
 
 
+@pytest.mark.parametrize("build", [vit, resnet, lambda num_classes: TimmModel(name="regnety_002", num_classes=5)])
+def test_timm_opens_models_with_more_outputs_than_classes(tmp_path: Path, build: Any) -> None:
+    model = build(num_classes=5).float().eval()
+    export.FORMATS["timm"](model, tmp_path / "out", ABOUT)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    batch = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(batch), model(batch))
+    assert theirs.pretrained_cfg["label_names"] == [*ABOUT.classes, "output 3", "output 4"]
+
+
 @pytest.mark.parametrize("name", ["vit-norms", "vit-map", "resnet18d", "regnet"])
 def test_safetensors_come_back(tmp_path: Path, name: str) -> None:
     model, other = MODELS[name](), MODELS[name]()

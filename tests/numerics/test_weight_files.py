@@ -431,6 +431,36 @@ def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     assert_same(ours, theirs, 64)
 
 
+@pytest.mark.parametrize("classes", [CLASSES, 3])
+@pytest.mark.parametrize(
+    ("theirs", "needed", "model"),
+    [
+        ("resnet18", "conv", {"stem": "imagenet", "shortcut": "pool"}),
+        ("resnet26d", "pool", {"stem": "deep", "shortcut": "conv"}),
+    ],
+)
+def test_the_other_shortcut_is_told(
+    tmp_path: Path, theirs: str, needed: str, model: dict[str, Any], classes: int
+) -> None:
+    """All names and shapes fit."""
+    torch.save(timm.create_model(theirs, num_classes=CLASSES).state_dict(), tmp_path / "theirs.pth")
+    sizes = {**model, "depth": int(theirs[6:8]), "num_classes": classes}
+    with pytest.raises(UserError, match=rf"^weights: .*theirs\.pth is of a ResNet .*; use model\.shortcut={needed}$"):
+        load(ResNet(**sizes), tmp_path / "theirs.pth")
+    fitted = load(ResNet(**{**sizes, "shortcut": needed}), tmp_path / "theirs.pth")
+    assert set(fitted.fresh) == (set() if classes == CLASSES else {"head.weight", "head.bias"})
+
+
+def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = timm.create_model
+    into_timms = TimmModel(name="resnetblur18", num_classes=CLASSES)
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: create(name, num_classes=CLASSES))
+    with pytest.raises(UserError, match=r"smooths maps before .*; use model=timm model\.name=resnetblur18$"):
+        load(ResNet(depth=18, num_classes=CLASSES), "timm:resnetblur18")
+    load(ResNet(depth=18, num_classes=CLASSES), "timm:resnet18")
+    load(into_timms, "timm:resnetblur18")
+
+
 def test_our_own_files(tmp_path: Path) -> None:
     model = small()
     save_file(plain(model.state_dict()), tmp_path / "model.safetensors", {"classes": '["a", "b"]', "step": "12"})

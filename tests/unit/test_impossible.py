@@ -10,6 +10,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.speed import CATALOGUE
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,43 @@ def test_is_refused_with_a_way_out(device: str, overrides: list[str], begins: st
     way_out = re.search(r"use (\S+=[^\s,]+)", line)
     assert way_out is not None
     build.switches(load_config("vit_digits", [*fixed, way_out[1]]), torch.device(device))
+
+
+EXPERIMENTS = {
+    "vit": ["vit_digits"],
+    "resnet": ["resnet_digits"],
+    "timm": ["vit_digits", "model=timm", "model.name=vit_tiny_patch16_224"],
+}
+
+
+@pytest.mark.parametrize("kind", EXPERIMENTS)
+def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
+    name, *model = EXPERIMENTS[kind]
+    config = load_config(name, [*model, "precision=fp32"])
+    for switch in CATALOGUE:
+        for value in switch.values if kind not in switch.applies_to else ():
+            by_hand = config.model_copy(update={"speed": config.speed.model_copy(update={switch.name: value})})
+            device = torch.device(switch.requires.get(value, "cpu"))
+            if value == switch.reference:
+                build.switches(by_hand, device)
+                continue
+            with pytest.raises(UserError, match=rf"^speed\.{switch.name}: {value} .*; use speed\.{switch.name}=\w+$"):
+                build.switches(by_hand, device)
+    # A preset is for every model.
+    for preset in ("fast", "reference"):
+        build.switches(load_config(name, [*model, f"speed={preset}", "precision=amp_bf16"]), torch.device("cpu"))
+
+
+def test_convolutions_as_products_are_for_channels_last_maps() -> None:
+    by_hand = load_config("resnet_digits", ["speed=reference", "speed.convolution=products"])
+    with pytest.raises(UserError, match=r"^speed\.convolution: .*; use speed\.memory_format=channels_last$"):
+        build.switches(by_hand, torch.device("cpu"))
+    overrides = ["speed=reference", "speed.convolution=products", "speed.memory_format=channels_last"]
+    assert build.switches(load_config("resnet_digits", overrides), torch.device("cpu"))["convolution"] == "products"
+    # The preset gives way.
+    for memory_format, convolution in (("contiguous", "torch"), ("channels_last", "products")):
+        config = load_config("resnet_digits", ["precision=amp_bf16", f"speed.memory_format={memory_format}"])
+        assert build.switches(config, torch.device("cpu"))["convolution"] == convolution
 
 
 def test_a_recorded_step_has_images_of_one_size() -> None:

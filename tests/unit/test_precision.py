@@ -187,7 +187,8 @@ class TestFloat8:
     def plain(self) -> nn.Module:
         torch.manual_seed(0)
         switches = build.switches(load_config("vit_digits"), CPU)
-        network = build.model(load_config("vit_digits", ["model.depth=2"]), 10, switches)
+        config = load_config("vit_digits", ["model.depth=2", "model.class_token=true"])
+        network = build.model(config, 10, switches)
         for value in network.parameters():
             value.data.add_(torch.randn_like(value) * 0.1)
         return network
@@ -212,6 +213,37 @@ class TestFloat8:
         for ours, theirs in (outs, gradients):
             # e4m3 has 4 bits of significand: an error of 2^-4 at most per factor, a few per cent over a sum.
             assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3
+
+    @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+    def test_any_number_of_tokens(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The weights' gradient is a product over the tokens, 3 images of 17 here, and CUDA wants multiples of 16."""
+        products = []
+
+        def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **named: typing.Any) -> Tensor:
+            products.append((*a.shape, b.shape[1]))
+            assert all(side % 16 == 0 for side in (a.shape[1], *b.shape))
+            out = (a.float() * scale_a) @ (b.float() * scale_b)
+            return (out if named["bias"] is None else out + named["bias"]).to(named["out_dtype"])
+
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+        monkeypatch.setattr("pycls_fast.parallel.float8._check_hardware", lambda device: None)
+        network, plain = self.network(recipe, emulate=False), self.plain()
+        images, gradients = torch.randn(3, 3, 16, 16), []
+        for model in (network, plain):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(images).float().square().sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert len(products) == 3 * 6
+        assert 1e-3 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.3
+
+    def test_pooling_stays_out(self) -> None:
+        """Its query is one token, the inputs of its MLP one for each image."""
+        overrides = ["precision=fp8", "precision.fp8_emulate=true", "model.classifier=map", "speed=reference"]
+        config = load_config("vit_digits", overrides)
+        network = build.model(config, 10, build.switches(config, CPU))
+        build.lower(config, network, CPU)
+        found = {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
+        assert {name.split(".")[0] for name in found} == {"blocks"}
 
     def test_no_layer_that_fits(self) -> None:
         config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true"])

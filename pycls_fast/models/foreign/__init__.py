@@ -1,7 +1,7 @@
 """Checkpoints of other projects in our names, and ours in theirs."""
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.foreign.fit import Fitted, fit
+from pycls_fast.models.foreign.fit import Fitted, check_shortcut, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
 from pycls_fast.models.foreign.read import OURS, ReadWeights, is_hub, is_source, read_weights
 from pycls_fast.models.foreign.timm import from_timm_vit, to_timm_vit
@@ -19,6 +19,7 @@ __all__ = [
     "Preprocessing",
     "ReadWeights",
     "UserError",
+    "check_shortcut",
     "described",
     "fit",
     "from_timm_vit",

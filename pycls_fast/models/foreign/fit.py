@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
+from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
@@ -79,6 +80,12 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     Raises:
         UserError: what does not fit, a line for each kind, with the names to allow.
     """
+    check_shortcut(network, read.shortcut, read.source)
+    if read.antialiased and isinstance(network, ResNet):
+        raise UserError(
+            f"weights: {read.source} is of a ResNet that smooths maps before it makes them smaller, and the model does "
+            f"not; use model=timm model.name={read.source.removeprefix('timm:')}"
+        )
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
@@ -93,6 +100,25 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     _fit_channels(tensors, network, shapes, fitted)
     _settle(tensors, unknown, shapes, fitted, allow)
     return fitted
+
+
+def check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: str) -> None:
+    """Shortcuts of both kinds have the same tensors, and compute something else with them.
+
+    Args:
+        network: a ResNet, or another model, which has none.
+        shortcut: what the weights were trained with; None where nothing says so.
+        source: of the weights.
+
+    Raises:
+        UserError: the network has the other kind.
+    """
+    if isinstance(network, ResNet) and shortcut not in (None, network.shortcut):
+        how = {"pool": "a mean before their convolution", "conv": "the stride of their convolution"}
+        raise UserError(
+            f"weights: {source} is of a ResNet whose shortcuts make maps smaller by {how[shortcut]}; use "
+            f"model.shortcut={shortcut}"
+        )
 
 
 def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple[dict[str, Tensor], list[str]]:

@@ -10,15 +10,17 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
+from pycls_fast.models.resnet import ShortcutKind
 
 NormPlace = Literal["every_token", "after_pool"]
+Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
 _SUFFIXES = (".safetensors", ".npz", ".pth", ".pyth", ".pt", ".bin", ".tar")
@@ -32,6 +34,8 @@ class Contents:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
+    shortcut: ShortcutKind | None = None
+    antialiased: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class ReadWeights:
         unknown: tensors of the file that have no name of ours, and their shapes.
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
         norm: what a vision transformer's final norm was trained on; None where the file does not say.
+        shortcut: how a ResNet's shortcuts make maps smaller; None where the file does not say.
+        antialiased: a ResNet smooths maps before it makes them smaller, as timm's hub says; files do not say.
         part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
         classes: names of the outputs, where the file has them.
         step: at which a run of ours saved it, where the file says so.
@@ -57,6 +63,8 @@ class ReadWeights:
     unknown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     norm: NormPlace | None = None
+    shortcut: ShortcutKind | None = None
+    antialiased: bool = False
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
@@ -86,7 +94,7 @@ def read_weights(source: str) -> ReadWeights:
             be read.
     """
     if source.startswith("timm:"):
-        contents = Contents(_from_timm_hub(source.removeprefix("timm:")))
+        contents = _from_timm_hub(source.removeprefix("timm:"))
     elif source.startswith("torchvision:"):
         contents = Contents(_from_torchvision_hub(source.removeprefix("torchvision:")))
     else:
@@ -185,6 +193,7 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
         part=part,
         classes=tuple(loaded["classes"]) if ours and "classes" in loaded else None,
         step=loaded.get("step") if ours else None,
+        shortcut=loaded["config"]["model"].get("shortcut") if ours and "config" in loaded else None,
     )
 
 
@@ -198,12 +207,16 @@ def _choose_part(loaded: Mapping[str, Any]) -> str:
     return next((key for key in keys if isinstance(loaded.get(key), Mapping) and loaded[key]), "")
 
 
-def _from_timm_hub(name: str) -> dict[str, Tensor]:
+def _from_timm_hub(name: str) -> Contents:
     import timm as library
 
     if not library.is_model(name):
         raise UserError(f"weights: timm {library.__version__} has no model {name}")
-    return _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True).state_dict())
+    model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
+    antialiased = any(
+        path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()
+    )
+    return Contents(model.state_dict(), antialiased=antialiased)
 
 
 def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
@@ -217,7 +230,7 @@ def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
     return _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
 
 
-def _downloaded(source: str, fetch: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
         return fetch()
     except Exception as error:  # hubs and what they are built on raise dozens of kinds
@@ -235,6 +248,9 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     norm: NormPlace | None = None
     if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
         norm = "after_pool" if "fc_norm.weight" in state else "every_token"
+    shortcut = contents.shortcut
+    if layout in (torchvision.RESNET, pycls.RESNET):
+        shortcut = torchvision.resnet_shortcut(state)
     return ReadWeights(
         source=source,
         layout=layout,
@@ -242,6 +258,8 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
         unknown={name: tuple(state[name].shape) if name in state else () for name in unknown if name not in unused},
         unused={name: tuple(state[name].shape) for name in unused},
         norm=norm,
+        shortcut=shortcut,
+        antialiased=contents.antialiased,
         part=contents.part,
         classes=contents.classes,
         step=contents.step,

@@ -15,6 +15,7 @@ from pycls_fast.models.foreign.tables import (
     to_theirs,
     translate,
 )
+from pycls_fast.models.resnet import ShortcutKind
 
 VIT = "torchvision vision transformer"
 RESNET = "torchvision resnet"
@@ -80,12 +81,17 @@ def read_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
     return translate(state, _resnet(*_structure(state)), RESNET)
 
 
+def resnet_shortcut(state: State) -> ShortcutKind:
+    """How a ResNet's shortcuts make maps smaller; timm counts the mean before the convolution, which has no tensors."""
+    return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
+
+
 Blocks = list[tuple[int, int]]
 
 
 def _structure(state: State) -> tuple[Blocks, Blocks, bool, bool, bool]:
     blocks = [(stage, index) for stage in range(4) for index in range(depth(state, f"layer{stage + 1}."))]
-    pooled = any(name.endswith(".downsample.2.weight") for name in state)
+    pooled = resnet_shortcut(state) == "pool"
     convs = "downsample.1.weight" if pooled else "downsample.0.weight"
     shortcuts = [(s, i) for s, i in blocks if f"layer{s + 1}.{i}.{convs}" in state]
     return blocks, shortcuts, "layer1.0.conv3.weight" in state, "conv1.0.weight" in state, pooled

@@ -19,6 +19,8 @@ from torch import Tensor
 import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.inference.images import given_images
+from pycls_fast.inference.map_pictures import _mapped
 from pycls_fast.train.export import export
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 
@@ -52,6 +54,27 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
             each.top[0].probability,
         )
     assert len({each.label for each in found}) > 1
+
+
+def test_convolutions_are_in_float32_whatever_the_process_has_set(run_dir: Path, pixels: np.ndarray) -> None:
+    """cuDNN would compute them in TF32."""
+    convolution: Any = torch.backends.cudnn.conv
+    before = convolution.fp32_precision
+    classifier, seen = pycls_fast.load(run_dir), []
+    hook = classifier.network.register_forward_hook(lambda *_: seen.append(convolution.fp32_precision))
+    try:
+        for outside in ("tf32", "ieee"):
+            convolution.fp32_precision = outside
+            classifier.logits(pixels)
+            assert (seen.pop(), convolution.fp32_precision) == ("ieee", outside)
+            (batch,) = classifier.batches(given_images(pixels))
+            for kind in ("attention", "rollout", "features"):
+                _mapped(classifier, batch, kind)
+            assert set(seen) == {"ieee"}
+            seen.clear()
+    finally:
+        convolution.fp32_precision = before
+        hook.remove()
 
 
 def test_files_arrays_and_workers_agree(run_dir: Path, pixels: np.ndarray, folder: Path) -> None:

@@ -137,6 +137,28 @@ def test_mistakes_get_a_line(
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize(
+    ("tool", "arguments"), [("predict", ["format=json"]), ("predict", ["format=sheet"]), ("feature_maps", [])]
+)
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    folder: Path, tmp_path: Path, tool: str, arguments: list[str]
+) -> None:
+    """Before the run is looked for, which is not there."""
+    (tmp_path / "there.png").mkdir()
+    with pytest.raises(UserError, match=r"^output: .*there\.png is a folder; give the path of a file$"):
+        run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / 'there.png'}")
+    long = tmp_path / f"{'x' * 300}.png"
+    with pytest.raises(UserError, match=r"^output: .* cannot be written \(File name too long\); give another path$"):
+        run_tool(tool, "nowhere", folder, *arguments, f"output={long}")
+    # What is there is not touched by looking, and nothing is left behind.
+    (tmp_path / "kept.png").write_text("kept")
+    for name in ("kept.png", "new.png"):
+        with pytest.raises(UserError, match=r"^weights: nowhere is no file"):
+            run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
+    assert (tmp_path / "kept.png").read_text() == "kept"
+    assert not (tmp_path / "new.png").exists()
+
+
 def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = (folder / "0.png").rename(folder / "seed=3.png")
     assert run_tool("predict", run_dir, odd, "format=json") == 0

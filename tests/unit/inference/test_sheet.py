@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pycls_fast.errors import UserError
 from pycls_fast.inference.sheet import Cell, draw_sheet, tile, write_sheets
 
 RED = (200, 30, 30)
@@ -31,6 +32,12 @@ def test_pictures_with_words_on_them() -> None:
         assert (strip > 200).all(axis=2).any(), "white letters"
         assert (sheet[8 + row * 142 + 100 :, 8 + column * 108 :][:34, :100] < 150).any(), "letters under the picture"
     assert (sheet[150:, 8 + 2 * 108 :] == 255).all()
+
+
+def test_a_sheet_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "x_2.png").mkdir()
+    with pytest.raises(UserError, match=r"^output: .*x_2\.png cannot be written \(Is a directory\)$"):
+        write_sheets([cell()] * 2, tmp_path / "x.png", columns=1, page=1)
 
 
 def test_a_long_title_stays_on_its_picture() -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.numerics import measure_numerics, relative_error
+from pycls_fast.ledger.numerics import errors, measure_numerics, relative_error
+from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.parallel import World
+from pycls_fast.train.run import make_step
+from tests.numerics.test_models_peers import randomise
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 SMALL = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",
@@ -35,15 +44,42 @@ def measured(tmp_path: Path, digits: Path, *overrides: str, name: str = "vit_dig
 def test_errors_are_of_the_formats_size(
     name: str, precision: str, low: float, high: float, tmp_path: Path, digits: Path
 ) -> None:
-    for errors in measured(tmp_path, digits, f"precision={precision}", name=name):
-        assert low < errors["gradient_error"] < high
+    for each in measured(tmp_path, digits, f"precision={precision}", name=name):
+        assert low < each["gradient_error"] < high
     # The classifier starts from zeros: without training there are no logits to be wrong.
-    assert low / 10 < errors["logit_error"] < high
+    assert low / 10 < each["logit_error"] < high
 
 
 def test_loss_scaling_is_taken_out_again(tmp_path: Path, digits: Path) -> None:
-    errors = measured(tmp_path, digits, "precision=fp16_master", "precision.loss_scale=512", name="resnet_digits")
-    assert all(each["gradient_error"] < 2e-2 for each in errors)
+    found = measured(tmp_path, digits, "precision=fp16_master", "precision.loss_scale=512", name="resnet_digits")
+    assert all(each["gradient_error"] < 2e-2 for each in found)
+
+
+def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
+    """The compiler's own rounding, and kernels that are in compiled code alone, belong to the setting."""
+    ran = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            ran.append(torch.is_grad_enabled())
+            # An error that would not go unseen.
+            return tuple(value * 1.5 for value in graph(*values))
+
+        return run
+
+    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", "precision=fp32"])
+    switches = build.switches(config, ALONE.device)
+    network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    probe = synthetic_batch(
+        8, config.data.image_size, 10, erase_probability=0.0, seed=0, device=ALONE.device, host=None
+    )
+    assert errors(step, network, exact.double(), probe)["gradient_error"] < 1e-4
+    network.compile(backend=backend)
+    found = errors(step, network, exact, probe)
+    assert ran == [True]
+    assert found["logit_error"] == pytest.approx(0.5, abs=1e-3)
+    assert found["gradient_error"] > 0.1
 
 
 def test_relative_error() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models import VisionTransformer, products
 from pycls_fast.models.attention import reference_attention
 from pycls_fast.models.layers import Attention, Mlp, PatchStem
 from pycls_fast.models.products import products_attention, products_linear
@@ -188,6 +191,33 @@ def test_the_whole_model_in_float64(layout: str, randomise: Randomise) -> None:
         torch.testing.assert_close(results[1][name], expected, rtol=1e-9, atol=1e-11)
 
 
+_IN_BFLOAT16 = """
+import torch
+from pycls_fast.models import VisionTransformer
+
+fast = dict(attention="products", linear="products", patches="product", qkv="fused")
+sizes = dict(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3)
+model = VisionTransformer(**sizes, **fast).bfloat16()
+model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
+assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+print("bfloat16 in oneDNN:", torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
+def test_bfloat16_on_processors_for_which_onednn_has_none() -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _IN_BFLOAT16],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (0, "bfloat16 in oneDNN: False\n"), found.stderr
+
+
+@pytest.mark.skipif(not products._FUSES_BIAS, reason="a processor without bfloat16 in oneDNN")
 def test_selective_recomputation_keeps_these_products_too() -> None:
     """Of 4 products a block it does the projection again, as with torch's."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmModel
 from pycls_fast.parallel.recompute import recompute_units
+from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 
@@ -100,8 +101,8 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.name=resnet18", "speed.layout=batch_second"], "speed.layout: batch_second is for vit of this project"),
-        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for vit of this project"),
+        (["model.name=resnet18", "speed.layout=batch_second"], "speed.layout: batch_second is for model.kind=vit, and"),
+        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit, and"),
         (["model.name=resnet18", "speed.attention=sdpa"], "speed.attention: timm's resnet18 has no attention"),
         (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
         (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
@@ -129,6 +130,26 @@ def test_sizes_that_change(overrides: list[str]) -> None:
     config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides])
     with torch.device("meta"):
         assert build.model(config, 5, build.switches(config, CPU)).image_size == 224
+
+
+@pytest.mark.parametrize(
+    ("overrides", "attention"),
+    [
+        (["precision=amp_bf16"], "reference"),
+        (["precision=fp32"], "sdpa"),
+        (["precision=amp_bf16", "speed.attention=sdpa"], "sdpa"),
+        (["precision=amp_bf16", "speed=reference"], "reference"),
+    ],
+)
+def test_the_attention_in_force_is_what_the_blocks_have(overrides: list[str], attention: str) -> None:
+    """The preset's products for 16 bits on a CPU are ours alone."""
+    base = ["data.root=/nowhere", "model=timm", "model.name=vit_tiny_patch16_224", "model.drop_path=0.0"]
+    config = load_config("vit_ti16", [*base, *overrides])
+    switches = build.switches(config, CPU)
+    assert switches[SwitchName.ATTENTION] == attention
+    with torch.device("meta"):
+        model: Any = build.model(config, 5, switches)
+    assert {block.attn.fused_attn for block in model.network.blocks} == {attention == "sdpa"}
 
 
 def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm() -> None:

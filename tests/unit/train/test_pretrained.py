@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.models.foreign import to_timm_vit
 from pycls_fast.train.weights import load_weights
 
@@ -54,6 +56,22 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     assert torch.equal(network.head.weight, before)
     with pytest.raises(UserError, match=r"trained on other classes than data\.root has: output 1 was dog and is fox"):
         load_weights(vit(2), tmp_path, classes=("cat", "fox"), for_training=False)
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ("a", "c"), ("a", "b", "c")])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_the_other_shortcut_of_a_run_of_ours_is_told(tmp_path: Path, suffix: str, classes: tuple[str, ...]) -> None:
+    """Its tensors have the same names and shapes."""
+    state, config = ResNet(depth=18, num_classes=2, shortcut="pool").state_dict(), {"model": {"shortcut": "pool"}}
+    file = tmp_path / f"theirs{suffix}"
+    if suffix == ".pt":
+        saved = {"format": 1, "model": state, "ema": None, "classes": ["a", "b"], "step": 9, "config": config}
+        torch.save(saved, file)
+    else:
+        save_file(state, file, {"classes": '["a", "b"]', "step": "9", "config": json.dumps(config)})
+    load_weights(ResNet(depth=18, num_classes=len(classes), shortcut="pool"), file, classes=classes)
+    with pytest.raises(UserError, match=r"^weights: .*theirs.* is of a ResNet .*; use model\.shortcut=pool$"):
+        load_weights(ResNet(depth=18, num_classes=len(classes)), file, classes=classes)
 
 
 def test_no_such_weights(tmp_path: Path) -> None:
