@@ -37,8 +37,13 @@ class Evaluations:
         return done > 0 and (done % every == 0 or done == self.run.total_steps)
 
     def has(self, step: int) -> bool:
-        """Whether the one of this step has been written down; the same on all ranks."""
-        return bool(self.run.world.from_main([r for r in self.records() if r["step"] == step]))
+        """Whether the one of this step has been written down to its end; the same on all ranks."""
+        return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run, self.records())))
+
+    def forget(self, step: int) -> None:
+        """Drop what was written down of one that did not come to its end: the model's half, before the average's."""
+        if self.run.world.is_main and any(r["step"] == step for r in self.records()):
+            self.run.folder.forget_evaluation(step)
 
     def records(self) -> list[dict[str, Any]]:
         """All of them so far; on the main rank."""
@@ -114,11 +119,13 @@ class Evaluations:
         self.board.add(record)
 
     def keep_if_best(self) -> None:
-        """Link the newest checkpoint, which is that of the newest evaluation, if that is the best; on the main rank."""
+        """Link the newest checkpoint if it is that of the newest evaluation and that is the best; on the main rank."""
         run = self.run
-        scores = [record["top1"] for record in primary_records(run, self.records())]
+        evaluations = primary_records(run, self.records())
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
-        if newest is not None and scores and scores[-1] == max(scores):
+        if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
+            return
+        if evaluations[-1]["top1"] == max(record["top1"] for record in evaluations):
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:

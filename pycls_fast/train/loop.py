@@ -91,9 +91,7 @@ class Loop:
         run = self.run
         step = run.start_step
         try:
-            if self.evaluations.due(step) and not self.evaluations.has(step):
-                # The process before this one was stopped between saving and evaluating.
-                self._evaluate(step)
+            self._evaluate_if_left_out(step)
             if self.evaluations.stop_early(step):
                 # It had stopped before: nothing has changed since.
                 run.total_steps = step
@@ -234,6 +232,17 @@ class Loop:
                 f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
                 *(f"{name}: {reason}" for name, reason in run.damaged.items()),
             )
+
+    def _evaluate_if_left_out(self, start: int) -> None:
+        """Make up for what the process before this one saved a checkpoint for and did not get to."""
+        if not self.evaluations.due(start):
+            return
+        if not self.evaluations.has(start):
+            self.evaluations.forget(start)
+            self._evaluate(start)
+        elif self.run.world.is_main:
+            # It may have been killed between writing the evaluation down and linking the checkpoint.
+            self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
         self.reported.update(self.evaluations.take(done))

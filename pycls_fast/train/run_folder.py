@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,14 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop records of steps that a resumed run does again (events are kept: they happened)."""
-        kept = [r for r in self.records() if r["step"] <= step or r["kind"] == "event"]
+        self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
+
+    def forget_evaluation(self, step: int) -> None:
+        """Drop the evaluation records of a step, which is evaluated again."""
+        self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        kept = [record for record in self.records() if wanted(record)]
         self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 
     def _write(self, name: str, text: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.loop import Loop, Stopped
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -182,6 +183,31 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
     # More steps than before: it goes on from where it ended.
     assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5"])) == 0
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
+
+
+def test_stopped_while_the_average_is_evaluated(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last evaluation is done again, both halves of it, and stands in the records once."""
+    overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3", "optim.ema_decay=0.5"]
+
+    def stop_in_the_average(loop: Loop) -> None:
+        if records(tmp_path, "eval"):
+            raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_stop_if_asked", stop_in_the_average)
+        assert train(load_config("vit_digits", overrides)) == 3
+    assert [record["weights"] for record in records(tmp_path, "eval")] == ["model"]
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert [(record["step"], record["weights"]) for record in records(tmp_path, "eval")] == [(3, "model"), (3, "ema")]
+    assert json.loads((tmp_path / "summary.json").read_text())["final"]["step"] == 3
+    best = tmp_path / "checkpoints" / "best"
+    assert best.resolve().name == "step_000000003"
+    # Killed between the record and the link.
+    best.unlink()
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert best.resolve().name == "step_000000003"
 
 
 def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
