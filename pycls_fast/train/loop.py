@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -275,7 +276,10 @@ class Loop:
         run = self.run
         command = environment_command()
         if run.config.run_dir is None:
-            command += f" run_dir={run.folder.path}"
+            command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
+        if run.config.resume != "auto":
+            # Else it would go back to where it began, or refuse the folder.
+            command += " resume=auto"
         if run.world.size > 1:
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
             each = run.world.size // nodes

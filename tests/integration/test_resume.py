@@ -17,6 +17,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
 from pycls_fast.train.loop import Loop, Stopped
+from pycls_fast.train.run_folder import environment_command
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -215,6 +216,33 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
     more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={saved}"]
     assert train(load_config("vit_digits", [*overrides, *more])) == 0
     assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5]
+    # The same command again, with more steps to do: from its own newest checkpoint, even if the old ones are gone.
+    shutil.rmtree(tmp_path / "old")
+    more[1] = "schedule.max_steps=8"
+    assert train(load_config("vit_digits", [*overrides, *more])) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5, 6, 7, 8]
+    assert not list((tmp_path / "new" / "checkpoints").glob("set_aside*"))
+    # A checkpoint of its own is where it goes back to, every time.
+    more[1:] = ["schedule.max_steps=6", f"resume={tmp_path / 'new' / 'checkpoints' / 'step_000000005'}"]
+    for _ in range(2):
+        assert train(load_config("vit_digits", [*overrides, *more])) == 0
+        assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5, 6]
+    assert len(list((tmp_path / "new" / "checkpoints").glob("set_aside*"))) == 2
+
+
+def test_the_command_that_goes_on_resumes_the_folder(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(loop: Loop) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(Loop, "_stop_if_asked", stop)
+    overrides = [*TINY, f"data.root={digits}", "schedule.max_steps=1"]
+    for setting, added in (("never", " resume=auto"), ("auto", "")):
+        run_dir = tmp_path / setting
+        assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
+        (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on with: ")]
+        assert how.endswith(f"{environment_command()}{added}")
 
 
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
