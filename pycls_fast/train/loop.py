@@ -26,7 +26,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.run import Run, start_run, summary
-from pycls_fast.train.run_folder import environment_command
+from pycls_fast.train.run_folder import device_name, environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
 
@@ -68,8 +68,8 @@ def _train(config: RunConfig, world: World) -> int:
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
-                    f"{world.size} x {world.device}; raise optim.accumulation_steps (the same result in smaller "
-                    "parts), or lower the batch or the model; the checkpoints before it are kept"
+                    f"{world.size} x {device_name(world.device)}; raise optim.accumulation_steps (the same result in "
+                    "smaller parts), or lower the batch or the model; the checkpoints before it are kept"
                 ) from error
 
 
