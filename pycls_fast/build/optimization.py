@@ -146,6 +146,7 @@ def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
         embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
         embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
         scales=(LayerScale,),
+        scale_names=network.scale_names() if isinstance(network, TimmModel) else (),
         units=network.units(),
         layer_decay=settings.layer_decay,
         split_hidden=isinstance(settings, schema.Muon),
