@@ -14,7 +14,7 @@ from pycls_fast.data import Source
 from pycls_fast.models import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint
+from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint, plain_name
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import build_parts
@@ -76,7 +76,8 @@ class Run:
         buffers = floating_buffers(self.network)
         if self.step.ema is not None:
             found = {id(buffer) for buffer in buffers}
-            names = {name for name, buffer in self.network.named_buffers() if id(buffer) in found}
+            # FairScale's wrappers put themselves into the names; the average has plain ones.
+            names = {plain_name(name) for name, buffer in self.network.named_buffers() if id(buffer) in found}
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
