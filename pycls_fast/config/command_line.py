@@ -72,6 +72,9 @@ def command_line(
             return
         try:
             statuses.append(reporting(action))
+            if statuses[-1] == STOPPED:
+                # Not only this run of a sweep: Hydra would start the next one.
+                raise SystemExit(STOPPED)
         except Exception as error:
             faults.append(error)
             raise
