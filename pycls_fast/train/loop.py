@@ -293,7 +293,13 @@ class Loop:
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
             return
-        seconds, rate = self.clock.medians()
+        clock = self.clock
+        if not clock.intervals:
+            # Nothing was left to train: speed and memory are those of the processes before this one.
+            trained = [record for record in run.folder.records() if record["kind"] == "train"]
+            clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
+            memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
+        seconds, rate = clock.medians()
         values = summary(run, self.evaluations.records(), rate, seconds, memory)
         run.folder.write_json("summary.json", values)
         self.evaluations.draw(whole=True)

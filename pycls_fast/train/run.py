@@ -205,6 +205,8 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         total_steps=min(whole, config.schedule.max_steps or whole),
     )
     resume(run, restarted=restarted)
+    # A lower schedule.max_steps takes nothing back.
+    run.total_steps = max(run.total_steps, run.start_step)
     if world.is_main:
         run.folder.create()
         resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}

@@ -177,9 +177,18 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
     assert train(load_config("vit_digits", overrides)) == 0
     before = (records(tmp_path, "train"), records(tmp_path, "eval"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
     capsys.readouterr()
-    assert train(load_config("vit_digits", overrides)) == 0
+    # Fewer steps than there are take nothing back.
+    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=2"])) == 0
     assert (records(tmp_path, "train"), records(tmp_path, "eval")) == before
+    # The times are those of the steps, not of a process that took none.
+    measured = {"wall_seconds", "memory_peak_bytes"}
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert {k: v for k, v in again.items() if k not in measured} == {
+        k: v for k, v in summary.items() if k not in measured
+    }
+    assert again["memory_peak_bytes"] == max(record["memory_peak_bytes"] for record in before[0])
     assert "done: top-1" in capsys.readouterr().out
     # More steps than before: it goes on from where it ended.
     assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5"])) == 0
