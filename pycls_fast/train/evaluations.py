@@ -14,6 +14,7 @@ from pycls_fast.train.confusion import draw_confusion
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.run_folder import writing
 from pycls_fast.train.tensorboard import Board
 
 
@@ -110,7 +111,8 @@ class Evaluations:
     def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
         # Those of the average where there is one: it is evaluated last.
-        result.predictions.save(run.folder.predictions)
+        with writing(run.folder.predictions):
+            result.predictions.save(run.folder.predictions)
         by_class = class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
         numbers = {**result.record(), "class_top1": by_class["class_top1"]}
@@ -139,7 +141,10 @@ class Evaluations:
     def draw(self, *, whole: bool = False) -> None:
         """The pictures of the run folder: the curves and, of the whole run, the latest confusion; on the main rank."""
         run = self.run
-        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        curves, matrix = run.folder.path / "curves.png", run.folder.path / "confusion.png"
+        with writing(curves):
+            draw_curves(run.folder.records(), curves, run.config.config_name)
         if whole and run.folder.predictions.is_file():
             counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
-            draw_confusion(counts_KK, run.classes, run.folder.path / "confusion.png", run.config.config_name)
+            with writing(matrix):
+                draw_confusion(counts_KK, run.classes, matrix, run.config.config_name)
