@@ -127,7 +127,7 @@ class Evaluations:
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
             return
-        if evaluations[-1]["top1"] == max(record["top1"] for record in evaluations):
+        if best_evaluation(evaluations, run.config.schedule.early_stopping_metric) == len(evaluations) - 1:
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:

@@ -85,6 +85,9 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
         self.reported: dict[str, str] = {}
+        # Damaged images of the processes before this one: not written down again, nor counted (they may be mended).
+        records = run.folder.records() if run.world.is_main else ()
+        self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
         self.skipped_in_a_row = 0
 
     def run_to_end(self) -> int:
@@ -220,7 +223,7 @@ class Loop:
                 if name not in run.damaged:
                     run.damaged[name] = reason
                     run.display.warn(f"{name}: {reason}; skipped")
-                    if run.world.is_main:
+                    if run.world.is_main and name not in self.written:
                         run.folder.add_record(
                             "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
                         )
@@ -305,8 +308,9 @@ class Loop:
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
+            which = "best" if run.config.schedule.early_stopping_metric == "top1" else "at the lowest loss"
             run.display.note(
                 f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  "
-                f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
+                f"({which} top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")

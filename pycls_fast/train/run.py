@@ -278,13 +278,14 @@ def summary(
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
+    best = best_evaluation(primary, run.config.schedule.early_stopping_metric)
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,
         "steps": run.total_steps,
         "epochs": run.epoch(run.total_steps),
         "final": primary[-1] if primary else None,
-        "best": max(primary, key=lambda record: record["top1"]) if primary else None,
+        "best": None if best is None else primary[best],
         "images_per_second": _number(rate),
         "step_seconds_p50": _number(step_seconds),
         "memory_peak_bytes": memory,
