@@ -23,16 +23,26 @@ from pycls_fast.optim.ema import Live
 from pycls_fast.speed import SwitchName
 
 
-def loss(config: RunConfig, chosen: Switches, device: torch.device, class_counts: np.ndarray | None = None) -> Loss:
+def loss(
+    config: RunConfig,
+    chosen: Switches,
+    device: torch.device,
+    class_counts: np.ndarray | None = None,
+    *,
+    classes: int | None = None,
+) -> Loss:
     """The training loss.
 
     Args:
         class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when random
             images are timed, all classes weigh the same.
+        classes: outputs of the network, K, which a threshold is checked against.
 
     Raises:
-        UserError: it cannot be compiled on this machine.
+        UserError: it cannot be compiled on this machine, or its threshold tells no class from another.
     """
+    if classes is not None:
+        _check_threshold(config.loss, classes)
     unweighted: CrossEntropy | BinaryCrossEntropy = CrossEntropy(config.loss.label_smoothing)
     if config.loss.name == "bce":
         unweighted = BinaryCrossEntropy(
@@ -48,6 +58,20 @@ def loss(config: RunConfig, chosen: Switches, device: torch.device, class_counts
         return plain
     _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
     return FusedLoss(plain)
+
+
+def _check_threshold(settings: schema.Loss, classes: int) -> None:
+    if settings.bce_threshold is None or settings.label_smoothing == 0.0:
+        return
+    # Targets after smoothing, of a class that is not there and of the one that is.
+    absent = settings.label_smoothing / classes
+    present = 1.0 - settings.label_smoothing + absent
+    if not absent < settings.bce_threshold < present:
+        raise UserError(
+            f"loss.bce_threshold: {settings.bce_threshold:g} with loss.label_smoothing={settings.label_smoothing:g} "
+            f"makes every class a {int(settings.bce_threshold <= absent)}: of {classes} classes the smoothed targets "
+            f"are {absent:.3g} and {present:.3g}; use loss.label_smoothing=0, or a threshold between the two"
+        )
 
 
 def peak_lr(config: RunConfig) -> float:
@@ -122,6 +146,7 @@ def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
         embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
         embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
         scales=(LayerScale,),
+        scale_names=network.scale_names() if isinstance(network, TimmModel) else (),
         units=network.units(),
         layer_decay=settings.layer_decay,
         split_hidden=isinstance(settings, schema.Muon),

@@ -76,6 +76,9 @@ def command_line(
             return
         try:
             statuses.append(reporting(action))
+            if statuses[-1] == STOPPED:
+                # Not only this run of a sweep: Hydra would start the next one.
+                raise SystemExit(STOPPED)
         except Exception as error:
             faults.append(error)
             raise
@@ -103,7 +106,10 @@ def command_line(
 
 
 def reporting(action: Callable[[], int]) -> int:
-    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2."""
+    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2.
+
+    What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`).
+    """
     try:
         return action()
     except UserError as error:

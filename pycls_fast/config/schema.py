@@ -356,7 +356,8 @@ class Schedule(Section):
     as long as it lasts (timm, pycls).
 
     With `epochs: auto` they follow the number of training images (`build.by_size`). `early_stopping_evals` ends the run
-    when the best evaluation, by `early_stopping_metric`, is so many evaluations old.
+    when the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`,
+    is the first of the best by `early_stopping_metric`.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"

@@ -88,6 +88,13 @@ class TimmModel(Network):
         exempt = getattr(self.network, "no_weight_decay", None)
         return {f"network.{name}" for name in exempt()} if exempt is not None else set()
 
+    def scale_names(self) -> set[str]:
+        """Layer scales, norms of timm's own and biases under other names.
+
+        timm decays nothing of one dimension (`timm.optim.param_groups_weight_decay`), for these three have no type.
+        """
+        return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
+
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """One, that fills everything as timm does in its constructor, which draws for all at once on the CPU."""
         yield self.network, self._draw

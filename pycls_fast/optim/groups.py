@@ -27,6 +27,7 @@ def parameter_groups(
     embeddings: Sequence[type[nn.Module]] = (),
     embedding_names: Collection[str] = (),
     scales: Sequence[type[nn.Module]] = (),
+    scale_names: Collection[str] = (),
     units: Units = (),
     layer_decay: float | None = None,
     split_hidden: bool = False,
@@ -42,6 +43,7 @@ def parameter_groups(
         embeddings: module types that count as embeddings.
         embedding_names: parameters that do so too, for models whose tokens and positions are no modules of their own.
         scales: module types that count as normalisations.
+        scale_names: parameters that do so too, for models whose layer scales are no modules of their own.
         units: the model's repeated blocks in forward order (`model.units()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
@@ -53,7 +55,7 @@ def parameter_groups(
     inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
     last = len(units) + 1
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
-    for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales)):
+    for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales), scale_names):
         hidden = kind == "weight" and parameter.ndim >= 2 and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not flags[kind])
         found.setdefault(key, []).append(parameter)
@@ -104,6 +106,7 @@ def _kinds(
     embeddings: tuple[type[nn.Module], ...],
     embedding_names: Collection[str],
     norms: tuple[type[nn.Module], ...],
+    norm_names: Collection[str],
 ) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[nn.Parameter] = set()
     for owner, module in model.named_modules():
@@ -111,7 +114,7 @@ def _kinds(
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, norms):
+            if isinstance(module, norms) or f"{owner}.{name}" in norm_names:
                 yield "norm", parameter
             elif isinstance(module, embeddings) or f"{owner}.{name}" in embedding_names:
                 yield "embedding", parameter

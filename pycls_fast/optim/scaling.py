@@ -25,6 +25,14 @@ class RanksScaler(torch.amp.GradScaler):
         super().__init__(device, **settings)
         self._ranks = ranks
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the scale and the whole steps since it grew; factors and interval stay this scaler's own."""
+        own = self.state_dict()
+        if own:
+            # At the interval the scale grows; a count that is beyond a shorter one would never meet it.
+            steps = min(state["_growth_tracker"], own["growth_interval"] - 1)
+            super().load_state_dict({**own, "scale": state["scale"], "_growth_tracker": steps})
+
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
         if self._ranks is None:
@@ -47,6 +55,9 @@ class ConstantScaler(RanksScaler):
     def __init__(self, device: str, scale: float, *, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__(device, ranks=ranks, init_scale=scale)
         self._constant = scale
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: the scale is a setting."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends the step. The argument is there for the base class's sake."""

@@ -32,10 +32,10 @@ def met(store: dist.Store) -> None:
     store.add(_ROUND, 1)
 
 
-def connect() -> dist.Store:
+def connect(timeout: timedelta = timedelta(seconds=300)) -> dist.Store:
     """Another connection to the store of this launch, for another thread."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def first_of_launch(name: str, value: str) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ import datetime
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.meeting import connect, meet, met
 from pycls_fast.parallel.mesh import degrees, make_mesh
+from pycls_fast.parallel.mistakes import tell_if_alone
 from pycls_fast.parallel.monitor import Monitor
 
 T = TypeVar("T")
@@ -132,6 +133,23 @@ def start_world(
     Raises:
         UserError: a device that is not there, or a strategy or degrees that do not fit the number of ranks.
     """
+    with ExitStack() as leaving:
+        try:
+            yield _join(leaving, device, backend, timeout_seconds, strategy, shard_degree, replicate_degree)
+        except UserError as error:
+            tell_if_alone(error)
+            raise
+
+
+def _join(
+    leaving: ExitStack,
+    device: str,
+    backend: str,
+    timeout_seconds: int,
+    strategy: str,
+    shard_degree: int | None,
+    replicate_degree: int | None,
+) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
@@ -149,8 +167,7 @@ def start_world(
         torch.cuda.set_device(chosen)
     # ddp with one rank runs too: the same code path without torchrun.
     if size == 1 and strategy not in _MESHED:
-        yield World(rank=0, size=1, local_rank=0, device=chosen)
-        return
+        return World(rank=0, size=1, local_rank=0, device=chosen)
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if backend == "nccl" and chosen.type != "cuda":
@@ -162,25 +179,22 @@ def start_world(
     # Shards that wait on the host (speed.param_offload) are counted there, by gloo.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
-    try:
-        host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        # Every rank is a member.
-        assert isinstance(host_group, dist.ProcessGroup)
-        assert isinstance(saving_group, dist.ProcessGroup)
-        mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
-        world = World(rank, size, local_rank, chosen, host_group, saving_group, mesh)
-        if size == 1:
-            yield world
-            return
-        world.barrier()
-        if world.is_main:
-            met(launch)
-        # No other run of this launch uses the name.
-        own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
-        with Monitor(own, rank, size, timeout_seconds=timeout_seconds) as monitor:
-            yield replace(world, monitor=monitor)
-    finally:
-        dist.destroy_process_group()
+    leaving.callback(dist.destroy_process_group)
+    host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    # Every rank is a member.
+    assert isinstance(host_group, dist.ProcessGroup)
+    assert isinstance(saving_group, dist.ProcessGroup)
+    mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
+    world = World(rank, size, local_rank, chosen, host_group, saving_group, mesh)
+    if size == 1:
+        return world
+    world.barrier()
+    if world.is_main:
+        met(launch)
+    # No other run of this launch uses the name.
+    own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
+    monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
+    return replace(world, monitor=monitor)
 
 
 def lost_ranks(error: BaseException) -> str | None:

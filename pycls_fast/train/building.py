@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,8 @@ def make_step(
         )
     if graphed:
         build.draw_on_device(network)
+    head: Any = network.get_submodule(network.head_name)
+    loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
     masters = build.lower(config, network, world.device, sharded=sharded)
@@ -132,7 +135,7 @@ def make_step(
         parameters=owned.parameters if owned else [p for p in network.parameters() if p.requires_grad],
         prepare=build.prepare(config, world.device, switches),
         mixer=build.mixer(config),
-        loss=build.loss(config, switches, world.device, class_counts),
+        loss=loss,
         autocast=build.autocast(config, world.device),
         scaler=scaler,
         optimizer=optimizer,

@@ -14,6 +14,7 @@ from pycls_fast.train.confusion import draw_confusion
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.run_folder import writing
 from pycls_fast.train.tensorboard import Board
 
 
@@ -37,8 +38,13 @@ class Evaluations:
         return done > 0 and (done % every == 0 or done == self.run.total_steps)
 
     def has(self, step: int) -> bool:
-        """Whether the one of this step has been written down; the same on all ranks."""
-        return bool(self.run.world.from_main([r for r in self.records() if r["step"] == step]))
+        """Whether the one of this step has been written down to its end; the same on all ranks."""
+        return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run, self.records())))
+
+    def forget(self, step: int) -> None:
+        """Drop what was written down of one that did not come to its end: the model's half, before the average's."""
+        if self.run.world.is_main and any(r["step"] == step for r in self.records()):
+            self.run.folder.forget_evaluation(step)
 
     def records(self) -> list[dict[str, Any]]:
         """All of them so far; on the main rank."""
@@ -105,7 +111,8 @@ class Evaluations:
     def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
         # Those of the average where there is one: it is evaluated last.
-        result.predictions.save(run.folder.predictions)
+        with writing(run.folder.predictions):
+            result.predictions.save(run.folder.predictions)
         by_class = class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
         numbers = {**result.record(), "class_top1": by_class["class_top1"]}
@@ -114,11 +121,13 @@ class Evaluations:
         self.board.add(record)
 
     def keep_if_best(self) -> None:
-        """Link the newest checkpoint, which is that of the newest evaluation, if that is the best; on the main rank."""
+        """Link the newest checkpoint if it is that of the newest evaluation and that is the best; on the main rank."""
         run = self.run
-        scores = [record["top1"] for record in primary_records(run, self.records())]
+        evaluations = primary_records(run, self.records())
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
-        if newest is not None and scores and scores[-1] == max(scores):
+        if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
+            return
+        if best_evaluation(evaluations, run.config.schedule.early_stopping_metric) == len(evaluations) - 1:
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:
@@ -132,7 +141,10 @@ class Evaluations:
     def draw(self, *, whole: bool = False) -> None:
         """The pictures of the run folder: the curves and, of the whole run, the latest confusion; on the main rank."""
         run = self.run
-        draw_curves(run.folder.records(), run.folder.path / "curves.png", run.config.config_name)
+        curves, matrix = run.folder.path / "curves.png", run.folder.path / "confusion.png"
+        with writing(curves):
+            draw_curves(run.folder.records(), curves, run.config.config_name)
         if whole and run.folder.predictions.is_file():
             counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
-            draw_confusion(counts_KK, run.classes, run.folder.path / "confusion.png", run.config.config_name)
+            with writing(matrix):
+                draw_confusion(counts_KK, run.classes, matrix, run.config.config_name)

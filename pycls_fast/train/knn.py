@@ -32,7 +32,7 @@ _CHUNK = 1024
 def knn_votes(
     features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
 ) -> Tensor:
-    """Votes for each class, (N, K), in the features' format.
+    """The logarithm of each class's votes, (N, K), in the features' format; minus infinity without a neighbour.
 
     The `k` images of the memory that are nearest by cosine similarity `s` vote with `exp(s / temperature)`.
 
@@ -45,20 +45,29 @@ def knn_votes(
         temperature: above 0.
     """
     memory_DM = F.normalize(memory_MD, dim=1).T
-    votes = []
+    votes: list[Tensor] = []
     for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
         nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
-        votes_BK = part_BD.new_zeros(len(part_BD), classes)
-        votes.append(votes_BK.scatter_add_(1, labels_M[index_Bk], (nearest_Bk / temperature).exp()))
+        scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
+        # Relative to the class's nearest: below a temperature of 0.0113 exp(s / temperature) is no float32 any more.
+        peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
+        peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
+        rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
+        votes.append(peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log())
     return torch.cat(votes) if votes else features_ND.new_zeros(0, classes)
 
 
 def places(votes_NK: Tensor, labels_N: Tensor) -> Tensor:
-    """How many classes are ahead of each image's own, (N,): more votes, or as many and a lower index; K without any."""
+    """How many classes are ahead of each image's own, (N,): more votes, or as many and a lower index; K without any.
+
+    Args:
+        votes_NK: from `knn_votes`.
+        labels_N: int64.
+    """
     right_N1 = votes_NK.gather(1, labels_N[:, None])
     classes_K = torch.arange(votes_NK.shape[1], device=votes_NK.device)
     ahead_NK = (votes_NK > right_N1) | ((votes_NK == right_N1) & (classes_K < labels_N[:, None]))
-    return torch.where(right_N1[:, 0] > 0, ahead_NK.sum(dim=1), votes_NK.shape[1])
+    return torch.where(right_N1[:, 0] > -torch.inf, ahead_NK.sum(dim=1), votes_NK.shape[1])
 
 
 def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: str, output: str | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -25,7 +26,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.run import Run, start_run, summary
-from pycls_fast.train.run_folder import environment_command
+from pycls_fast.train.run_folder import device_name, environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
 
@@ -67,8 +68,8 @@ def _train(config: RunConfig, world: World) -> int:
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
-                    f"{world.size} x {world.device}; raise optim.accumulation_steps (the same result in smaller "
-                    "parts), or lower the batch or the model; the checkpoints before it are kept"
+                    f"{world.size} x {device_name(world.device)}; raise optim.accumulation_steps (the same result in "
+                    "smaller parts), or lower the batch or the model; the checkpoints before it are kept"
                 ) from error
 
 
@@ -84,6 +85,9 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
         self.reported: dict[str, str] = {}
+        # Damaged images of the processes before this one: not written down again, nor counted (they may be mended).
+        records = run.folder.records() if run.world.is_main else ()
+        self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
         self.skipped_in_a_row = 0
 
     def run_to_end(self) -> int:
@@ -91,9 +95,7 @@ class Loop:
         run = self.run
         step = run.start_step
         try:
-            if self.evaluations.due(step) and not self.evaluations.has(step):
-                # The process before this one was stopped between saving and evaluating.
-                self._evaluate(step)
+            self._evaluate_if_left_out(step)
             if self.evaluations.stop_early(step):
                 # It had stopped before: nothing has changed since.
                 run.total_steps = step
@@ -221,7 +223,7 @@ class Loop:
                 if name not in run.damaged:
                     run.damaged[name] = reason
                     run.display.warn(f"{name}: {reason}; skipped")
-                    if run.world.is_main:
+                    if run.world.is_main and name not in self.written:
                         run.folder.add_record(
                             "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
                         )
@@ -234,6 +236,17 @@ class Loop:
                 f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
                 *(f"{name}: {reason}" for name, reason in run.damaged.items()),
             )
+
+    def _evaluate_if_left_out(self, start: int) -> None:
+        """Make up for what the process before this one saved a checkpoint for and did not get to."""
+        if not self.evaluations.due(start):
+            return
+        if not self.evaluations.has(start):
+            self.evaluations.forget(start)
+            self._evaluate(start)
+        elif self.run.world.is_main:
+            # It may have been killed between writing the evaluation down and linking the checkpoint.
+            self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
         self.reported.update(self.evaluations.take(done))
@@ -266,7 +279,10 @@ class Loop:
         run = self.run
         command = environment_command()
         if run.config.run_dir is None:
-            command += f" run_dir={run.folder.path}"
+            command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
+        if run.config.resume != "auto":
+            # Else it would go back to where it began, or refuse the folder.
+            command += " resume=auto"
         if run.world.size > 1:
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
             each = run.world.size // nodes
@@ -280,14 +296,21 @@ class Loop:
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
             return
-        seconds, rate = self.clock.medians()
+        clock = self.clock
+        if not clock.intervals:
+            # Nothing was left to train: speed and memory are those of the processes before this one.
+            trained = [record for record in run.folder.records() if record["kind"] == "train"]
+            clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
+            memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
+        seconds, rate = clock.medians()
         values = summary(run, self.evaluations.records(), rate, seconds, memory)
         run.folder.write_json("summary.json", values)
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
+            which = "best" if run.config.schedule.early_stopping_metric == "top1" else "at the lowest loss"
             run.display.note(
                 f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  "
-                f"(best top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
+                f"({which} top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")

@@ -68,6 +68,9 @@ def _new_folder(experiment: str) -> Path:
 def resume(run: Run, *, restarted: bool = False) -> None:
     """Go on from where the configuration says, if anywhere.
 
+    A run that went on from a checkpoint of another folder goes on from its own newest one when it is started again, so
+    that the same command can be given after every stop. A checkpoint of its own, named, is where it goes back to.
+
     Args:
         restarted: by torchrun, after a rank failed. Then the newest checkpoint of this run comes first, whatever
             the configuration says of the first start.
@@ -76,14 +79,19 @@ def resume(run: Run, *, restarted: bool = False) -> None:
         UserError: a checkpoint that is missing, damaged or of another run.
     """
     setting = run.config.resume
+    named = None if setting in ("auto", "never") else Path(setting).expanduser().absolute()
     opened = None
     if restarted or setting == "auto":
         opened = checkpoint.newest(run.folder.checkpoints, run.display.warn, run.world)
     # Asked of rank 0: by the time another rank looks, this run's own files may be there.
     elif setting == "never" and run.world.from_main(run.folder.has_run):
         raise UserError(f"run_dir: {run.folder.path} already holds a run; choose another or use resume=auto")
-    if opened is None and setting not in ("auto", "never"):
-        opened = checkpoint.open_checkpoint(Path(setting).expanduser(), run.world)
+    elif named is not None and _has_gone_on_from(run, named):
+        opened = checkpoint.newest(run.folder.checkpoints, run.display.warn, run.world)
+        if opened is not None:
+            run.display.note(f"resume: this run has gone on from {named} before; now from its own newest checkpoint")
+    if opened is None and named is not None:
+        opened = checkpoint.open_checkpoint(named, run.world)
     if opened is None:
         _refuse_earlier_version(run)
         if run.world.is_main and run.folder.has_run:
@@ -104,8 +112,23 @@ def resume(run: Run, *, restarted: bool = False) -> None:
         for aside in checkpoint.set_aside(run.folder.checkpoints, run.start_step):
             run.display.warn(f"{aside.name}: a later checkpoint that this run does not go on from; set aside")
         run.folder.forget_after(run.start_step)
-        run.folder.add_record("event", run.start_step, run.epoch(run.start_step), event="resumed", path=str(path))
+        run.folder.add_record(
+            "event",
+            run.start_step,
+            run.epoch(run.start_step),
+            event="resumed",
+            path=str(path),
+            asked=str(named or setting),
+        )
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
+
+
+def _has_gone_on_from(run: Run, named: Path) -> bool:
+    """Whether a process before this one opened a checkpoint of another folder by this name; the same on all ranks."""
+    if named.parent.resolve() == run.folder.checkpoints.resolve():
+        return False
+    asked = (record.get("asked") for record in run.folder.records() if record.get("event") == "resumed")
+    return run.world.from_main(run.world.is_main and str(named) in asked)
 
 
 def _refuse_earlier_version(run: Run) -> None:

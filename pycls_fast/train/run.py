@@ -15,7 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint
+from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint, plain_name
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import build_parts
@@ -77,7 +77,8 @@ class Run:
         buffers = floating_buffers(self.network)
         if self.step.ema is not None:
             found = {id(buffer) for buffer in buffers}
-            names = {name for name, buffer in self.network.named_buffers() if id(buffer) in found}
+            # FairScale's wrappers put themselves into the names; the average has plain ones.
+            names = {plain_name(name) for name, buffer in self.network.named_buffers() if id(buffer) in found}
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
@@ -206,6 +207,8 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     )
     _occupy(run)
     resume(run, restarted=restarted)
+    # A lower schedule.max_steps takes nothing back.
+    run.total_steps = max(run.total_steps, run.start_step)
     if world.is_main:
         run.folder.create()
     _occupy(run)
@@ -293,13 +296,14 @@ def summary(
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
+    best = best_evaluation(primary, run.config.schedule.early_stopping_metric)
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,
         "steps": run.total_steps,
         "epochs": run.epoch(run.total_steps),
         "final": primary[-1] if primary else None,
-        "best": max(primary, key=lambda record: record["top1"]) if primary else None,
+        "best": None if best is None else primary[best],
         "images_per_second": _number(rate),
         "step_seconds_p50": _number(step_seconds),
         "memory_peak_bytes": memory,

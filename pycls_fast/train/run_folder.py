@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -114,7 +115,7 @@ class RunFolder:
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """One line of `metrics.jsonl`; a value that is not finite is written as null, which JSON has."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         return record
 
@@ -130,13 +131,37 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop records of steps that a resumed run does again (events are kept: they happened)."""
-        kept = [r for r in self.records() if r["step"] <= step or r["kind"] == "event"]
+        self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
+
+    def forget_evaluation(self, step: int) -> None:
+        """Drop the evaluation records of a step, which is evaluated again."""
+        self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        kept = [record for record in self.records() if wanted(record)]
         self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        with writing(self.path / name):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file of the run folder.
+
+    Raises:
+        UserError: the disk is full, or whatever else the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run_dir: {path} cannot be written ({error.strerror or error}); mend it, and the same command goes on "
+            "from the newest checkpoint"
+        ) from error
 
 
 def _same_file(path: Path, descriptor: int) -> bool:

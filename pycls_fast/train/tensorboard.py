@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from pycls_fast.train.run_folder import writing
+
 _TRAIN = (
     "loss",
     "lr",
@@ -30,7 +32,11 @@ class Board:
     """
 
     def __init__(self, run_dir: Path, start_step: int, *, enabled: bool) -> None:
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1) if enabled else None
+        self._folder = run_dir / "tensorboard"
+        self._writer: SummaryWriter | None = None
+        if enabled:
+            with writing(self._folder):
+                self._writer = SummaryWriter(str(self._folder), purge_step=start_step + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +45,8 @@ class Board:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with writing(self._folder):
+                self._writer.close()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """A `train` or `eval` record."""
@@ -50,5 +57,6 @@ class Board:
         else:
             place = f"{record['split']}_{record['weights']}"
             values = {f"{place}/{name}": record[name] for name in ("top1", "top5", "loss")}
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, record["step"])
+        with writing(self._folder):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, record["step"])

@@ -209,6 +209,9 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert train(load_config("vit_digits", [*settings[:-1], "data.max_damaged=50"])) == 0
     assert [record["step"] for record in records(tmp_path / "run", "train")] == list(range(1, 45))
     assert stopped_at > 0
+    # An image that the second process meets again is written down once.
+    named = [event["name"] for event in records(tmp_path / "run", "event") if event["event"] == "damaged image"]
+    assert sorted(named) == sorted(map(str, bad))
 
 
 def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,32 @@ def test_mistake_under_torchrun_is_told_once(tmp_path: Path, digits: Path) -> No
     line = "error: data.global_batch_size: 63 is not divisible by 2 ranks x optim.accumulation_steps=1; use 62 or 64"
     assert done.stderr.count(line) == 1
     assert not (tmp_path / "runs").exists()
+
+
+ALONE = """
+import time
+from pycls_fast import build
+from pycls_fast.config import NoOptions, command_line
+from pycls_fast.errors import UserError
+
+def main(config, options):
+    with build.world(config) as world:
+        if world.rank > 0:
+            raise UserError("data.root: this disk is broken", "data.root: and so is that")
+        time.sleep(100)
+
+command_line(main)
+"""
+
+
+def test_mistake_of_one_rank_alone_is_told_by_it(tmp_path: Path) -> None:
+    """The first rank of the node hears nothing of it, nor would the user."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = run_process(under_torchrun([sys.executable, str(tmp_path / "alone.py")], 3), cwd=tmp_path, expect=None)
+    assert done.returncode != 0
+    told = [line.split(": ", 2) for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [line[2] for line in told] == ["data.root: this disk is broken", "data.root: and so is that"]
+    assert [line[1] for line in told] in (["rank 1"] * 2, ["rank 2"] * 2)
 
 
 @pytest.mark.parametrize("name", ["fp16_master", "fp16"])

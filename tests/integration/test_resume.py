@@ -16,6 +16,8 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.loop import Loop, Stopped
+from pycls_fast.train.run_folder import environment_command
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -175,13 +177,45 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
     assert train(load_config("vit_digits", overrides)) == 0
     before = (records(tmp_path, "train"), records(tmp_path, "eval"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
     capsys.readouterr()
-    assert train(load_config("vit_digits", overrides)) == 0
+    # Fewer steps than there are take nothing back.
+    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=2"])) == 0
     assert (records(tmp_path, "train"), records(tmp_path, "eval")) == before
+    # The times are those of the steps, not of a process that took none.
+    measured = {"wall_seconds", "memory_peak_bytes"}
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert {k: v for k, v in again.items() if k not in measured} == {
+        k: v for k, v in summary.items() if k not in measured
+    }
+    assert again["memory_peak_bytes"] == max(record["memory_peak_bytes"] for record in before[0])
     assert "done: top-1" in capsys.readouterr().out
     # More steps than before: it goes on from where it ended.
     assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5"])) == 0
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
+
+
+def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last evaluation is done again, both halves of it, and stands in the records once."""
+    overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3", "optim.ema_decay=0.5"]
+
+    def stop_in_the_average(loop: Loop) -> None:
+        if records(tmp_path, "eval"):
+            raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_stop_if_asked", stop_in_the_average)
+        assert train(load_config("vit_digits", overrides)) == 3
+    assert [record["weights"] for record in records(tmp_path, "eval")] == ["model"]
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert [(record["step"], record["weights"]) for record in records(tmp_path, "eval")] == [(3, "model"), (3, "ema")]
+    assert json.loads((tmp_path / "summary.json").read_text())["final"]["step"] == 3
+    best = tmp_path / "checkpoints" / "best"
+    assert best.resolve().name == "step_000000003"
+    # Killed between the record and the link.
+    best.unlink()
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert best.resolve().name == "step_000000003"
 
 
 def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
@@ -191,6 +225,33 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
     more = [f"run_dir={tmp_path / 'new'}", "schedule.max_steps=5", f"resume={saved}"]
     assert train(load_config("vit_digits", [*overrides, *more])) == 0
     assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5]
+    # The same command again, with more steps to do: from its own newest checkpoint, even if the old ones are gone.
+    shutil.rmtree(tmp_path / "old")
+    more[1] = "schedule.max_steps=8"
+    assert train(load_config("vit_digits", [*overrides, *more])) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5, 6, 7, 8]
+    assert not list((tmp_path / "new" / "checkpoints").glob("set_aside*"))
+    # A checkpoint of its own is where it goes back to, every time.
+    more[1:] = ["schedule.max_steps=6", f"resume={tmp_path / 'new' / 'checkpoints' / 'step_000000005'}"]
+    for _ in range(2):
+        assert train(load_config("vit_digits", [*overrides, *more])) == 0
+        assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5, 6]
+    assert len(list((tmp_path / "new" / "checkpoints").glob("set_aside*"))) == 2
+
+
+def test_the_command_that_goes_on_resumes_the_folder(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(loop: Loop) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(Loop, "_stop_if_asked", stop)
+    overrides = [*TINY, f"data.root={digits}", "schedule.max_steps=1"]
+    for setting, added in (("never", " resume=auto"), ("auto", "")):
+        run_dir = tmp_path / setting
+        assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
+        (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on with: ")]
+        assert how.endswith(f"{environment_command()}{added}")
 
 
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:

@@ -17,7 +17,7 @@ from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import SyntheticSource
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
@@ -256,6 +256,25 @@ class TestOptimizing:
         fused = build.loss(vit(*overrides), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU)
         assert isinstance(fused, FusedLoss)
         assert fused.plain == loss
+
+    @pytest.mark.parametrize(
+        ("smoothing", "threshold", "classes", "every"),
+        [(0.1, 0.0, 1000, "1"), (0.1, 0.005, 10, "1"), (0.9, 0.2, 1000, "0"), (0.1, 0.2, 1000, ""), (0.0, 0.0, 10, "")],
+    )
+    def test_a_threshold_that_tells_no_class_from_another(
+        self, smoothing: float, threshold: float, classes: int, every: str
+    ) -> None:
+        config = vit("loss=bce", f"loss.label_smoothing={smoothing}", f"loss.bce_threshold={threshold}")
+        targets = Targets(torch.tensor([1, 2]))
+        dense = BinaryCrossEntropy(smoothing).dense(targets, torch.zeros(2, classes)).gt(threshold).sum(dim=1)
+        if every:
+            assert dense.tolist() == [int(every) * classes] * 2
+            line = rf"^loss\.bce_threshold: {threshold:g} with .* makes every class a {every}: .*label_smoothing=0,"
+            with pytest.raises(UserError, match=line):
+                build.loss(config, REFERENCE, CPU, classes=classes)
+        else:
+            assert dense.tolist() == [1, 1]
+            build.loss(config, REFERENCE, CPU, classes=classes)
 
     def test_a_loss_that_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shutil.which", lambda name: None)

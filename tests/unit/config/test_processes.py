@@ -83,6 +83,27 @@ def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
+def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
+    """A run that a signal has stopped returns 3; the runs after it are not started."""
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "from pycls_fast.config import command_line\n"
+        "def main(config, options):\n"
+        "    print('seed', config.seed)\n"
+        "    return 3 if config.seed == 1 else 0\n"
+        "command_line(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), "--multirun", "seed=0,1,2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "seed 0\nseed 1\n", "")
+
+
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
     """A mistake is told in half a second, not after the seconds that torch takes."""
     code = (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from pycls_fast import build
@@ -168,3 +169,26 @@ def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm()
     found = undecayed("model.registers=2", "model.classifier=map", "model.class_token=true", "model.layer_scale=0.1")
     assert {"registers.value", "pooling.probe", "blocks.0.scale1.value", "class_token.value"} <= found
     assert "pooling.attention.query.weight" not in found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["convnext_atto", "convnext_atto_rms", "beit_base_patch16_224", "deit3_small_patch16_224", "swinv2_cr_tiny_ns_224",
+     "poolformer_s12", "efficientnet_b0"],
+)  # fmt: skip
+def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
+    """Layer scales, and biases that are not called so, are in no module of their own."""
+    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}"])
+    with torch.device("meta"):
+        model = build.model(config, 5, build.switches(config, CPU))
+    assert isinstance(model, TimmModel)
+    network: Any = model.network
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    exempt = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()
+    theirs = param_groups_weight_decay(network, 0.1, no_weight_decay_list=exempt)
+    ours, expected = (
+        {name_of[p] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+        for groups in (build.parameter_groups(config, model), theirs)
+    )
+    assert ours == expected
+    assert ours

@@ -33,6 +33,30 @@ def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: 
     return weight.item() != 0.0, scaler.get_scale()
 
 
+@pytest.mark.parametrize("saved_after", ["its first step", "no step"])
+def test_a_saved_scale_goes_on_under_the_settings_of_now(saved_after: str) -> None:
+    """It grows after this scaler's interval, by its factor; the 5 steps of the one before count as far as they can."""
+    saved = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 5}
+    scaler = loss_scaler("cpu", enabled=True, start=8.0, growth=4.0, backoff=0.25, interval=3)
+    if saved_after == "its first step":
+        scaler.scale(torch.ones(()))
+    scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 32.0
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scales = []
+    for gradient in (1.0, 1.0, 1.0, float("inf")):
+        scaler.scale(torch.ones(()))
+        weight.grad = torch.tensor(gradient)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [128.0, 128.0, 128.0, 32.0]
+    constant = loss_scaler("cpu", enabled=True, constant=16.0)
+    constant.load_state_dict(saved)
+    assert constant.get_scale() == 16.0
+
+
 @pytest.mark.parametrize(("constant", "lowered"), [(None, 2.0), (8.0, 8.0)])
 def test_all_skip_what_one_has_to(monkeypatch: pytest.MonkeyPatch, constant: float | None, lowered: float) -> None:
     assert one_step(monkeypatch, constant, 1.0, 0.0) == (True, 8.0)

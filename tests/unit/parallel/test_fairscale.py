@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim import by_name, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, start_world
+from pycls_fast.parallel import FlatShards, World, floating_buffers, start_world
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.run import Run
 from tests.integration.fairscale_cpu import play_cuda
 
 TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8")
@@ -98,6 +100,22 @@ def test_state_goes_out_and_comes_back(world: World) -> None:
     assert all(torch.equal(after[name][key], value) for name, values in before.items() for key, value in values.items())
     with pytest.raises(ValueError, match=r"head.weight: a tensor of \(3,\) for a parameter of \(10, 32\)"):
         flats.load_state_dict({**weights, "head.weight": torch.zeros(3)})
+
+
+def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: World) -> None:
+    """As many of them as the model has: inside of wrappers, too, whose buffers have other names than the average's."""
+    config, plain, ours = wrapped(world, "optim.ema_decay=0.9", config_name="resnet_digits")
+    network = ours.forward
+    ema = build.ema(config, network, build.switches(config, world.device), ours.weights)
+    averaged: list[torch.Tensor] = []
+    told: Any = SimpleNamespace(
+        network=network, step=SimpleNamespace(ema=ema), world=SimpleNamespace(average_buffers=averaged.extend)
+    )
+    Run.sync_buffers(told)
+    statistics = len(floating_buffers(plain))
+    assert statistics > 0
+    assert len(averaged) == 2 * statistics
+    assert len({id(buffer) for buffer in averaged}) == 2 * statistics
 
 
 def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from pycls_fast.train.run import best_evaluation
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast.config import load_config
+from pycls_fast.train import checkpoint
+from pycls_fast.train.evaluations import Evaluations
+from pycls_fast.train.run import best_evaluation, summary
+from pycls_fast.train.run_folder import RunFolder
 
 
 def test_the_first_of_the_best() -> None:
@@ -17,3 +28,27 @@ def test_the_first_of_the_best() -> None:
     assert best_evaluation(records, "loss") == 2
     assert best_evaluation([], "top1") is None
     assert best_evaluation([{"top1": 0.0, "loss": float("nan")}, {"top1": 0.0, "loss": 9.0}], "loss") == 1
+
+
+@pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
+def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: str, best: int) -> None:
+    """By the metric of early stopping, and the first where several are as good."""
+    folder = RunFolder(tmp_path)
+    world = SimpleNamespace(size=1, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(
+        folder=folder,
+        step=SimpleNamespace(ema=None),
+        config=load_config("vit_digits", ["data.root=x", f"schedule.early_stopping_metric={metric}"]),
+        world=world,
+        total_steps=5,
+        epoch=float,
+        complexity=SimpleNamespace(parameters=1, forward_flops=1),
+        seconds=lambda: 1.0,
+    )
+    evaluations = Evaluations(run, None, lambda: None)  # type: ignore[arg-type]  # nothing is drawn
+    for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
+        checkpoint.save({"step": step}, folder.checkpoints, step, keep=2)
+        folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)
+        evaluations.keep_if_best()
+    assert checkpoint.step_of((folder.checkpoints / "best").resolve()) == best
+    assert summary(run, evaluations.records(), 1.0, 1.0, 1)["best"]["step"] == best

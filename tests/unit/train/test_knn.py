@@ -26,7 +26,7 @@ def test_equals_scikit_learn(k: int, temperature: float) -> None:
         classes=6, k=k, temperature=temperature,
     )  # fmt: skip
     assert votes.dtype == torch.float64
-    shares = votes / votes.sum(dim=1, keepdim=True)
+    shares = votes.softmax(dim=1)
     np.testing.assert_allclose(shares.numpy(), reference.predict_proba(features), rtol=1e-9, atol=1e-12)
     assert (votes.argmax(dim=1).numpy() == reference.predict(features)).all()
 
@@ -34,4 +34,26 @@ def test_equals_scikit_learn(k: int, temperature: float) -> None:
 def test_places_count_the_classes_ahead() -> None:
     votes = torch.tensor([[3.0, 2.0, 2.0, 0.0], [0.0, 5.0, 5.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
     for label, expected in ((0, [0, 4, 0]), (1, [1, 0, 4]), (2, [2, 1, 4]), (3, [4, 2, 4])):
-        assert places(votes, torch.full((3,), label)).tolist() == expected
+        assert places(votes.log(), torch.full((3,), label)).tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.01, 0.005, 0.0001])
+def test_single_precision_votes_as_double_does(temperature: float) -> None:
+    """exp(1 / temperature) is beyond float32 from the second temperature on, and beyond float64 in the last."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 6, (200,), generator=generator)
+    memory = torch.randn(6, 12, generator=generator)[labels] + torch.randn(200, 12, generator=generator)
+    features = memory[:50] + 0.5 * torch.randn(50, 12, generator=generator)
+    single, double = (
+        knn_votes(features.to(dtype), memory.to(dtype), labels, classes=6, k=40, temperature=temperature)
+        for dtype in (torch.float32, torch.float64)
+    )
+    similarity = torch.nn.functional.cosine_similarity(features.double()[:, None], memory.double(), dim=2)
+    nearest, index = similarity.topk(40, dim=1)
+    for label in range(6):
+        scores = (nearest / temperature).masked_fill(labels[index] != label, -torch.inf)
+        torch.testing.assert_close(double[:, label], scores.logsumexp(dim=1))
+    torch.testing.assert_close(single.double() * temperature, double * temperature, rtol=0.0, atol=1e-6)
+    assert torch.equal(places(single, labels[:50]), places(double, labels[:50]))
+    # Few of the classes without a neighbour, many with one whose vote is small beside the others'.
+    assert 0.5 < single.isfinite().float().mean() < 1.0

@@ -10,13 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
 from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder, environment, git_state
@@ -49,6 +56,37 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     folder.add_record("event", 3, 1.5, event="damaged image")
     folder.forget_after(2)
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda folder: folder.add_record("train", 1, 0.5, loss=1.0), "metrics.jsonl"),
+        (lambda folder: folder.write_json("summary.json", {}), "summary.json"),
+    ],
+)
+def test_a_full_disk_is_one_line(tmp_path: Path, write: Callable[[RunFolder], None], name: str) -> None:
+    """/dev/full takes a name, and no byte."""
+    for file in ("metrics.jsonl", f".summary.json.{os.getpid()}.tmp"):
+        (tmp_path / file).symlink_to("/dev/full")
+    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); mend it, and the same command"
+    with pytest.raises(UserError, match=line):
+        write(RunFolder(tmp_path))
+
+
+def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
+    full = tmp_path / f".predictions.npz.{os.getpid()}.tmp"
+    full.symlink_to("/dev/full")
+    folder: Any = RunFolder(tmp_path)
+    nobody = SimpleNamespace(folder=folder, classes=("a", "b"), config=SimpleNamespace(config_name="x"))
+    number = np.zeros(1, dtype=np.int64)
+    result: Any = SimpleNamespace(predictions=Predictions(number, number, number, np.zeros(1, dtype=np.float32)))
+    evaluations = Evaluations(nobody, None, lambda: None)  # type: ignore[arg-type]  # what is written, and no more
+    with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
+        evaluations._write_down(1, "model", result)
+    (tmp_path / "curves.png").mkdir()
+    with pytest.raises(UserError, match=r"curves.png cannot be written \(Is a directory"):
+        evaluations.draw()
 
 
 def test_environment_names_the_versions_and_the_machine() -> None:

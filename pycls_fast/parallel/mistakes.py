@@ -1,0 +1,50 @@
+"""Who tells the user of a mistake: the command line in the first rank of each node; here the rank that alone met it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pycls_fast.errors import UserError
+from pycls_fast.parallel.meeting import connect
+
+# For the first rank of the node to come to the same mistake, as it does to most: they lie in what all ranks were given.
+_PATIENCE = timedelta(seconds=5)
+
+
+def tell_if_alone(error: UserError, patience: timedelta = _PATIENCE) -> None:
+    """Print the lines if the node's first rank, which prints its own, has not met with the same ones.
+
+    Of several ranks with the same lines one speaks. Call it before the other ranks can notice that this one leaves:
+    they end then, and the launcher ends this one. A store that cannot be reached leaves it to each rank: rather twice
+    than never.
+    """
+    rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if size < 2 or "MASTER_ADDR" not in os.environ:
+        return
+    node, attempt = (os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
+    text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
+    key = f"pycls_fast/mistake/node {node}/attempt {attempt}/{text}"
+    try:
+        store = connect(timeout=patience)
+        if local_rank == 0:
+            store.set(key, "told")
+            return
+        if _comes(store, key, patience) or store.compare_set(f"{key}/alone", "", str(rank)) != str(rank).encode():
+            return
+    except dist.DistError:
+        if local_rank == 0:
+            return
+    print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+
+
+def _comes(store: dist.Store, key: str, patience: timedelta) -> bool:
+    try:
+        store.wait([key], patience)
+    except dist.DistStoreError:
+        return False
+    return True
