@@ -58,14 +58,8 @@ class FakeProcess:
     def _write(self, file: Path, arguments: list[str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
-        about = {
-            "forward_flops_per_image": 1,
-            "precision": "fp32",
-            "switches": {},
-            "device": "cpu",
-            "steps_per_run": 9000,
-        }
-        record = {"train": {**step, "step_seconds_p50": 0.1}, "memory_peak_bytes": None, **about}
+        about = {"forward_flops_per_image": 1, "precision": "fp32", "switches": {}, "device": "cpu"}
+        record = {"train": {**step, "step_seconds_p50": 0.1}, "steps_per_run": 9000, "memory_peak_bytes": None, **about}
         file.write_text(json.dumps({**record, "arguments": arguments}))
 
     def finished(self) -> Finished:
