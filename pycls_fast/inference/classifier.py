@@ -31,13 +31,13 @@ _FEW = 128
 @contextmanager
 def float32_convolutions() -> Iterator[None]:
     """float32 convolutions in float32: cuDNN's default, which is the caller's process's to change, is TF32."""
-    convolution: Any = torch.backends.cudnn.conv
-    before = convolution.fp32_precision
-    convolution.fp32_precision = "ieee"
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = "ieee"
     try:
         yield
     finally:
-        convolution.fp32_precision = before
+        cudnn.conv.fp32_precision = before
 
 
 def load(

@@ -461,6 +461,15 @@ def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     load(into_timms, "timm:resnetblur18")
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_the_names_of_torchs_wrappers_are_taken_off(tmp_path: Path, prefix: str) -> None:
+    theirs = small_timm()
+    torch.save({f"{prefix}{name}": tensor for name, tensor in theirs.state_dict().items()}, tmp_path / "wrapped.pth")
+    ours = small()
+    load(ours, tmp_path / "wrapped.pth")
+    assert_same(ours, theirs)
+
+
 def test_our_own_files(tmp_path: Path) -> None:
     model = small()
     save_file(plain(model.state_dict()), tmp_path / "model.safetensors", {"classes": '["a", "b"]', "step": "12"})

@@ -184,10 +184,9 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"weights: {path} holds no weights; its entries are {', '.join(map(str, list(loaded)[:8]))}")
-    # torch's wrappers put their own name in front.
-    for prefix in ("module.", "_orig_mod."):
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    # torch's wrappers put their own name in front, one before the other.
+    while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return Contents(
         tensors,
         part=part,

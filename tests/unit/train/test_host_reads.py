@@ -111,9 +111,9 @@ HOST_STAGES = [SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON]
 
 def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
     """Each value that a CPU runs without a compiler, alone."""
-    name, *overrides = VIT
     counted = {}
     for switch in CATALOGUE:
+        name, *overrides = VIT if "vit" in switch.applies_to else RESNET
         for value in switch.values:
             if switch.requires.get(value) or switch.name in (SwitchName.COMPILE, SwitchName.COMPILE_MODE):
                 continue
