@@ -92,7 +92,9 @@ def test_runs_are_compared_in_both_columns(tmp_path: Path) -> None:
     rungs = tuple(Rung(name=name, overrides=(f"{name}=1",)) for name in ("same", "worse", "far", "last"))
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=rungs)
     ledger = Ledger(ladder, Settings(seeds=3), [], [], "cpu", tmp_path, tmp_path)
-    ledger.impossible["far"] = "needs CUDA"
+    log = tmp_path / "far.txt"
+    log.write_text("error: needs CUDA\n")
+    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "far"), Finished(status=2, seconds=1.0, log=log))
     wrong = {"base": (5, 7, 6), "same": (5, 7, 6), "worse": (25, 28, 26), "last": (26, 27)}
     for arm in ledger.arms():
         for seed, count in enumerate(wrong.get(arm.name, ())):

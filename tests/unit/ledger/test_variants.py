@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pycls_fast.config.variants import quote_items
+from pycls_fast.config.quoting import quote_items
 
 
 @pytest.mark.parametrize(
