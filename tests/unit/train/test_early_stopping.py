@@ -14,6 +14,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.run import best_evaluation, summary
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.tensorboard import Board
 
 
 def test_the_first_of_the_best() -> None:
@@ -45,7 +46,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         complexity=SimpleNamespace(parameters=1, forward_flops=1),
         seconds=lambda: 1.0,
     )
-    evaluations = Evaluations(run, None, lambda: None)  # type: ignore[arg-type]  # nothing is drawn
+    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
     for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
         checkpoint.save({"step": step}, folder.checkpoints, step, keep=2)
         folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)

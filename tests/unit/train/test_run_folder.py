@@ -27,6 +27,7 @@ from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder, environment, git_state
+from pycls_fast.train.tensorboard import Board
 from tests.unit.train.test_evaluation import ALONE, CPU
 
 
@@ -81,7 +82,7 @@ def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
     nobody = SimpleNamespace(folder=folder, classes=("a", "b"), config=SimpleNamespace(config_name="x"))
     number = np.zeros(1, dtype=np.int64)
     result: Any = SimpleNamespace(predictions=Predictions(number, number, number, np.zeros(1, dtype=np.float32)))
-    evaluations = Evaluations(nobody, None, lambda: None)  # type: ignore[arg-type]  # what is written, and no more
+    evaluations = Evaluations(nobody, Board(tmp_path, 0, enabled=False), lambda: None)
     with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
         evaluations._write_down(1, "model", result)
     (tmp_path / "curves.png").mkdir()
