@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
@@ -197,9 +199,8 @@ def _build(
         memory=DeviceMemory(world.device),
     )
     if {"train", "inference", "both"} & set(parts):
-        dtype = build.compute_dtype(config)
-        peaks = [other.matmul for other in others if other.matmul is not None and other.matmul.dtype == dtype]
-        variant.matmul = peaks[0] if peaks else MatmulPeak(dtype, world, matmul_size)
+        peaks = (other.matmul for other in others if _products(other.config) == _products(config))
+        variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
         # Before the model: libraries keep workspaces that would be counted as the first variant's memory.
         variant.matmul.measure()
         with variant.memory.during("building"):
@@ -210,6 +211,11 @@ def _build(
         assert variant.trainer is not None
         variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
     return variant
+
+
+def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
+    # TF32 and float32 are one dtype.
+    return build.compute_dtype(config), build.level(config).tf32
 
 
 def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
@@ -256,10 +262,12 @@ def _measure(
         with _at_work(variant, name, world):
             variant.parts[name].warm_up(warmup_steps)
         _read_metrics(variant, world)
-    peaks = {id(v.matmul): v.matmul for v in variants if v.matmul is not None and name != "loader"}
+    owners = {id(v.matmul): v for v in variants if v.matmul is not None and name != "loader"}
     for repeat in range(repeats):
-        for peak in peaks.values():
-            peak.measure()
+        for owner in owners.values():
+            assert owner.matmul is not None
+            build.set_backend(owner.config, world.device)
+            owner.matmul.measure()
         # Forwards, then backwards: a steady drift and the place in the round cancel out over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
             with _at_work(variant, name, world):

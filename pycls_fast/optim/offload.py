@@ -53,8 +53,10 @@ class HostOptimizer(Optimizer):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            # A rate that is a tensor is shared.
-            if not isinstance(group["lr"], Tensor):
+            if isinstance(inner["lr"], Tensor):
+                # Kept by compiled steps; loading a state gives the inner group a tensor of its own.
+                inner["lr"].fill_(group["lr"])
+            else:
                 inner["lr"] = group["lr"]
         self.inner.step()
         for parameter, copy in self._pairs():

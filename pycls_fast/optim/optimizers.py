@@ -201,7 +201,8 @@ def load_named_state(optimizer: Optimizer, parameters: Named, state: Mapping[str
     index_of = {name: index for index, name in _names(optimizer, parameters)}
     by_index = {index_of[name]: values for name, values in state.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
-    _follow_layouts(optimizer)
+    # An optimizer on the host keeps its state in the one that it runs.
+    _follow_layouts(getattr(optimizer, "inner", optimizer))
 
 
 def _follow_layouts(optimizer: Optimizer) -> None:

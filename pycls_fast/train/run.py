@@ -244,6 +244,7 @@ def _introduce(run: Run) -> None:
         batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
     parameters = run.complexity.parameters
     group = run.step.wrapped.shard_group
+    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
     memory = footprint(
         parameters,
         run.largest_unit,
@@ -251,7 +252,9 @@ def _introduce(run: Run) -> None:
         strategy=build.strategy(config, world),
         degree=1 if group is None else group.size(),
         reshard_after_forward=config.parallel.reshard_after_forward,
-        compute_bytes=build.compute_dtype(config).itemsize if build.level(config).weights != "float32" else 4,
+        compute_bytes=compute_bytes if level.weights != "float32" else 4,
+        autocast_bytes=compute_bytes if level.autocast else 0,
+        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
     )
     chosen = "  ".join(
         f"{switch.name}={run.switches[switch.name]}"

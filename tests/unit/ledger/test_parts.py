@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,6 +92,40 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     # Every turn runs under its own variant's process-wide settings.
     assert all(before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True))
     assert all(len(variant.turns["train"]) == 3 for variant in made)
+
+
+def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 is a process-wide flag that the last turn leaves behind."""
+    log: list[str] = []
+    monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
+    made = []
+    for label in ("fp32", "tf32", "tf32 again"):
+        fields: dict[str, Any] = {"sources": {}, "complexity": None, "classes": 2, "switches": {}}
+        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
+        variant = timing.Variant(**fields)
+        variant.parts["train"] = Recorded(label, log)
+        variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
+    assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
+
+
+def test_tf32_and_float32_have_peaks_of_their_own() -> None:
+    configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
+    level = configs["fp32"].precision.model_copy(update={"name": "tf32"})
+    configs["tf32"] = configs["fp32"].model_copy(update={"precision": level})
+    keys = {name: timing._products(config) for name, config in configs.items()}
+    assert keys["fp32"] != keys["tf32"]
+    assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]
+
+
+class Peak:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def measure(self) -> None:
+        self.log.append(f"peak {self.name}")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pycls_fast.optim import HostOptimizer, adamw, set_lr, sgd
+from pycls_fast.optim import HostOptimizer, adamw, load_named_state, named_state, set_lr, sgd
 
 MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "adamw": lambda groups: adamw(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"),
@@ -73,6 +73,25 @@ def test_goes_on_from_its_own_and_from_a_plain_checkpoint(make: Callable[[list[d
         host.load_state_dict(saved)
         steps(model, host, 5, 10)
         assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), model.parameters(), strict=True))
+
+
+def test_a_rate_that_is_a_tensor_follows_the_schedule_after_loading() -> None:
+    def with_tensors(chosen: list[dict[str, Any]]) -> Optimizer:
+        made = MAKERS["adamw"](chosen)
+        for group in made.param_groups:
+            group["lr"] = torch.tensor(group["lr"])  # as compiled steps have it
+        return made
+
+    straight, model = network(), network()
+    host = HostOptimizer(groups(straight), with_tensors)
+    steps(straight, host, 0, 3)
+    model.load_state_dict(straight.state_dict())
+    resumed = HostOptimizer(groups(model), with_tensors)
+    saved = copy.deepcopy(named_state(host, list(straight.named_parameters())))
+    load_named_state(resumed, list(model.named_parameters()), saved)
+    steps(straight, host, 3, 8)
+    steps(model, resumed, 3, 8)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), model.parameters(), strict=True))
 
 
 def test_no_copy_shares_memory_with_its_parameter() -> None:

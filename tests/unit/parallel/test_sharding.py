@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -189,6 +189,37 @@ def test_footprint() -> None:
     # All weights, and a block's gradients.
     assert footprint(**sizes, strategy="fsdp", degree=4, reshard_after_forward=False) == 4_000 + 4_400
     assert footprint(**sizes, strategy="fairscale_sharded_ddp", degree=4) == 8_000 + 2_000
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp", "fairscale_sharded_ddp", "fairscale_fsdp"])
+def test_footprint_counts_the_copies_that_autocast_keeps_whole(strategy: str) -> None:
+    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2, "strategy": strategy}
+    for degree in (1, 4):
+        without = footprint(**sizes, degree=degree)
+        assert footprint(**sizes, degree=degree, autocast_bytes=2) == without + 2_000
+        assert footprint(**sizes, degree=degree, autocast_bytes=2, recomputes=True) == without + 200
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_autocast_keeps_copies_of_sharded_weights_for_the_backward_pass(world: World, autocast: bool) -> None:
+    """What `autocast_bytes` counts. Gathered blocks are freed after their forward pass, autocast's casts are not."""
+    config = load_config("vit_digits", [*TINY, "data.image_size=8", "model.depth=6"])
+    network = build.model(config, 10, build.switches(config, CPU), empty=True)
+    wrapped = wrap_model(network, world, strategy="fsdp", settings=Settings())
+    names = {p.shape: n for n, p in network.named_parameters() if n.startswith("blocks.") and n.endswith("weight")}
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        if saved.dtype == torch.bfloat16 and (saved.shape in names or saved.mT.shape in names):
+            kept[saved.data_ptr()] = saved.numel()
+        return saved
+
+    images = torch.randn(2, 3, 8, 8)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wrapped.forward(images).sum().backward()
+    matrices = sum(p.numel() for n, p in network.named_parameters() if n.startswith("blocks.") and p.ndim == 2)
+    assert sum(kept.values()) == (matrices if autocast else 0)
 
 
 def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
