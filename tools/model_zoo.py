@@ -21,7 +21,7 @@ _HEAD = """\
 # Model zoo
 
 Made by `python tools/model_zoo.py`. What was published comes from `pycls_fast/published.py`, what was measured here
-from `docs/results/top1.json`, where every number has its command and hardware; `not yet` means that there was no run.
+from `docs/results/top1.json`, where every number has its command and hardware; `not yet`: nothing was measured.
 
 Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop, as published and, under `here`, as
 measured here. Parameters with 1,000 classes. GMACs are billions of multiply-adds of one image at the size given (a
@@ -43,8 +43,8 @@ python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
 _SMALL = """\
 ## Small data sets
 
-Recipes of our own, for trying things out: top-1 accuracy in percent on the data set's test images after the last epoch,
-one run, and how long it took.
+Recipes of our own, for trying things out: top-1 accuracy in percent on the data set's test images (of the digits: a
+fifth, held out) after the last epoch, one run, and how long it took.
 
 ```
 python tools/train_net.py --config-name resnet_cifar10 data.root=/path/to/cifar-10-batches-py
@@ -78,7 +78,8 @@ def page(measured: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         measured: entries of `top1.json`: `experiment` (a recipe that was trained) or `weights` (that were scored), with
-            `top1`, `hardware`, `date` and `command`; and `minutes` of training, where it is of a small data set.
+            `top1`, `hardware`, `date` and `command`; where it is of a small data set, `minutes` of training and perhaps
+            a `note`, of what its name does not say.
 
     Raises:
         ValueError: an entry of an experiment or of weights that there are none of.
@@ -122,14 +123,16 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _small(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| experiment | model | images | at px | epochs | measured here | minutes |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| experiment | model | images | at px | epochs | measured here | minutes | note |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, images in SMALL.items():
         config = load_config(name, ["data.root=/path/to/images"])
-        minutes = ", ".join(f"{entry['minutes']:g}" for entry in measured if entry.get("experiment") == name)
+        entries = [entry for entry in measured if entry.get("experiment") == name]
+        minutes = ", ".join(f"{entry['minutes']:g}" for entry in entries)
+        notes = "; ".join(entry["note"] for entry in entries if "note" in entry)
         yield (
             f"| `{name}` | {_network(config.model.model_dump())} | {images} | {config.data.image_size} | "
-            f"{config.schedule.epochs} | {_ours(measured, 'experiment', name)} | {minutes} |"
+            f"{config.schedule.epochs} | {_ours(measured, 'experiment', name)} | {minutes} | {notes} |"
         )
 
 
@@ -171,7 +174,8 @@ def _runs(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     for entry in measured:
         name = entry.get("experiment") or entry.get("weights")
-        yield f"- `{name}`: {entry['top1']:.2f}, {entry['hardware']}, {entry['date']}: `{entry['command']}`"
+        note = f" ({entry['note']})" if "note" in entry else ""
+        yield f"- `{name}`: {entry['top1']:.2f}{note}, {entry['hardware']}, {entry['date']}: `{entry['command']}`"
     yield ""
 
 

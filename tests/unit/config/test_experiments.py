@@ -168,11 +168,12 @@ def chosen_data(name: str) -> str:
     return str(own[0]) if own else chosen_data(defaults[0])
 
 
-def test_every_experiment_on_imagenet_has_its_published_number_in_the_header() -> None:
+def test_every_experiment_on_imagenet_tells_its_published_number_and_how_it_differs_from_the_source() -> None:
     assert published.EXPERIMENTS.keys() == {name for name in EXPERIMENTS if chosen_data(name) == "imagenet"}
     for name, known in published.EXPERIMENTS.items():
         header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
         assert "measured here: not yet" in header
+        assert header.count("Differs from it:") == 1, name
         if known.top1 is not None:
             assert f"{known.top1:g}" in header or f"{known.top1:.1f}" in header, name
 

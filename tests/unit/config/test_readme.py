@@ -73,3 +73,30 @@ def test_files_that_are_named_exist() -> None:
         assert (CONFIGS.parent / name).exists(), name
     for tool in set(re.findall(r"tools/\w+\.py", README)):
         assert (CONFIGS.parent / tool).is_file(), tool
+
+
+def rows() -> dict[str, str]:
+    """The choices that the table of groups names, by group."""
+    _, _, table = README.partition("| group | choices, among others |\n|---|---|\n")
+    return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table.partition("\n\n")[0], flags=re.MULTILINE))
+
+
+def test_every_group_is_in_the_table_of_groups() -> None:
+    # The ledger's ladders are no group, and runtime has one file.
+    groups = {file.parent.name for file in CONFIGS.glob("*/*.yaml")} - {"ladder", "runtime"}
+    assert rows().keys() == groups
+
+
+def expanded(name: str) -> list[str]:
+    """What a shell makes of braces."""
+    begin, found, rest = re.match(r"([^{]*)(?:\{([^}]*)\})?(.*)$", name).groups()  # type: ignore[union-attr]
+    if found is None:
+        return [begin]
+    return [begin + choice + end for choice in found.split(",") for end in expanded(rest)]
+
+
+def test_the_choices_in_the_table_of_groups_exist() -> None:
+    for group, choices in rows().items():
+        named = [name for text in re.findall(r"`([\w{},]+)`", choices) for name in expanded(text)]
+        assert named
+        assert [name for name in named if not (CONFIGS / group / f"{name}.yaml").is_file()] == []
