@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,8 +117,10 @@ def check_output(path: Path, *, is_sheet: bool) -> None:
         if path.is_file():
             path.open("ab").close()
         elif not path.exists():
-            path.touch()
-            path.unlink()
+            # Where a link leads to nothing, the link is not what is made.
+            place = Path(os.path.realpath(path))
+            place.touch()
+            place.unlink()
     except OSError as error:
         raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
 
