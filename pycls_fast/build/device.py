@@ -42,7 +42,7 @@ def world(config: RunConfig) -> AbstractContextManager[World]:
 
 
 def strategy(config: RunConfig, world: World) -> str:
-    """The name of the strategy in force, a key of `parallel.STRATEGIES`."""
+    """The name of the strategy in force, a key of `parallel.wrap.STRATEGIES`."""
     name = config.parallel.name
     if name in ("auto", "ddp"):
         return "ddp" if world.size > 1 else "single"

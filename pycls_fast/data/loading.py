@@ -34,6 +34,8 @@ from pycls_fast.errors import UserError
 Damage = tuple[str, str]
 """(name of the image, reason)."""
 
+# Damaged images in a row after which training gives up.
+_MOST_REPLACED = 16
 _SHARED_MEMORY = Path("/dev/shm")
 _MORE_SHARED_MEMORY = (
     "enlarge it (docker run --shm-size=8g, or --ipc=host), or lower data.num_workers, data.prefetch_factor or "
@@ -141,7 +143,6 @@ class ImageDataset(Dataset[Sample]):
         repeats: int = 1,
         open_picture: Decoder = open_with_pillow,
         max_pixels: int = DEFAULT_MAX_PIXELS,
-        max_replacements: int = 16,
     ) -> None:
         """
         Args:
@@ -151,7 +152,6 @@ class ImageDataset(Dataset[Sample]):
             repeats: how often an image is in an epoch (`TrainSampler`).
             open_picture: how images are decoded (`pictures.DECODERS`).
             max_pixels: larger images count as damaged.
-            max_replacements: damaged images in a row after which training gives up with a `UserError`.
         """
         self.source = source
         self.transform = transform
@@ -161,7 +161,6 @@ class ImageDataset(Dataset[Sample]):
         self._repeats = repeats
         self._open_picture = open_picture
         self._max_pixels = max_pixels
-        self._max_replacements = max_replacements
 
     def __len__(self) -> int:
         return len(self.source)
@@ -189,7 +188,7 @@ class ImageDataset(Dataset[Sample]):
         seed = counter_seed(self.seed, epoch, index, repeat) if repeat else counter_seed(self.seed, epoch, index)
         transform = self.transform.at(epoch)
         damaged: list[Damage] = []
-        for offset in range(min(self._max_replacements + 1, count) if self.training else 1):
+        for offset in range(min(_MOST_REPLACED + 1, count) if self.training else 1):
             try:
                 return self._load((index + offset) % count, transform, seed, tuple(damaged))
             except DamagedImage as error:

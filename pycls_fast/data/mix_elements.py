@@ -29,8 +29,6 @@ class ElementMixer:
     What is done is drawn on the host from the step's seed, so the device is never waited for.
     """
 
-    enabled = True
-
     def __init__(
         self,
         *,

@@ -29,7 +29,7 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels."""
 
 _JPEG = b"\xff\xd8"
-_PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 class Cut(NamedTuple):
@@ -73,7 +73,7 @@ class PillowPicture:
         if cut.box != (0, 0, *self.size):
             image = image.crop((left, top, left + width, top + height))
         if cut.resized != (height, width):
-            image = image.resize(cut.resized[::-1], _PILLOW_FILTERS[cut.interpolation])
+            image = image.resize(cut.resized[::-1], PILLOW_FILTERS[cut.interpolation])
         top, left, height, width = cut.window
         if cut.window != (0, 0, *cut.resized):
             image = image.crop((left, top, left + width, top + height))

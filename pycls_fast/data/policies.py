@@ -18,13 +18,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from pycls_fast.data.pictures import Interpolation
+from pycls_fast.data.pictures import PILLOW_FILTERS, Interpolation
 
 Step = Callable[[Image.Image], Image.Image]
-Fill = tuple[int, int, int]
-"""A color, 0..255 for red, green and blue."""
-
-_PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 def color_jitter(brightness: float, contrast: float, saturation: float, hue: float) -> Step:
@@ -85,7 +81,7 @@ def _timm_parameters(image_size: int, mean: Sequence[float], interpolation: Inte
     return {
         "translate_const": int(image_size * 0.45),
         "img_mean": tuple(min(255, round(255 * value)) for value in mean),
-        "interpolation": _PILLOW_FILTERS[interpolation],
+        "interpolation": PILLOW_FILTERS[interpolation],
     }
 
 

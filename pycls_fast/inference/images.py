@@ -108,19 +108,23 @@ def find_images(words: Iterable[str]) -> list[Path]:
     found: list[Path] = []
     mistakes: list[str] = []
     for word in words:
-        path = Path(word).expanduser()
-        if path.is_dir():
-            here = sorted(_below(path))
-            problem = f"images: {word} holds no images ({' '.join(EXTENSIONS)})"
-        elif path.exists():
-            here, problem = [path], ""
-        else:
-            matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
-            here = sorted(match for match in matches if match.is_file() and _is_image(match.name))
-            problem = f"images: {word} is no file, no folder and no pattern that finds images"
+        # A name that begins with "~" and is no user's home is a name.
+        path = Path(os.path.expanduser(word))  # noqa: PTH111  # pathlib's raises there
+        problem = "is no file, no folder and no pattern that finds images"
+        try:
+            if path.is_dir():
+                here = sorted(_below(path))
+                problem = f"holds no images ({' '.join(EXTENSIONS)})"
+            elif path.exists():
+                here = [path]
+            else:
+                matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
+                here = sorted(match for match in matches if match.is_file() and _is_image(match.name))
+        except OSError as error:
+            here, problem = [], f"{problem} ({error.strerror})"
         found += here
         if not here:
-            mistakes.append(problem)
+            mistakes.append(f"images: {word} {problem}")
     if mistakes:
         raise UserError(*mistakes)
     return found

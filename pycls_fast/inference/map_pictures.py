@@ -21,7 +21,6 @@ from pycls_fast.inference.report import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 
-KINDS = ("attention", "rollout", "features", "class")
 MOST_IMAGES = 200
 """Of a call: their maps are held together, and nobody looks at more."""
 
@@ -46,7 +45,7 @@ def draw_maps(
     Args:
         run, which, device: see `inference.load`.
         images: see `report.predict`.
-        kind: one of `KINDS`.
+        kind: "attention", "rollout", "features" or "class".
         output: a PNG file; None: `KIND.png`.
         heads: "attention" shows each head; else their mean alone.
         opacity: of the maps over the images, 0 to 1.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.table import Table
 
 from pycls_fast.config.command_line import DONE, MISTAKE
@@ -21,6 +21,7 @@ from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.records import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
+from pycls_fast.train.display import wide_console
 
 _NAME = 60
 # Lines under a picture, besides the one on it.
@@ -116,8 +117,10 @@ def check_output(path: Path, *, is_sheet: bool) -> None:
         if path.is_file():
             path.open("ab").close()
         elif not path.exists():
-            path.touch()
-            path.unlink()
+            # Where a link leads to nothing, the link is not what is made.
+            place = Path(os.path.realpath(path))
+            place.touch()
+            place.unlink()
     except OSError as error:
         raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
 
@@ -174,9 +177,7 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
         name = each.image if len(each.image) <= _NAME else f"…{each.image[1 - _NAME :]}"
         more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in each.top[1:])
         table.add_row(*(_plain(text) for text in (name, each.class_name, percent(each.probability), more)))
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+    console = wide_console(stream)
     origin = classifier.origin
     console.print(_plain(f"{origin.path} ({origin.kind} weights, step {origin.step})"), soft_wrap=True)
     console.print(table)

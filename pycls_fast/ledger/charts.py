@@ -78,7 +78,7 @@ def _bars(
         axes.annotate(text(arm), (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     if line is not None:
         axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
-    axes.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
+    axes.set_yticks(range(len(arms)), [_name(arm["name"]) for arm in arms])
     axes.invert_yaxis()
     # Room for the numbers behind the longest.
     axes.set_xlim(0, max([*values, *(end for arm in arms for end in interval(arm) or ())]) * 1.22)
@@ -86,9 +86,18 @@ def _bars(
     return figure
 
 
-def _name(arm: Record) -> str:
-    text = str(arm["name"])
-    return text if len(text) <= 26 else f"{text[:25]}…"
+def literal(text: str, most: int) -> str:
+    """A name for a chart, of at most so many characters and none of them a sign.
+
+    Matplotlib takes what stands between two dollars for mathematics, and leaves names that begin with an underscore out
+    of legends.
+    """
+    cut = text if len(text) <= most else f"{text[: most - 1]}…"
+    return f"{' ' if cut.startswith('_') else ''}{cut}".replace("$", r"\$")
+
+
+def _name(text: str) -> str:
+    return literal(text, 26)
 
 
 def _throughput(record: Record) -> Chart | None:
@@ -190,7 +199,7 @@ def _ranks(record: Record) -> Chart | None:
     for place, (name, members) in enumerate(families.items()):
         members = sorted(members, key=lambda arm: arm["ranks"])
         points = [(arm["ranks"], arm["timing"]["images_per_second_per_rank"]) for arm in members]
-        (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=name, markerfacecolor="white")
+        (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=_name(name), markerfacecolor="white")
         line.set(linestyle=STROKES[place % 4], marker=_SIGNS[place % len(_SIGNS)])
     axes.set_xlabel("ranks", fontsize=9)
     axes.set_ylabel("images/s of a rank", fontsize=9)
@@ -219,7 +228,7 @@ def _accuracy(record: Record) -> Chart | None:
         axes.errorbar(
             rate, score, yerr=half, marker=_SIGNS[place % len(_SIGNS)], color=INK, capsize=3, elinewidth=1,
             markerfacecolor=PALE if first else "white" if (rate, score) not in front else INK, markersize=7,
-            linestyle="none", label=_name(arm),
+            linestyle="none", label=_name(arm["name"]),
         )  # fmt: skip
     axes.set_xlabel("images/s", fontsize=9)
     axes.set_ylabel("top-1, %", fontsize=9)
@@ -239,12 +248,11 @@ def _loss(record: Record) -> Chart | None:
         return None
     figure, axes = plain_axes(3.6)
     for place, arm in enumerate(arms):
-        runs = [run["curve"] for run in arm["training"]["runs"]]
-        points = min(len(curve["loss"]) for curve in runs)
-        losses = np.array([curve["loss"][:points] for curve in runs]).mean(axis=0)
+        epochs, losses = _mean_curve([run["curve"] for run in arm["training"]["runs"]])
+        points = len(epochs)
         shade = PALE if arm["before"] is None else str(0.05 + 0.6 * place / max(len(arms), 1))
         axes.plot(
-            runs[0]["epoch"][:points], losses, label=_name(arm), color=shade, linestyle=STROKES[place % 4],
+            epochs, losses, label=_name(arm["name"]), color=shade, linestyle=STROKES[place % 4],
             linewidth=4 if arm["before"] is None else 1.3, marker=_SIGNS[place % len(_SIGNS)], markersize=4,
             markevery=(place * points // (8 * len(arms)), max(points // 8, 1)),
         )  # fmt: skip
@@ -252,6 +260,19 @@ def _loss(record: Record) -> Chart | None:
     axes.set_ylabel("training loss, nats", fontsize=9)
     axes.legend(fontsize=7.5, frameon=False)
     return Chart("loss", "Loss curves", "Mean over the seeds; the broad line is the first rung.", figure)
+
+
+def _mean_curve(curves: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs that all of the runs have, and the mean of their losses there, none where they share none.
+
+    The runs of an arm may have other numbers of points, of other epochs: each was thinned by itself.
+    """
+    known = [curve for curve in curves if curve["epoch"]]
+    if not known:
+        return np.empty(0), np.empty(0)
+    start, end = max(curve["epoch"][0] for curve in known), min(curve["epoch"][-1] for curve in known)
+    epochs = np.array([epoch for epoch in known[0]["epoch"] if start <= epoch <= end])
+    return epochs, np.mean([np.interp(epochs, curve["epoch"], curve["loss"]) for curve in known], axis=0)
 
 
 def _errors(record: Record) -> Chart | None:
@@ -269,12 +290,13 @@ def _errors(record: Record) -> Chart | None:
                     )
     for sign, fill, label in (
         ("o", INK, "gradients, before training"),
+        ("o", "white", "logits, before training"),
         ("^", INK, "gradients, after some"),
         ("^", "white", "logits, after some"),
     ):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(arms)), [_name(arm) for arm in arms])
+    axes.set_yticks(range(len(arms)), [_name(arm["name"]) for arm in arms])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("relative error against float64", fontsize=9)
@@ -292,7 +314,8 @@ def _gradients(record: Record) -> Chart | None:
     exponents = {int(key): count for key, count in total["exponents"].items()}
     some = max(sum(exponents.values()), 1)
     figure, axes = plain_axes(3.2)
-    places = range(min(*exponents, SMALLEST_SUBNORMAL) - 1, max(exponents) + 2)
+    used = (*exponents, SMALLEST_SUBNORMAL)
+    places = range(min(used) - 1, max(used) + 2)
     lost = [place < SMALLEST_SUBNORMAL for place in places]
     heights = [100 * exponents.get(place, 0) / some for place in places]
     for flag, color, hatch, label in ((True, "white", "////", "zero in float16"), (False, INK, None, "kept")):

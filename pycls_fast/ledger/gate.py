@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from scipy import stats
@@ -19,6 +18,7 @@ from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.accuracy import CONFIDENCE
 from pycls_fast.ledger.verdicts import holm
+from pycls_fast.train.display import wide_console
 
 LOST = 1
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
@@ -56,8 +56,7 @@ def _check(arguments: Sequence[str]) -> int:
     for finding in findings:
         cells = (finding.rung, finding.quantity, finding.before, finding.now, finding.text)
         table.add_row(*(escape(cell) for cell in cells))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(width=200, highlight=False)).print(table)
+    wide_console().print(table)
     return LOST if any(finding.lost for finding in findings) else DONE
 
 

@@ -16,15 +16,13 @@ from scipy import stats
 from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair, pair_images, speedup
 from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
+from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder, environment, environment_command, versions
 
 IMAGENET_TRAINING_IMAGES = 1_281_167
 FORMAT = 1
-
-# Of a loss curve; more cannot be seen.
-_MOST_POINTS = 400
 
 Record = dict[str, Any]
 
@@ -169,15 +167,13 @@ def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
     if not file.is_file():
         return None
     summary = json.loads(file.read_text(encoding="utf-8"))
-    train = [r for r in folder.records() if r["kind"] == "train" and r["loss"] is not None]
-    every = -(-len(train) // _MOST_POINTS) or 1
     final = summary["final"]
     return {
         "seed": seed,
         **{key: final[key] for key in ("top1", "top5", "loss", "count", "weights", "split")},
         "best_top1": summary["best"]["top1"],
         **{key: summary[key] for key in ("steps", "epochs", "wall_seconds", "images_per_second", "memory_peak_bytes")},
-        "curve": {"epoch": [r["epoch"] for r in train[::every]], "loss": [r["loss"] for r in train[::every]]},
+        "curve": curve(r for r in folder.records() if r["kind"] == "train"),
         "evaluations": [
             {key: r[key] for key in ("epoch", "top1", "loss")}
             for r in folder.records()

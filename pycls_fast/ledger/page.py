@@ -89,17 +89,17 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     if arm["status"] != "measured":
         return f"<li class='missing'>{name}{escape(state(arm))}</li>"
     timing, training = arm["timing"], arm["training"]
+    ended = f"<br>training ended early: {escape(training['reason'])}" if training and training["reason"] else ""
     if arm["name"] == record["reference"]:
         rate = f"{timing['images_per_second']:,.0f} images/s" if timing else ""
         top1 = f"top-1 {training['top1']['mean']:.2f}%" if training and training["top1"] else ""
-        return f"<li class='open'>{name}<span class='big'>1x</span> {rate}<br>{top1}</li>"
+        return f"<li class='open'>{name}<span class='big'>1x</span> {rate}<br>{top1}{ended}</li>"
     found = timing["speedup"] if timing else None
     speed = f"<span class='big'>{found['ratio']:.2f}x</span> " if found else ""
     between = f"{found['low']:.2f} to {found['high']:.2f}" if found and found["low"] is not None else ""
     words = verdict(arm, "against_reference")
     finding = training["against_reference"]["verdict"]["finding"] if words else ""
     kind = "loss" if "loss" in finding and finding != "no loss" else "open" if finding == "not enough runs" else ""
-    ended = f"<br>training ended early: {escape(training['reason'])}" if training and training["reason"] else ""
     return f"<li class='{kind}'>{name}{speed}{between}<br>{escape(words)}{ended}</li>"
 
 
@@ -122,18 +122,9 @@ def _svg(chart: Chart) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     label = f'<svg role="img" aria-label="{escape(chart.title)}"'
-    # Two figures on a page must not share identifiers.
-    return re.sub(r'(id="|#)(?=[A-Za-z_])', rf"\g<1>{chart.name}-", _names(text)).replace("<svg", label, 1)
-
-
-def _names(text: str) -> str:
-    """Colours begin with the sign that references begin with; written as rgb they are not taken for one."""
-
-    def rgb(match: re.Match[str]) -> str:
-        value = match.group(1)
-        return f"rgb({int(value[:2], 16)},{int(value[2:4], 16)},{int(value[4:], 16)})"
-
-    return re.sub(r"#([0-9a-fA-F]{6})\b(?=[;\"'\s])", rgb, text)
+    # Two figures on a page must not share identifiers; what is between the tags is nobody's identifier.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{chart.name}-", tag[0]), text)
+    return text.replace("<svg", label, 1)
 
 
 def _table(record: Mapping[str, Any]) -> str:

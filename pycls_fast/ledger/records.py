@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ _FORWARD_PASSES: Mapping[PartName, int] = {"train": 3, "inference": 1, "both": 3
 # Steps that compute are alike, and each is a sample. Batches from workers come in bursts, so that most waits
 # are nothing and a few are long: there the mean of a turn is the sample.
 _SAMPLE_PER_STEP: frozenset[PartName] = frozenset({"train", "inference"})
+
+# Of a loss curve; more cannot be seen.
+_MOST_POINTS = 400
 
 
 def part_record(
@@ -95,6 +98,13 @@ def comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, An
 def _memory_ratio(reference: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:
     old, new = reference["memory_peak_bytes"], variant["memory_peak_bytes"]
     return None if old is None or new is None else new / old
+
+
+def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Epochs and losses of the lines that training wrote, for a chart: those that are numbers, at most 400 of them."""
+    known = [record for record in records if record["loss"] is not None]
+    every = -(-len(known) // _MOST_POINTS) or 1
+    return {key: [record[key] for record in known[::every]] for key in ("epoch", "loss")}
 
 
 def write_record(file: Path, record: Mapping[str, Any]) -> None:

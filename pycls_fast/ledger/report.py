@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from pycls_fast.train.display import Display, human
+from pycls_fast.train.display import Display, human, wide_console
 
 # Part -> what the tables call it.
 _PARTS = {
@@ -17,8 +16,6 @@ _PARTS = {
     "loader": "loader",
     "both": "training + loader",
 }
-# Characters of a line where there is no terminal to ask.
-_WIDE = 200
 
 Row = dict[str, str]
 
@@ -123,6 +120,5 @@ def _print(display: Display, rows: Sequence[Row]) -> None:
         table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    # Away from a terminal the width is a guess, and a number cut in two is no number.
-    console = display.console if display.console.is_terminal else Console(width=_WIDE, highlight=False)
+    console = display.console if display.console.is_terminal else wide_console()
     console.print(table)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pycls_fast.train.display import human
-
-_WIDE = 220
+from pycls_fast.train.display import human, wide_console
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -140,5 +137,4 @@ def print_table(record: Mapping[str, Any]) -> None:
         table.add_column(column, justify="left" if column.startswith(("rung", "against")) else "right")
     for row in made:
         table.add_row(*(escape(cell) for cell in row.values()))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(width=_WIDE, highlight=False)).print(table)
+    wide_console().print(table)

@@ -7,14 +7,6 @@ from __future__ import annotations
 
 from pycls_fast.models.attention import ATTENTION
 from pycls_fast.models.complexity import Complexity, complexity
-from pycls_fast.models.foreign import (
-    from_timm_vit,
-    from_torchvision_resnet,
-    from_torchvision_vit,
-    to_timm_vit,
-    to_torchvision_resnet,
-    to_torchvision_vit,
-)
 from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, SinCos2dPositions
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_model import TimmModel
@@ -35,10 +27,4 @@ __all__ = [
     "TimmModel",
     "VisionTransformer",
     "complexity",
-    "from_timm_vit",
-    "from_torchvision_resnet",
-    "from_torchvision_vit",
-    "to_timm_vit",
-    "to_torchvision_resnet",
-    "to_torchvision_vit",
 ]

@@ -1,4 +1,4 @@
-"""Models as files for other programs: safetensors in our names, a folder for timm, ONNX, torch.export.
+"""Models as files for other programs: a folder for timm, ONNX, torch.export.
 
 What leaves carries its class names and its preprocessing. ONNX and torch.export have the normalisation inside: they
 take the cropped images as bytes.
@@ -68,13 +68,6 @@ class Deployable(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
-
-
-def to_safetensors(model: Network, path: Path, about: About) -> None:
-    """One file in our names, with the texts of `about` in its header; `weights=` reads it."""
-    from safetensors.torch import save_file
-
-    save_file(_saved(model.state_dict()), path, about.texts())
 
 
 def to_timm(model: Network, folder: Path, about: About) -> None:
@@ -222,11 +215,13 @@ def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
-    "safetensors": to_safetensors,
     "timm": to_timm,
     "onnx": to_onnx,
     "program": to_program,
 }
-"""What a tool may offer: name of the format -> function of model, path and what to say of it."""
+"""Formats that need the model itself: name -> function of model, path and what to say of it.
+
+"safetensors", in our names, needs its tensors alone (`train/export.py`).
+"""
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "program": ".pt2"}
 """Of the path that each writes; timm's is a folder."""

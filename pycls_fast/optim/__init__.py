@@ -2,8 +2,8 @@
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import NORMS, Group, by_name, layers, parameter_groups
-from pycls_fast.optim.masters import MasterWeights
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group, by_name, layers, parameter_groups
+from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
     adafactor,
@@ -24,7 +24,9 @@ from pycls_fast.optim.schedule import Schedule
 from pycls_fast.optim.shards import assign, local, local_slices
 
 __all__ = [
+    "BATCH_NORM",
     "NORMS",
+    "CastOutput",
     "ConstantScaler",
     "Ema",
     "Group",
@@ -37,6 +39,7 @@ __all__ = [
     "adamw8bit",
     "assign",
     "by_name",
+    "cast_buffers",
     "compile_step",
     "freeze",
     "lamb",

@@ -14,7 +14,8 @@ from torch import nn
 Group = dict[str, Any]
 Units = Sequence[tuple[str, nn.Module]]
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+BATCH_NORM = nn.modules.batchnorm._NormBase
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)
 
 
 def parameter_groups(

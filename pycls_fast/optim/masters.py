@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim.groups import NORMS, Group
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
 
 
 class MasterWeights:
@@ -44,7 +44,7 @@ class MasterWeights:
         self._model = model
         self._wide = wide
         self._kept = kept
-        wide_modules = NORMS if wide_norms else (_BATCH_NORM,) if kept else ()
+        wide_modules = NORMS if wide_norms else (BATCH_NORM,) if kept else ()
         self._narrow: list[Tensor] = list(_to_cast(model, wide_modules))
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
         self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
@@ -124,7 +124,6 @@ class MasterWeights:
         torch._foreach_copy_(self.masters, self._narrow)
 
 
-_BATCH_NORM = nn.modules.batchnorm._NormBase
 Modules = tuple[type[nn.Module], ...]
 
 
@@ -148,14 +147,20 @@ def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:
         for parameter in module.parameters(recurse=False):
             # The object stays the same: optimizer groups and hooks may hold it.
             parameter.data = parameter.data.to(dtype)
+    cast_buffers(model, dtype, wide)
+    for module in model.modules():
+        # Batch norm takes half-precision maps with wide statistics and weights as it is.
+        if isinstance(module, wide) and not isinstance(module, BATCH_NORM):
+            module.register_forward_pre_hook(_Widen())
+            module.register_forward_hook(CastOutput(dtype))
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NORM,)) -> None:
+    """Give floating-point buffers a half format, but for those of some modules: batch norm's statistics stay wide."""
+    for module in _cast_modules(model, wide):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
-    for module in model.modules():
-        # Batch norm takes half-precision maps with wide statistics and weights as it is.
-        if isinstance(module, wide) and not isinstance(module, _BATCH_NORM):
-            module.register_forward_pre_hook(_Widen())
-            module.register_forward_hook(_Narrow(dtype))
 
 
 class _Widen:
@@ -166,8 +171,8 @@ class _Widen:
         return tuple(x.to(wide) for x in inputs)
 
 
-class _Narrow:
-    """The output of a norm in the network's format."""
+class CastOutput:
+    """A forward hook: the output, of a norm say, in another format."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

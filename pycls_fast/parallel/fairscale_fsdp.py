@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
-from pycls_fast.optim import NORMS
+from pycls_fast.optim import BATCH_NORM, NORMS, CastOutput, cast_buffers
 from pycls_fast.parallel.flat import Flat, FlatShards
+from pycls_fast.parallel.materialise import is_empty
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
-
-_BATCH_NORM = nn.modules.batchnorm._NormBase
 
 
 def shard(network: Network, world: World, settings: Settings) -> Wrapped:
@@ -51,7 +50,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
         module.to_empty(device="cpu")
         fill(module)
         module.to(world.device)
-        for name in [name for name, unit in waiting.items() if not _is_empty(unit)]:
+        for name in [name for name, unit in waiting.items() if not is_empty(unit)]:
             _replace(network, name, wrap(name, waiting.pop(name)))
     for name, unit in waiting.items():
         _replace(network, name, wrap(name, unit))
@@ -138,15 +137,16 @@ class _Wrapping:
                 # What is inside of a wrapper already is left alone.
                 if isinstance(inner, NORMS) and plain_name(f"{inner_name}.") == f"{inner_name}.":
                     path = f"{name}.{inner_name}".strip(".")
-                    if isinstance(inner, _BATCH_NORM):
+                    if isinstance(inner, BATCH_NORM):
                         # Takes maps in a half format as they are, with float32 weights and statistics.
                         _replace(module, inner_name, self._wrap(path, inner, self._wide))
                     elif self._wide_norms:
                         inner.register_forward_pre_hook(_Cast(torch.float32))
                         norm = self._wrap(path, inner, self._wide)
-                        norm.register_forward_hook(_CastOutput(self._compute))
+                        norm.register_forward_hook(CastOutput(self._compute))
                         _replace(module, inner_name, norm)
-            _cast_buffers(module, self._compute)
+            # As FairScale would in the first forward pass; here, so that buffers stay the same tensors from now on.
+            cast_buffers(module, self._compute)
         return self._wrap(name, module, self._common)
 
     def _wrap(self, name: str, module: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
@@ -171,23 +171,9 @@ class _Cast:
         return tuple(x.to(self._dtype) for x in inputs)
 
 
-class _CastOutput:
-    """The output in one format."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output.to(self._dtype)
-
-
 def _empty_parts(network: Network) -> Sequence[Any]:
     """The modules of a network on the meta device, and what fills them, in the order of the draws."""
-    return list(network.initialisers()) if _is_empty(network) else []
-
-
-def _is_empty(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return list(network.initialisers()) if is_empty(network) else []
 
 
 def _flats(root: nn.Module) -> Iterator[Flat]:
@@ -227,16 +213,6 @@ def plain_name(name: str) -> str:
 def _replace(network: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, module)
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """As FairScale would in the first forward pass; here, so that buffers stay the same tensors from now on."""
-    for inner in module.modules():
-        if isinstance(inner, _BATCH_NORM):
-            continue
-        for name, buffer in inner.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(inner, name, buffer.to(dtype))
 
 
 def _accept_old_names() -> None:

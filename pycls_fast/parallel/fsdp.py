@@ -15,11 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pycls_fast.network import Network
-from pycls_fast.optim import NORMS
+from pycls_fast.optim import BATCH_NORM, NORMS, cast_buffers
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
-
-_BATCH_NORM = nn.modules.batchnorm._NormBase
 
 
 def shard(network: Network, world: World, settings: Settings) -> Wrapped:
@@ -37,7 +35,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     common: dict[str, Any] = {"mesh": world.mesh, "offload_policy": offload}
     policy = MixedPrecisionPolicy(param_dtype=settings.compute, reduce_dtype=reduced)
     if settings.compute is not None:
-        _cast_buffers(network, settings.compute)
+        cast_buffers(network, settings.compute)
     for unit in units:
         _shard_norms([unit], settings, reshard_after_forward=settings.reshard_after_forward, **common)
         fully_shard(unit, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward, **common)
@@ -76,8 +74,8 @@ def _shard_norms(inside: Sequence[nn.Module], settings: Settings, **common: Any)
     if settings.compute is None:
         return
     found: list[nn.Module] = [module for module in _unsharded(inside) if isinstance(module, NORMS)]
-    batch: list[nn.Module] = [module for module in found if isinstance(module, _BATCH_NORM)]
-    others = [module for module in found if not isinstance(module, _BATCH_NORM)]
+    batch: list[nn.Module] = [module for module in found if isinstance(module, BATCH_NORM)]
+    others = [module for module in found if not isinstance(module, BATCH_NORM)]
     if batch:
         # Batch norm takes maps in a half format as they are, with weights and statistics in float32.
         fully_shard(batch, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
@@ -110,13 +108,3 @@ def _prefetch(network: nn.Module, units: Sequence[nn.Module], count: int) -> Non
 
 def _groups(units: Sequence[nn.Module]) -> list[FSDPModule]:
     return [unit for unit in units if isinstance(unit, FSDPModule)]
-
-
-def _cast_buffers(network: nn.Module, dtype: torch.dtype) -> None:
-    """Fixed tables follow the weights' format; batch norm's statistics stay float32."""
-    for module in network.modules():
-        if isinstance(module, _BATCH_NORM):
-            continue
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))

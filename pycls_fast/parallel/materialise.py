@@ -13,6 +13,11 @@ from pycls_fast.network import Network
 from pycls_fast.optim import assign
 
 
+def is_empty(module: nn.Module) -> bool:
+    """Whether it was built without memory, or a part of it was and still has none."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
 def materialise(network: Network, device: torch.device, *, param_offload: bool = False) -> None:
     """Give every rank memory for its shards, and the values of a direct build on the CPU with torch's seed as it is.
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from pycls_fast.network import Network
 from pycls_fast.parallel import ddp, fairscale_ddp, fairscale_fsdp, fsdp
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
 from pycls_fast.parallel.flat import FlatShards
-from pycls_fast.parallel.materialise import materialise
+from pycls_fast.parallel.materialise import is_empty, materialise
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
@@ -28,11 +27,6 @@ def prepare_model(model: Network, world: World, *, memory_format: str) -> Networ
     formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
     model.to(world.device)
     return model.to(memory_format=formats[memory_format])
-
-
-def is_empty(model: nn.Module) -> bool:
-    """Whether the model was built without memory."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _alone(network: Network, world: World, settings: Settings) -> Wrapped:

@@ -8,7 +8,7 @@
 """
 
 from pycls_fast.speed.catalogue import CATALOGUE
-from pycls_fast.speed.presets import COMPILABLE, HAS_GLIBC, META2022, OPTIMIZERS, SHARDABLE, preset_value, resolve
+from pycls_fast.speed.presets import COMPILABLE, HAS_GLIBC, META2022, OPTIMIZERS, resolve
 from pycls_fast.speed.switch import Device, Numerics, Switch, SwitchName
 
 __all__ = [
@@ -17,11 +17,9 @@ __all__ = [
     "HAS_GLIBC",
     "META2022",
     "OPTIMIZERS",
-    "SHARDABLE",
     "Device",
     "Numerics",
     "Switch",
     "SwitchName",
-    "preset_value",
     "resolve",
 ]

@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -118,6 +118,17 @@ class Display:
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "
             f"top-5 {record['top5']:.2f}%  loss {record['loss']:.4f}  {record['count']:,} images"
         )
+
+
+def wide_console(file: TextIO | None = None) -> Console:
+    """A console for tables, of standard output where no file is given.
+
+    Away from a terminal its width is a guess, and a number cut in two is no number: there it is wide.
+    """
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = 220
+    return console
 
 
 def human(value: float, unit: str = "") -> str:

@@ -1,6 +1,6 @@
 """Making packed datasets and checking any source: what `tools/prepare_data.py` does."""
 
-from pycls_fast.data.packing.packer import Packed, PackSettings, pack
+from pycls_fast.data.packing.packer import PackSettings, pack
 from pycls_fast.data.packing.verifier import verify
 
-__all__ = ["PackSettings", "Packed", "pack", "verify"]
+__all__ = ["PackSettings", "pack", "verify"]

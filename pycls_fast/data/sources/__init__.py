@@ -1,6 +1,6 @@
 """Where encoded images and their labels come from: one file per layout, all behind `Source`."""
 
-from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
+from pycls_fast.data.sources.base import Source, block_ends, prefers_blocks
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
@@ -9,7 +9,6 @@ from pycls_fast.data.sources.opening import open_splits, recognise
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.packed import PackedSource, open_packed
 from pycls_fast.data.sources.remote import FileCache
-from pycls_fast.data.sources.splits import Relabelled, Subset
 from pycls_fast.data.sources.synthetic import SyntheticSource
 
 __all__ = [
@@ -18,12 +17,9 @@ __all__ = [
     "EvalSet",
     "FileCache",
     "FileSource",
-    "LabelledSource",
     "Opening",
     "PackedSource",
-    "Relabelled",
     "Source",
-    "Subset",
     "SyntheticSource",
     "block_ends",
     "open_eval_set",

@@ -10,7 +10,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Texts:
+class _Place(NamedTuple):
+    """Where a mapped array lies on disk."""
+
+    filename: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Mapped:
+    """Pickled without its arrays that are mapped from a file: the file's place is, and it is mapped again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _place(value) if isinstance(value, np.memmap) else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(
+            {
+                name: np.memmap(value.filename, value.dtype, "r", value.offset, value.shape)
+                if isinstance(value, _Place)
+                else value
+                for name, value in state.items()
+            }
+        )
+
+
+class Texts(Mapped):
     """Many short byte strings, end to end in one array.
 
     1.28 million file names take about 60 MB, once: an array stays shared after a fork where a list of strings would
@@ -48,36 +74,6 @@ class Texts:
     def __getitem__(self, index: int) -> str:
         start = self.ends[index - 1] if index > 0 else 0
         return os.fsdecode(self.data[start : self.ends[index]].tobytes())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return mapped_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(unmapped_state(state))
-
-
-class _Place(NamedTuple):
-    """Where a mapped array lies on disk."""
-
-    filename: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-def mapped_state(thing: object) -> dict[str, Any]:
-    """The attributes of an object for pickling; arrays mapped from a file become the file's place."""
-    return {name: _place(value) if isinstance(value, np.memmap) else value for name, value in vars(thing).items()}
-
-
-def unmapped_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `mapped_state`: the files are mapped again, not copied."""
-    return {
-        name: np.memmap(value.filename, value.dtype, "r", value.offset, value.shape)
-        if isinstance(value, _Place)
-        else value
-        for name, value in state.items()
-    }
 
 
 def _place(array: np.memmap) -> _Place | np.ndarray:

@@ -42,23 +42,14 @@ class LabelledSource(Source, Protocol):
         """One integer per image."""
 
 
-class BlockSource(Source, Protocol):
-    """A source that is best read in blocks of neighbours: the shards of an archive, the row groups of a table."""
-
-    @property
-    def block_ends(self) -> np.ndarray | None:
-        """Where each block ends, int64; None where there are none."""
-
-    @property
-    def prefers_blocks(self) -> bool:
-        """Whether reading in any other order is slow, as it is over a network."""
-
-
 def block_ends(source: Source) -> np.ndarray | None:
-    """Where each block of a source ends, int64; None for a source that is as fast in any order."""
+    """Where each block of neighbours ends, int64: a shard of an archive, a row group of a table.
+
+    None for a source that is as fast in any order.
+    """
     return getattr(source, "block_ends", None)
 
 
 def prefers_blocks(source: Source) -> bool:
-    """Whether reading in an order that jumps between blocks is slow."""
+    """Whether reading in an order that jumps between blocks is slow, as it is over a network."""
     return bool(getattr(source, "prefers_blocks", False))

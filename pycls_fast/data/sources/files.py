@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Texts, mapped_state, unmapped_state
+from pycls_fast.data.sources.arrays import Mapped, Texts
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """File names that are images, in any case."""
 
 
-class FileSource:
+class FileSource(Mapped):
     """One file per image."""
 
     def __init__(self, root: Path, classes: Sequence[str], names: Texts, labels: np.ndarray) -> None:
@@ -41,9 +40,3 @@ class FileSource:
 
     def describe(self) -> str:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self.root}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return mapped_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(unmapped_state(state))

@@ -88,12 +88,6 @@ def load_or_build(
         return index
 
 
-def cached_place(root: str | Path, kind: str, policy: CachePolicy) -> Path | None:
-    """The folder of the index on disk, if there is one."""
-    places = (place / kind for place in _places(root, policy.place))
-    return next((place for place in places if (place / _ABOUT).is_file()), None)
-
-
 def _places(root: str | Path, setting: str) -> list[Path]:
     """Folders for indexes of this dataset, the preferred one first."""
     if setting == "off":

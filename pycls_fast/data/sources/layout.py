@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -27,13 +26,6 @@ _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
 CLASS_LIST = "classes.txt"
 """One class name a line, beside the data; names labels that are numbers."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """The files of each split, sorted; "all" alone where nothing says which is which."""
-
-    splits: Mapping[str, tuple[str, ...]]
 
 
 def is_remote(place: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Texts, map_array, mapped_state, unmapped_state
+from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.splits import as_splits
@@ -45,7 +45,7 @@ ENTRY = np.dtype(
 RAW = "raw"
 
 
-class PackedSource:
+class PackedSource(Mapped):
     """The images of one packed split."""
 
     def __init__(
@@ -91,12 +91,6 @@ class PackedSource:
     def describe(self) -> str:
         how = f"{self.about['how']} in {len(self.classes):,} classes"
         return f"{len(self):,} packed images ({how}, {len(self._images) / 2**30:.2f} GiB) in {self.folder}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return mapped_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(unmapped_state(state))
 
 
 def is_packed(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Texts, mapped_state, unmapped_state
+from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.layout import find_files, missing_column, name_classes, read_class_list
@@ -25,7 +25,7 @@ from pycls_fast.errors import UserError
 _THREADS = 8
 
 
-class ParquetSource:
+class ParquetSource(Mapped):
     """Images in Parquet files, in the order of files and rows."""
 
     def __init__(
@@ -104,10 +104,7 @@ class ParquetSource:
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}{how}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**mapped_state(self), "_held": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(unmapped_state(state))
+        return {**super().__getstate__(), "_held": None}
 
 
 @dataclass(frozen=True)

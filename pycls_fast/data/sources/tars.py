@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Texts, mapped_state, unmapped_state
+from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
@@ -30,7 +30,7 @@ _THREADS = 8
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
 
-class TarSource:
+class TarSource(Mapped):
     """Images in uncompressed tar files, in the order of files and members."""
 
     def __init__(
@@ -95,12 +95,6 @@ class TarSource:
     def describe(self) -> str:
         files = f"{len(self._shards):,} tar files of {self._where}"
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return mapped_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(unmapped_state(state))
 
 
 def open_tars(root: str, options: Opening) -> dict[str, Source]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pycls_fast.ledger.charts import INK, LINE, PALE, Chart, plain_axes
+from pycls_fast.ledger.charts import INK, LINE, PALE, Chart, literal, plain_axes
 
 Record = Mapping[str, Any]
 
@@ -28,9 +28,9 @@ def _losses(record: Record) -> Chart | None:
     figure, axes = plain_axes(3.6)
     for name in ("a", "b"):
         run = record[name]
-        curve = [(e, v) for e, v in zip(run["curve"]["epoch"], run["curve"]["loss"], strict=True) if v is not None]
-        if curve:
-            axes.plot(*zip(*curve, strict=True), label=f"{name.upper()}, training", **_LOOKS[name])
+        curve = run["curve"]
+        if curve["epoch"]:
+            axes.plot(curve["epoch"], curve["loss"], label=f"{name.upper()}, training", **_LOOKS[name])
         scored = [(each["epoch"], each["loss"]) for each in run["evaluations"] if each["loss"] is not None]
         if scored:
             axes.plot(
@@ -73,7 +73,7 @@ def _classes(record: Record) -> Chart | None:
             hatch=None if gain else "////",
         )  # fmt: skip
     axes.axvline(0, color=LINE, linewidth=1)
-    axes.set_yticks(range(len(rows)), [_short(row["class"]) for row in rows])
+    axes.set_yticks(range(len(rows)), [literal(row["class"], 22) for row in rows])
     axes.set_xlabel("points of accuracy, B minus A", fontsize=9)
     few = min(row["images"] for row in rows)
     return Chart(
@@ -82,7 +82,3 @@ def _classes(record: Record) -> Chart | None:
         f"Those that changed most. Hatched: worse in B. One image is {100 / few:.2g} points of the smallest.",
         figure,
     )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 22 else f"{text[:21]}…"

@@ -19,13 +19,11 @@ from pycls_fast.ledger.compare.page import page
 from pycls_fast.ledger.compare.runs import RunFiles, read_run
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
+from pycls_fast.ledger.records import curve
 from pycls_fast.speed import Device
 from pycls_fast.train.run_folder import environment_command, versions
 
 Record = dict[str, Any]
-
-# Of a loss curve; more cannot be seen.
-_MOST_POINTS = 400
 
 
 def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
@@ -84,7 +82,6 @@ def _run(run: RunFiles) -> Record:
     evaluations = run.evaluations if any(r["kind"] == "eval" for r in run.records) else []
     last: Mapping[str, Any] = evaluations[-1] if evaluations else {}
     summary = run.summary or {}
-    every = -(-len(train) // _MOST_POINTS) or 1
     newest: Mapping[str, Any] = train[-1] if train else {}
     return {
         "path": str(run.path),
@@ -100,7 +97,7 @@ def _run(run: RunFiles) -> Record:
         **{
             k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
         },
-        "curve": {"epoch": [r["epoch"] for r in train[::every]], "loss": [r["loss"] for r in train[::every]]},
+        "curve": curve(train),
         "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
     }
 

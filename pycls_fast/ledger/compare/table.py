@@ -6,16 +6,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pycls_fast.ledger.table import duration
-from pycls_fast.train.display import human
+from pycls_fast.train.display import human, wide_console
 
 Record = Mapping[str, Any]
 
-_WIDE = 160
 _CLASSES = 10
 
 
@@ -103,9 +101,7 @@ def notes(record: Record) -> list[str]:
 
 def print_comparison(record: Record) -> None:
     """The whole on the terminal."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDE)
+    console = wide_console()
 
     def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         made = Table(box=None, padding=(0, 2, 0, 0))

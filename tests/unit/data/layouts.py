@@ -9,15 +9,17 @@ import os
 import pickle
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from pycls_fast.data.packing import PackSettings, pack
 from pycls_fast.data.sources import CachePolicy, Opening, Source, open_splits, scan_classes
+from pycls_fast.errors import UserError
 
 NO_CACHE = Opening(cache=CachePolicy("off"))
 CLASSES = ("n01440764", "n02119789", "n09876543")
@@ -165,6 +167,19 @@ LAYOUTS = {
 def open_layout(kind: str, root: Path, content: Content, options: Opening = NO_CACHE) -> dict[str, Source]:
     """Write a layout and open it."""
     return open_splits(kind, LAYOUTS[kind](root, content), options)
+
+
+def opened(kind: str, root: Path | str, **options: object) -> dict[str, Source]:
+    """What a user opens, with `Opening`'s fields."""
+    return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
+
+
+def mistake(kind: str, root: Path | str, **options: object) -> str:
+    """The one line that is told instead."""
+    with pytest.raises(UserError) as caught:
+        opened(kind, root, **options)
+    (line,) = caught.value.lines
+    return line
 
 
 def write_cifar10(root: Path, images_NHWC: np.ndarray, labels: Sequence[int], names: Sequence[str]) -> str:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from pycls_fast.data.sources import Source, open_splits, recognise
-from pycls_fast.errors import UserError
+from pycls_fast.data.sources import recognise
 from tests.unit.data.layouts import (
     CLASSES,
-    NO_CACHE,
     add_member,
     expected,
     make_content,
+    mistake,
+    opened,
     samples_of,
     write_cifar10,
     write_folder,
@@ -28,17 +28,6 @@ from tests.unit.data.layouts import (
 )
 
 CONTENT = make_content()
-
-
-def opened(root: Path | str, kind: str = "auto") -> dict[str, Source]:
-    return open_splits(kind, str(root), NO_CACHE)
-
-
-def mistake(root: Path | str, kind: str = "auto") -> str:
-    with pytest.raises(UserError) as caught:
-        opened(root, kind)
-    (line,) = caught.value.lines
-    return line
 
 
 # CIFAR
@@ -55,13 +44,13 @@ def cifar(root: Path, count: int = 60) -> tuple[np.ndarray, list[int]]:
 def test_cifar_10(tmp_path: Path) -> None:
     images, labels = cifar(tmp_path)
     for root in (tmp_path, tmp_path / "cifar-10-batches-py"):
-        splits = opened(root)
+        splits = opened("auto", root)
         for split, part in (("train", slice(0, 50)), ("val", slice(50, 60))):
             source = splits[split]
             pixels = [source.read(index)[0] for index in range(len(source))]
             np.testing.assert_array_equal(np.stack(pixels), images[part])  # type: ignore[arg-type]
             assert [source.read(index)[1] for index in range(len(source))] == labels[part]
-    assert opened(tmp_path)["train"].name(23).endswith("data_batch_3[3]")
+    assert opened("auto", tmp_path)["train"].name(23).endswith("data_batch_3[3]")
 
 
 def test_cifar_100_and_arrays_of_other_numpys(tmp_path: Path) -> None:
@@ -74,7 +63,7 @@ def test_cifar_100_and_arrays_of_other_numpys(tmp_path: Path) -> None:
             (folder / name).write_bytes(pickle.dumps(batch, protocol))
         names = {b"fine_label_names": [f"fine{n}".encode() for n in range(100)]}
         (folder / "meta").write_bytes(pickle.dumps(names, protocol))
-        splits = opened(tmp_path)
+        splits = opened("auto", tmp_path)
         assert len(splits["train"].classes) == 100
         np.testing.assert_array_equal(splits["val"].read(1)[0], images[7].reshape(3, 32, 32).transpose(1, 2, 0))
         assert splits["val"].read(1)[1] == 7
@@ -92,11 +81,11 @@ class _Bomb:
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, name: str) -> None:
     cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps({b"data": _Bomb(tmp_path / "never")}))
-    assert "asks for posix.system, which is no data" in mistake(tmp_path)
+    assert "asks for posix.system, which is no data" in mistake("auto", tmp_path)
     assert not (tmp_path / "never").exists()
     for harmful in (eval, getattr, np.load, np.lib.format.read_array, pickle.loads):
         (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps({b"data": harmful}))
-        assert "which is no data" in mistake(tmp_path)
+        assert "which is no data" in mistake("auto", tmp_path)
 
 
 def test_damaged_cifar(tmp_path: Path) -> None:
@@ -104,7 +93,7 @@ def test_damaged_cifar(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     whole = (folder / "data_batch_4").read_bytes()
     (folder / "data_batch_4").write_bytes(whole[:-3000])
-    assert "data_batch_4 is damaged" in mistake(tmp_path)
+    assert "data_batch_4 is damaged" in mistake("auto", tmp_path)
     batch = pickle.loads(whole, encoding="bytes")
     for change, says in (
         ({b"labels": [11] * 10}, "a label outside of the 10 classes"),
@@ -112,16 +101,18 @@ def test_damaged_cifar(tmp_path: Path) -> None:
         ({b"data": batch[b"data"].astype(float)}, "expected 10 x 3,072 bytes"),
     ):
         (folder / "data_batch_4").write_bytes(pickle.dumps({**batch, **change}))
-        assert says in mistake(tmp_path)
+        assert says in mistake("auto", tmp_path)
     (folder / "data_batch_4").write_bytes(pickle.dumps({b"data": 1}))
-    assert "no 'labels' in it" in mistake(tmp_path)
+    assert "no 'labels' in it" in mistake("auto", tmp_path)
     (folder / "data_batch_4").unlink()
-    assert "data_batch_4 is missing" in mistake(tmp_path)
+    assert "data_batch_4 is missing" in mistake("auto", tmp_path)
 
 
 def test_cifar_that_was_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"x")
-    assert f"is not unpacked; run: tar -xzf {tmp_path}/cifar-10-python.tar.gz -C {tmp_path}" in mistake(tmp_path)
+    assert f"is not unpacked; run: tar -xzf {tmp_path}/cifar-10-python.tar.gz -C {tmp_path}" in mistake(
+        "auto", tmp_path
+    )
 
 
 # ImageNet
@@ -173,7 +164,7 @@ def test_flat_validation_images(tmp_path: Path, place: str) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for name, data in devkit(ids).items():
             (target / name).write_bytes(data)
-    splits = opened(tmp_path if place == "kaggle" else root)
+    splits = opened("auto", tmp_path if place == "kaggle" else root)
     assert samples_of(splits["train"]) == expected(CONTENT["train"])
     # Class after class, as from class folders; within a class by number.
     found = samples_of(splits["val"])
@@ -183,23 +174,23 @@ def test_flat_validation_images(tmp_path: Path, place: str) -> None:
 
 def test_flat_validation_images_without_their_labels(tmp_path: Path) -> None:
     names, ids = flat_val(tmp_path)
-    line = mistake(tmp_path)
+    line = mistake("auto", tmp_path)
     assert "labels are not there; put ILSVRC2012_devkit_t12.tar.gz or LOC_val_solution.csv beside val/" in line
     (tmp_path / "LOC_val_solution.csv").write_text(f"ImageId,PredictionString\n{names[0]},{CLASSES[0]} 1 2 3 4\n")
-    assert f"has no label for {names[1]}" in mistake(tmp_path)
+    assert f"has no label for {names[1]}" in mistake("auto", tmp_path)
     rows = [f"{name},n99999999 1 2 3 4" for name in names]
     (tmp_path / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
-    assert "there are no training images of the class n99999999" in mistake(tmp_path)
+    assert "there are no training images of the class n99999999" in mistake("auto", tmp_path)
     (tmp_path / "LOC_val_solution.csv").write_text("a,b\n")
-    assert "expected the columns ImageId and PredictionString" in mistake(tmp_path)
+    assert "expected the columns ImageId and PredictionString" in mistake("auto", tmp_path)
     (tmp_path / "LOC_val_solution.csv").unlink()
     (tmp_path / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n")
-    assert "needs meta.mat" in mistake(tmp_path)
+    assert "needs meta.mat" in mistake("auto", tmp_path)
     (tmp_path / "meta.mat").write_bytes(b"no matrix at all")
-    assert "no ground truth of ILSVRC2012" in mistake(tmp_path)
+    assert "no ground truth of ILSVRC2012" in mistake("auto", tmp_path)
     (tmp_path / "meta.mat").write_bytes(devkit(ids)["meta.mat"])
     (tmp_path / "val" / "holiday.jpg").write_bytes(b"x")
-    assert "holiday.jpg: no names of ImageNet's validation images" in mistake(tmp_path)
+    assert "holiday.jpg: no names of ImageNet's validation images" in mistake("auto", tmp_path)
 
 
 # Telling layouts apart
@@ -207,19 +198,19 @@ def test_flat_validation_images_without_their_labels(tmp_path: Path) -> None:
 
 def test_the_right_source_is_named(tmp_path: Path) -> None:
     packed = write_packed(tmp_path / "packed", CONTENT)
-    assert "use data.source=packed" in mistake(packed, "folder")
+    assert "use data.source=packed" in mistake("folder", packed)
     folder = write_folder(tmp_path / "folder", CONTENT)
     for kind in ("packed", "parquet", "tar", "cifar", "manifest"):
-        assert f"is no dataset for data.source={kind}; use data.source=folder" in mistake(folder, kind)
+        assert f"is no dataset for data.source={kind}; use data.source=folder" in mistake(kind, folder)
     cifar(tmp_path / "cifar")
-    assert "use data.source=cifar" in mistake(tmp_path / "cifar", "folder")
+    assert "use data.source=cifar" in mistake("folder", tmp_path / "cifar")
 
 
 def test_a_layout_that_could_be_two(tmp_path: Path) -> None:
     root = Path(write_folder(tmp_path, CONTENT))
     (root / "train.csv").write_text("path,label\n")
-    assert "could be folder or manifest; choose with data.source=folder" in mistake(root)
-    assert len(opened(root, "folder")["train"]) == 16
+    assert "could be folder or manifest; choose with data.source=folder" in mistake("auto", root)
+    assert len(opened("folder", root)["train"]) == 16
     # Kaggle's own tables are no manifests.
     (root / "train.csv").rename(root / "LOC_train_solution.csv")
     assert recognise(str(root)) == ("folder",)
@@ -232,7 +223,7 @@ def test_tables_beside_what_they_list(tmp_path: Path) -> None:
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
-    assert "there is no dataset folder" in mistake(tmp_path / "nowhere")
-    assert "holds no class folders" in mistake(tmp_path)
+    assert "there is no dataset folder" in mistake("auto", tmp_path / "nowhere")
+    assert "holds no class folders" in mistake("auto", tmp_path)
     (tmp_path / "file.zip").write_bytes(b"")
-    assert "is a file, not a folder" in mistake(tmp_path / "file.zip")
+    assert "is a file, not a folder" in mistake("auto", tmp_path / "file.zip")

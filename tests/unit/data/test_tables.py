@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ import pyarrow.parquet
 import pytest
 
 from pycls_fast.data import block_ends
-from pycls_fast.data.sources import CachePolicy, Opening, Source, open_splits
+from pycls_fast.data.sources import CachePolicy, Opening
 from pycls_fast.data.sources.parquet import ParquetSource
-from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
-    NO_CACHE,
     expected,
     make_content,
+    mistake,
+    opened,
     samples_of,
     write_hub,
     write_hub_parquet,
@@ -27,17 +26,6 @@ from tests.unit.data.layouts import (
 )
 
 CONTENT = make_content()
-
-
-def opened(kind: str, root: Path | str, **options: object) -> dict[str, Source]:
-    return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
-
-
-def mistake(kind: str, root: Path | str, **options: object) -> str:
-    with pytest.raises(UserError) as caught:
-        opened(kind, root, **options)
-    (line,) = caught.value.lines
-    return line
 
 
 # Manifests

@@ -6,7 +6,6 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -14,25 +13,21 @@ import numpy as np
 import pytest
 
 from pycls_fast.data import block_ends, block_order, prefers_blocks
-from pycls_fast.data.sources import CachePolicy, FileCache, Source, open_splits
+from pycls_fast.data.sources import CachePolicy, FileCache
 from pycls_fast.data.sources import remote as remote_files
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
-    NO_CACHE,
     add_member,
     expected,
     make_content,
+    opened,
     samples_of,
     write_tars,
 )
 
 CONTENT = make_content()
 JPEG = CONTENT["train"][0].data
-
-
-def open_tars(root: Path | str, **options: object) -> dict[str, Source]:
-    return open_splits("tar", str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
 
 
 def test_shards_of_webdatasets_own_writer(tmp_path: Path) -> None:
@@ -44,7 +39,7 @@ def test_shards_of_webdatasets_own_writer(tmp_path: Path) -> None:
             for index, sample in enumerate(samples):
                 sink.write({"__key__": f"{index:08d}", "jpg": sample.data, "cls": sample.label})
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
-    splits = open_tars(tmp_path)
+    splits = opened("tar", tmp_path)
     for split, samples in CONTENT.items():
         assert samples_of(splits[split]) == expected(samples)
     assert splits["train"].name(5) == f"{tmp_path}/imagenet-train-000001.tar[00000005]"
@@ -54,15 +49,15 @@ def test_shards_of_webdatasets_own_writer(tmp_path: Path) -> None:
 
 def test_labels_in_json_and_names_with_dots_and_folders(tmp_path: Path) -> None:
     write_tars(tmp_path, CONTENT, label="json")
-    assert samples_of(open_tars(tmp_path)["train"]) == expected(CONTENT["train"])
+    assert samples_of(opened("tar", tmp_path)["train"]) == expected(CONTENT["train"])
     with tarfile.open(tmp_path / "other.tar", "w", format=tarfile.GNU_FORMAT) as tar:
         for key, kind in (("a/x", "dog"), ("b.c/x", "cat"), (f"{'long' * 60}/y", "dog"), ("z", "cat")):
             add_member(tar, f"{key}.JPG", JPEG)
             add_member(tar, f"{key}.json", json.dumps({"kind": kind}).encode())
     with pytest.raises(UserError, match="neither the name nor a folder says train or val"):
-        open_tars(tmp_path)
+        opened("tar", tmp_path)
     (tmp_path / "classes.txt").unlink()
-    splits = open_tars(tmp_path, train="other.tar", val="other.tar", label_column="kind")
+    splits = opened("tar", tmp_path, train="other.tar", val="other.tar", label_column="kind")
     assert samples_of(splits["train"]) == [(JPEG, kind) for kind in ("dog", "cat", "dog", "cat")]
     names = [splits["train"].name(index).partition("[")[2] for index in range(4)]
     assert names == ["a/x]", "b.c/x]", f"{'long' * 60}/y]", "z]"]
@@ -70,11 +65,11 @@ def test_labels_in_json_and_names_with_dots_and_folders(tmp_path: Path) -> None:
 
 def test_braces_and_stars(tmp_path: Path) -> None:
     write_tars(tmp_path, CONTENT)
-    named = open_tars(tmp_path, train="set-train-{000000..000002}.tar", val="set-val-*.tar")
+    named = opened("tar", tmp_path, train="set-train-{000000..000002}.tar", val="set-val-*.tar")
     assert samples_of(named["train"]) == expected(CONTENT["train"])
     assert samples_of(named["val"]) == expected(CONTENT["val"])
     with pytest.raises(UserError, match=r"^data.train: there is no file .*set-train-000003.tar"):
-        open_tars(tmp_path, train="set-train-{000000..000003}.tar", val="set-val-*.tar")
+        opened("tar", tmp_path, train="set-train-{000000..000003}.tar", val="set-val-*.tar")
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:
@@ -101,7 +96,7 @@ def tar_of(path: Path, members: dict[str, bytes]) -> Path:
 def test_samples_that_are_incomplete(tmp_path: Path, members: dict[str, bytes], pattern: str) -> None:
     tar_of(tmp_path / "train.tar", members)
     with pytest.raises(UserError, match=pattern):
-        open_tars(tmp_path)
+        opened("tar", tmp_path)
 
 
 def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
@@ -110,22 +105,22 @@ def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
     for size in [*range(1, blocks * 512, 300), *range(512, blocks * 512, 512)]:
         (tmp_path / "train.tar").write_bytes(whole[:size])
         with pytest.raises(UserError, match=r"train.tar is damaged after \d samples .*; download it again"):
-            open_tars(tmp_path)
+            opened("tar", tmp_path)
     (tmp_path / "train.tar").write_bytes(b"<html>" * 1000)
     with pytest.raises(UserError, match="is damaged after 0 samples"):
-        open_tars(tmp_path)
+        opened("tar", tmp_path)
 
 
 def test_compressed_tars_are_not_shards(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "train.tar", "w:gz") as tar:
         add_member(tar, "x.jpg", JPEG)
     with pytest.raises(UserError, match=r"train.tar is damaged after 0 samples"):
-        open_tars(tmp_path)
+        opened("tar", tmp_path)
 
 
 def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
     write_tars(tmp_path, CONTENT)
-    source = open_tars(tmp_path)["train"]
+    source = opened("tar", tmp_path)["train"]
     os.truncate(tmp_path / "set-train-000000.tar", 1000)
     with pytest.raises(OSError, match="ends before the image does"):
         source.read(1)
@@ -148,7 +143,7 @@ def memory(tmp_path: Path) -> Iterator[str]:
 def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
     cache = FileCache(tmp_path / "shards", None) if cached else None
     policy = CachePolicy(str(tmp_path / "index"))
-    splits = open_tars(memory, cache=policy, shard_cache=cache)
+    splits = opened("tar", memory, cache=policy, shard_cache=cache)
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert prefers_blocks(splits["train"])
@@ -157,13 +152,13 @@ def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
     fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
     with pytest.raises(UserError, match="is damaged"):
-        open_tars(memory, cache=policy)
+        opened("tar", memory, cache=policy)
 
 
 def test_the_folder_of_shards_keeps_to_its_limit(tmp_path: Path, memory: str) -> None:
     size = fsspec.filesystem("memory").size("/bucket/set-train-000000.tar")
     cache = FileCache(tmp_path / "shards", int(2.5 * size))
-    source = open_tars(memory, shard_cache=cache)["train"]
+    source = opened("tar", memory, shard_cache=cache)["train"]
     for epoch in range(2):
         for index in range(len(source)):
             assert source.read(index)[0] == CONTENT["train"][index].data, epoch
@@ -173,7 +168,7 @@ def test_the_folder_of_shards_keeps_to_its_limit(tmp_path: Path, memory: str) ->
 def test_making_room_leaves_what_is_not_a_copy(tmp_path: Path, memory: str) -> None:
     """The folder may be one that people use for other things, too."""
     cache = FileCache(tmp_path / "disk", 1)
-    source = open_tars(memory, shard_cache=cache)["train"]
+    source = opened("tar", memory, shard_cache=cache)["train"]
     source.read(0)
     (first,) = cache.folder.glob("*.tar")
     files = [place / name for place in (tmp_path / "disk", cache.folder) for name in ("thesis.tex", "0a-old.tar")]
@@ -194,7 +189,7 @@ def test_a_copy_that_another_process_removes_meanwhile(
     tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = FileCache(tmp_path / "shards", 1)
-    source = open_tars(memory, shard_cache=cache)["train"]
+    source = opened("tar", memory, shard_cache=cache)["train"]
     source.read(0)
     real = Path.lstat
 
@@ -208,7 +203,7 @@ def test_a_copy_that_another_process_removes_meanwhile(
 
 def test_another_users_copy_is_read(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = FileCache(tmp_path / "shards", None)
-    source = open_tars(memory, shard_cache=cache)["train"]
+    source = opened("tar", memory, shard_cache=cache)["train"]
     assert source.read(0)[0] == CONTENT["train"][0].data
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -227,12 +222,12 @@ def test_a_shard_that_changed_is_fetched_anew(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "shards", None)
     for data in (JPEG, CONTENT["train"][1].data + b"longer"):
         tar_of(tmp_path / "remote/train.tar", {"x.cls": b"0", "x.jpg": data, "y.cls": b"1", "y.jpg": data[::-1]})
-        source = open_tars(address, train="train.tar", val="train.tar", shard_cache=cache)["train"]
+        source = opened("tar", address, train="train.tar", val="train.tar", shard_cache=cache)["train"]
         assert [source.read(index)[0] for index in range(2)] == [data, data[::-1]]
 
 
 def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_tars(memory)["train"]
+    source = opened("tar", memory)["train"]
     monkeypatch.setattr(remote_files.time, "sleep", lambda seconds: None)
     files = type(remote_files.file_system(memory)[0])
     real, calls = files.cat_file, []
@@ -258,11 +253,11 @@ def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.Monk
 
 def test_addresses_that_are_nowhere(memory: str) -> None:
     with pytest.raises(UserError, match=r"there are no .tar files in memory://nowhere"):
-        open_tars("memory://nowhere")
+        opened("tar", "memory://nowhere")
     with pytest.raises(UserError, match=r"there is no file memory://bucket/x-000001.tar"):
-        open_tars(memory, train="x-{000001..000002}.tar", val="x-000003.tar")
+        opened("tar", memory, train="x-{000001..000002}.tar", val="x-000003.tar")
     with pytest.raises(UserError, match=r"nonsense"):
-        open_tars("nonsense://bucket")
+        opened("tar", "nonsense://bucket")
 
 
 def test_block_order_reads_few_shards_at_a_time() -> None:
@@ -307,5 +302,5 @@ def test_members_beside_the_samples_are_passed_over(tmp_path: Path) -> None:
         add_member(tar, "b.cls", b"1")
         add_member(tar, "c.jpg", JPEG)
         add_member(tar, "c.cls", b"0")
-    splits = open_tars(tmp_path, train="train.tar", val="train.tar")
+    splits = opened("tar", tmp_path, train="train.tar", val="train.tar")
     assert [label for _, label in samples_of(splits["train"])] == ["0", "1", "0"]

@@ -51,6 +51,17 @@ def test_words_that_mean_nothing_are_told_at_once(tree: Path, monkeypatch: pytes
     ]
 
 
+def test_names_that_no_file_can_have(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree)
+    long = f"{'x' * 300}.png"
+    with pytest.raises(UserError) as caught:
+        find_images(["~nobody.jpg", long])
+    nothing = "is no file, no folder and no pattern that finds images"
+    assert caught.value.lines == (f"images: ~nobody.jpg {nothing}", f"images: {long} {nothing} (File name too long)")
+    Path("~nobody.jpg").touch()
+    assert find_images(["~nobody.jpg"]) == [Path("~nobody.jpg")]
+
+
 def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> None:
     tensor = torch.from_numpy(pixels)
     gray = Image.fromarray(pixels[0, :, :, 0])

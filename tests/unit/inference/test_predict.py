@@ -16,6 +16,7 @@ from PIL import Image
 import pycls_fast
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
+from pycls_fast.inference.report import check_output
 from tests.unit.inference.conftest import make_run
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -157,6 +158,14 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
             run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
     assert (tmp_path / "kept.png").read_text() == "kept"
     assert not (tmp_path / "new.png").exists()
+
+
+def test_an_output_that_is_a_link_to_nothing_stays_one(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    link.symlink_to(target)
+    check_output(link, is_sheet=True)
+    assert link.is_symlink()
+    assert not target.exists()
 
 
 def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,12 @@ from PIL import Image
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare
+from pycls_fast.ledger.compare.charts import charts
 from pycls_fast.ledger.compare.conduct import comparison
 from pycls_fast.ledger.compare.runs import read_run
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import verdict
+from pycls_fast.ledger.page import figure_html
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 from tests.unit.ledger.test_page import Tags
@@ -140,6 +142,18 @@ def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
     # A second comparison in the same place leaves nothing of the first.
     compare(str(a), str(a), output=str(tmp_path / "out"), images=3)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
+
+
+def test_classes_are_called_as_they_are(a: Path, b: Path) -> None:
+    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    names = ["$a_$", "issue #head #123456"]
+    record["images"]["classes"] = [
+        {"class": name, "images": 9, "a": 50.0, "b": 50.0 + points, "difference": points}
+        for name, points in zip(names, (1.0, -1.0), strict=True)
+    ]
+    parser = Tags()
+    parser.feed(figure_html({chart.name: chart for chart in charts(record)}["classes"]))
+    assert all(name in parser.text for name in names)
 
 
 def test_the_same_run_twice(a: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.lines import Line2D
 
 from pycls_fast.ledger.charts import charts
-from pycls_fast.ledger.page import write_page
+from pycls_fast.ledger.page import figure_html, page, write_page
+from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.table import duration, markdown, print_table, rows
 
 Record = dict[str, Any]
@@ -129,6 +131,63 @@ def test_the_same_record_gives_the_same_page(record: Record, tmp_path: Path) -> 
         write_page(copy.deepcopy(record), tmp_path / name)
         texts.append((tmp_path / name / "index.html").read_text())
     assert texts[0] == texts[1]
+
+
+def test_names_are_shown_as_they_are(record: Record) -> None:
+    """Also those that matplotlib would read as mathematics, and the page as references."""
+    names = ('_$x_$ #head id="b #123456', "\\$a$ url(#a) <c>")
+    for arm, name in zip(record["arms"], names, strict=False):
+        arm["name"] = name
+    record["gradients"] = None
+    for chart in charts(record):
+        parser = Tags()
+        parser.feed(figure_html(chart))
+        assert all(name in parser.text for name in names), chart.name
+        assert set(parser.references) <= set(parser.ids)
+        assert all(identifier.startswith(f"{chart.name}-") for identifier in parser.ids)
+
+
+def test_loss_is_averaged_at_the_same_epochs(record: Record) -> None:
+    """Seeds whose runs have other lengths, and steps without a loss."""
+    del record["arms"][1:]
+    runs = []
+    for steps, gone in ((390, ()), (410, range(100, 150)), (1000, (999,))):
+        lines = [{"epoch": step / 100, "loss": None if step in gone else step / 100} for step in range(steps)]
+        runs.append({"curve": curve(lines)})
+    runs.append({"curve": {"epoch": [], "loss": []}})
+    record["arms"][0]["training"]["runs"] = runs
+    (chart,) = (chart for chart in charts(record) if chart.name == "loss")
+    (line,) = chart.figure.axes[0].lines
+    epochs, losses = line.get_data()
+    assert (epochs[0], epochs[-1], len(epochs)) == (0.0, 3.89, 390)
+    assert losses == pytest.approx(epochs)
+
+
+def test_a_reference_whose_training_broke(record: Record) -> None:
+    record["arms"][0]["training"] |= {"reason": "loss is <nan>", "top1": None, "runs": []}
+    parser = Tags()
+    parser.feed(page(record, []))
+    card = parser.text[: parser.text.index("quick")]
+    assert "training ended early: loss is <nan>" in card
+
+
+def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
+    for arm in record["arms"][:2]:
+        arm["numerics"] = [{"step": step, "logit_error": 1e-6, "gradient_error": 2e-6} for step in (0, 20)]
+    (chart,) = (chart for chart in charts(record) if chart.name == "errors")
+
+    def look(line: Line2D) -> tuple[object, object]:
+        return line.get_marker(), line.get_markerfacecolor()
+
+    (legend,) = chart.figure.legends
+    explained = {look(line): text.get_text() for line, text in zip(legend.get_lines(), legend.get_texts(), strict=True)}
+    assert explained["o", "white"] == "logits, before training"
+    assert {look(line) for line in chart.figure.axes[0].lines} <= set(explained)
+
+
+def test_gradients_that_are_all_zero(record: Record) -> None:
+    record["gradients"]["total"]["exponents"] = {}
+    assert "gradients" in {chart.name for chart in charts(record)}
 
 
 def test_what_was_not_measured_has_no_chart(record: Record) -> None:

@@ -9,6 +9,12 @@ import torch
 from torch import nn
 
 
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    """Normal values in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
 def fill_random(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
     start."""

@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.layers import Attention
+from tests.unit.models.conftest import draw
 
 # What runs on the CPU; the others are in tests/cuda.
 ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -15,6 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, complexity
 from pycls_fast.models.convolutions import ProductsConv2d, products_convolution
 from pycls_fast.parallel import save_activation_memory
+from tests.unit.models.conftest import draw
 
 Randomise = Callable[[nn.Module], nn.Module]
 # Maps (B, C, H, W), channels out, side of the kernel, stride: every branch, odd and even sides.
@@ -33,11 +34,6 @@ SHAPES = pytest.mark.parametrize(
         ((1, 3, 1, 1), 4, 3, 1),
     ],
 )
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def layer(shape: tuple[int, ...], outputs: int, side: int) -> list[Tensor]:

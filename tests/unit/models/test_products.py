@@ -21,16 +21,12 @@ from pycls_fast.models.attention import reference_attention
 from pycls_fast.models.layers import Attention, Mlp, PatchStem
 from pycls_fast.models.products import products_attention, products_linear
 from pycls_fast.parallel import keep_in_float32, save_activation_memory
+from tests.unit.models.conftest import draw
 
 Randomise = Callable[[nn.Module], nn.Module]
 Function = Callable[..., Tensor]
 # Input and output width: the gradient is the narrower factor, the wider one, and neither.
 WIDTHS = pytest.mark.parametrize(("inputs", "outputs"), [(24, 8), (8, 24), (16, 16)])
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def with_gradients(function: Function, tensors: list[Tensor], dtype: torch.dtype, **named: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.parallel import save_activation_memory
 
@@ -83,6 +84,17 @@ def gradients(model: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(found) == len(list(model.parameters()))
     return {"logits": logits_BK.detach(), **found}
+
+
+def held(model: nn.Module, *, amp: bool = False) -> int:
+    """Bytes alive between forward and backward pass."""
+    images_BCHW, labels_B = batch(64)
+    with LiveMemory([*model.parameters(), *model.buffers(), images_BCHW, labels_B]) as memory:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = F.cross_entropy(model(images_BCHW).float(), labels_B)
+        bytes_held = memory.live
+        loss.backward()
+    return bytes_held
 
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

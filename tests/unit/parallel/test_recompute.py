@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from small import MODELS, batch, distance, gradients, saving, train, vit
-from torch import nn
+from small import MODELS, batch, distance, gradients, held, saving, train, vit
 from torch.utils.flop_counter import FlopCounterMode
 
-from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import complexity
 from pycls_fast.parallel.recompute import Recomputed
 
@@ -56,17 +53,6 @@ def test_with_either_attention_and_skipped_samples(attention: str) -> None:
 def test_the_second_run_must_draw_what_the_first_drew() -> None:
     """The premise of the tests above: drop-path at 0.4 does matter, and so does BatchNorm's count."""
     assert distance(gradients(vit(), seed=7), gradients(vit(), seed=8)) > 0.1
-
-
-def held(model: nn.Module, *, amp: bool = False) -> int:
-    """Bytes alive between forward and backward pass."""
-    images_BCHW, labels_B = batch(64)
-    with LiveMemory([*model.parameters(), *model.buffers(), images_BCHW, labels_B]) as memory:
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            loss = F.cross_entropy(model(images_BCHW).float(), labels_B)
-        bytes_held = memory.live
-        loss.backward()
-    return bytes_held
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])

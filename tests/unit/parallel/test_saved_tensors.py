@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from small import MODELS, batch, distance, gradients, resnet, saving, train, vit
+from small import MODELS, batch, distance, gradients, held, resnet, saving, train, vit
 from torch import Tensor, nn
 
 from pycls_fast.ledger.live_memory import LiveMemory
@@ -62,17 +62,6 @@ def test_compressed_gradients_have_no_bias() -> None:
         sums.append(pair)
     means = [{name: sum(pair[k][name] for pair in sums) for name in sums[0][0]} for k in (0, 1)]
     assert distance(means[1], means[0]) < 0.7 * sum(singles) / len(singles)
-
-
-def held(model: nn.Module, *, amp: bool) -> int:
-    """Bytes alive between the passes."""
-    images_BCHW, labels_B = batch(64)
-    with LiveMemory([*model.parameters(), *model.buffers(), images_BCHW, labels_B]) as memory:
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            loss = F.cross_entropy(model(images_BCHW).float(), labels_B)
-        bytes_held = memory.live
-        loss.backward()
-    return bytes_held
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
