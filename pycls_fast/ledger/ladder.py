@@ -230,10 +230,8 @@ class Ledger:
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
         file = self.timing_file(arm, number)
-        size = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
-        arguments = [
-            *arm.overrides, "mode=model", f"steps={size[0]}", f"warmup_steps={size[1]}", "repeats=1", f"output={file}",
-        ]  # fmt: skip
+        steps, warmup_steps = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
+        arguments = timing_arguments(arm, file, steps=steps, warmup_steps=warmup_steps)
         return self._piece(f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}", arm, "time_net", arguments, file)
 
     def _numerics(self, arm: Arm) -> None:
@@ -371,6 +369,14 @@ class Ledger:
             file = self.timing_file(arm, number)
             if file.is_file():
                 yield json.loads(file.read_text(encoding="utf-8"))
+
+
+def timing_arguments(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
+    """Overrides for one turn of `time_net` on an arm's training step; it refuses weights, which change no time."""
+    return [
+        *arm.overrides, "weights=null", "mode=model", f"steps={steps}", f"warmup_steps={warmup_steps}", "repeats=1",
+        f"output={file}",
+    ]  # fmt: skip
 
 
 # What a plan may change and still be the same experiment.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,10 +79,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     return FakeProcess
 
 
-def start(folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", **settings: Any) -> Ledger:
+def start(
+    folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", typed: Sequence[str] = (), **settings: Any
+) -> Ledger:
     ledger = Ledger(
-        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], [], device, folder, Path("tools"), say=_no
-    )
+        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], typed, device, folder, Path("tools"),
+        say=_no,
+    )  # fmt: skip
     with closing(ledger):
         ledger.open()
         ledger.run()
@@ -144,6 +147,27 @@ def test_gradients_are_of_the_first_arm_as_it_is_now(tmp_path: Path, fake: type[
     fake.broken = {}
     second = start(tmp_path, mode="leave_one_out", gradients=True)
     assert measured_with(second.gradients_file) == ("b=1", "c=1", "precision=fp32")
+
+
+def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
+    """`time_net` refuses them, and an experiment that fine-tunes is refused without them."""
+    given = "weights=timm:vit"
+    ledger = start(tmp_path, typed=[given], seeds=1, numerics_steps=2, gradients=True)
+    for arm in ledger.runnable():
+        for number in range(2):
+            timed = json.loads(ledger.timing_file(arm, number).read_text())["arguments"]
+            assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
+        for file in (ledger.numerics_file(arm), ledger.run_dir(arm, 0) / "summary.json", ledger.gradients_file):
+            assert given in json.loads(file.read_text())["arguments"]
+
+
+def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="weights: .*nowhere is no file of weights"):
+        conduct(
+            load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
+            base=([], []), folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
+        )  # fmt: skip
+    assert not (tmp_path / "report").exists()
 
 
 def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
