@@ -251,15 +251,14 @@ def _seeds(more: int) -> str:
 def _more_seeds(m: _Measured, margin: float, tests: int) -> int:
     """How many more of every arm until there is another verdict, were the estimates the truth."""
     assert m.difference is not None
-    loss = max(-m.difference, 0.0)
     more = np.arange(1 if m.seeds > 1 else 2 - m.seeds, _MOST_SEEDS + 1)
     # Degrees of freedom grow with the seeds, and most slowly where there are many already.
     known = m.spread
     freedom = known.freedom * (known.seeds + more - 1) / (known.seeds - 1) if known.freedom else m.seeds + more - 1
     error = m.deviation / np.sqrt(m.seeds + more)
     # Narrower than the distance to the margin excludes a loss that matters.
-    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin - loss
-    # What is enough for the first of Holm's steps is enough for all of them.
-    found = stats.t.isf(_LEVEL / tests, freedom) * error <= loss
+    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin + m.difference
+    # A loss or a gain. What is enough for the first of Holm's steps is enough for all of them.
+    found = stats.t.isf(_LEVEL / tests, freedom) * error <= abs(m.difference)
     enough = more[excluded | found]
     return int(enough[0]) if len(enough) else _MOST_SEEDS + 1
