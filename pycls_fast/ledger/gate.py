@@ -100,10 +100,9 @@ def compare(
         absolute: whether the first rung's rate is compared; not on a machine that others use too.
 
     Raises:
-        UserError: ledgers of different experiments.
+        UserError: ledgers of different plans, or nothing in `before` to compare with.
     """
-    if before["config_name"] != now["config_name"]:
-        raise UserError(f"check: ledgers of {before['config_name']} and of {now['config_name']} cannot be compared")
+    _check_plans(before, now)
     arms = {arm["name"]: arm for arm in now["arms"]}
     findings: list[Finding] = []
     measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
@@ -117,13 +116,39 @@ def compare(
             findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
             continue
         first = old["name"] == before["reference"]
+        quantity = "images/s" if first else "speed-up"
         if speed is not None:
-            findings.append(_speed(old["name"], "images/s" if first else "speed-up", *speed, p_slower, tolerance))
+            findings.append(_speed(old["name"], quantity, *speed, p_slower, tolerance))
+        elif _is_timed(old, first) and not _is_timed(new, first):
+            findings.append(Finding(old["name"], quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old["timing"] and new["timing"]:
-            findings.append(Finding(old["name"], "images/s", "", "", False, "another machine: not compared"))
+            findings.append(Finding(old["name"], quantity, "", "", False, "another machine: not compared"))
         accuracy = _accuracy(old, new, now["settings"]["seeds"], p_value)
         findings += [accuracy] if accuracy is not None else []
+    if not findings:
+        raise UserError("check: nothing to compare: the baseline has no timing and no training; give one that is done")
+    if before["base"] != now["base"]:
+        found = (" ".join(o for o in a["base"] if o not in b["base"]) for a, b in ((before, now), (now, before)))
+        findings.insert(0, Finding("all", "overrides", *found, False, "not those of the baseline"))
     return findings
+
+
+def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises:
+    UserError: speed-ups and differences that are not over the same setting.
+    """
+    for what, old, new in (
+        ("experiment", before["config_name"], now["config_name"]),
+        ("mode", before["settings"]["mode"], now["settings"]["mode"]),
+        ("first rung", before["reference"], now["reference"]),
+    ):
+        if old != new:
+            raise UserError(f"check: ledgers with another {what}, {old} and {new}, cannot be compared")
+
+
+def _is_timed(arm: Mapping[str, Any], first: bool) -> bool:
+    """Whether its speed is known; of all but the first rung, as a share of the first one's."""
+    return bool(arm["timing"] and (first or arm["timing"]["speedup"]))
 
 
 def _speeds(
