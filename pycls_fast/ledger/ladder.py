@@ -7,7 +7,6 @@ ledger that was killed goes on where it was.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,11 @@ from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.stopwatch import Stopwatch
 
+# Of what an arm sets for several processes, one takes nothing.
+_ONE_PROCESS = (
+    "parallel=single", "parallel.name=single", "parallel.compression=none", "parallel.static_graph=false",
+    "parallel.reshard_after_forward=true", "parallel.shard_degree=null", "parallel.replicate_degree=null",
+)  # fmt: skip
 # A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
 _MISTAKE = 2
 
@@ -70,6 +74,7 @@ class Ledger:
         impossible: arms that this machine or this model cannot have, and why.
         failed: arms whose process broke.
         untrained: arms that were timed and whose training ended early.
+        unmeasured: measurements beside timing and training that failed ("ARM: rounding", "gradients"), and why.
         stopwatch: the wall time of all starts, once the folder is open.
 
     Raises:
@@ -88,6 +93,7 @@ class Ledger:
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
     _done: int = 0
     _trained: int = 0
@@ -100,8 +106,7 @@ class Ledger:
     def __post_init__(self) -> None:
         for rung in (self.ladder.baseline, *self.ladder.rungs):
             if rung.needs not in (None, self.device):
-                needs = f"needs {str(rung.needs).upper()}, is too slow on {self.device.upper()}"
-                self.impossible[rung.name] = needs
+                self.impossible[rung.name] = f"needs {str(rung.needs).upper()}"
                 self._excluded.add(rung.name)
         if self.ladder.baseline.name in self.impossible:
             why = self.impossible[self.ladder.baseline.name]
@@ -206,18 +211,13 @@ class Ledger:
         while position < len(self.arms()):
             arm = self.arms()[position]
             position += 1
-            finished = self._try(arm) if self.why_not(arm) is None else None
-            if arm.before is None and finished is not None and finished.status != 0:
-                raise UserError(
-                    f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
-                    f"(all of it: {finished.log})"
-                )
+            if self.why_not(arm) is None:
+                self._try(arm)
 
-    def _try(self, arm: Arm) -> Finished | None:
+    def _try(self, arm: Arm) -> None:
         finished = self._time(arm, 0)
         if finished is not None and finished.status != 0:
             self.exclude(arm, finished)
-        return finished
 
     def exclude(self, arm: Arm, finished: Finished) -> None:
         """Leave an arm out, and the change of its rung out of the others."""
@@ -225,6 +225,11 @@ class Ledger:
         self._excluded.add(arm.name)
 
     def _blame(self, arm: Arm, finished: Finished) -> None:
+        if arm.before is None:
+            raise UserError(
+                f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
+                f"(all of it: {finished.log})"
+            )
         (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
 
     def _time(self, arm: Arm, number: int) -> Finished | None:
@@ -237,21 +242,22 @@ class Ledger:
     def _numerics(self, arm: Arm) -> None:
         file = self.numerics_file(arm)
         arguments = [
-            *arm.overrides, "parallel=single", "mode=numerics", f"steps={self.settings.numerics_steps}",
-            f"output={file}",
+            *arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={self.settings.numerics_steps}", f"output={file}",
         ]  # fmt: skip
-        self._piece(f"{arm.name}: rounding", arm, "ledger", arguments, file, ranks=1, blame=False)
+        self._extra(f"{arm.name}: rounding", arm, arguments, file)
 
     def _gradients(self, arm: Arm) -> None:
         # Counted before anything has rounded them.
         arguments = [
-            *arm.overrides,
-            "parallel=single",
-            "precision=fp32",
-            "mode=gradients",
-            f"output={self.gradients_file}",
-        ]
-        self._piece("gradients", arm, "ledger", arguments, self.gradients_file, ranks=1, blame=False)
+            *arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", f"output={self.gradients_file}",
+        ]  # fmt: skip
+        self._extra("gradients", arm, arguments, self.gradients_file)
+
+    def _extra(self, what: str, arm: Arm, arguments: Sequence[str], file: Path) -> None:
+        """A measurement that the arm goes on without, where it fails."""
+        finished = self._piece(what, arm, "ledger", arguments, file, ranks=1, blame=False)
+        if finished is not None and finished.status != 0:
+            self.unmeasured[what] = finished.reason()
 
     def _piece(
         self,
@@ -309,6 +315,7 @@ class Ledger:
     def _train_all(self) -> None:
         waiting = [(arm, seed) for seed in self.seeds() for arm in self.runnable()]
         running: list[tuple[Arm, int, Process]] = []
+        reference = self.arms()[0].name
         try:
             while waiting or running:
                 while waiting and len(running) < self.settings.jobs:
@@ -316,7 +323,7 @@ class Ledger:
                     if (self.run_dir(arm, seed) / "summary.json").is_file():
                         self._done += 1
                         self._trained += 1
-                    elif arm.name not in self.untrained:
+                    elif not {arm.name, reference} & set(self.untrained):
                         running.append((arm, seed, self._start_training(arm, seed)))
                 for entry in list(running):
                     arm, seed, process = entry
@@ -326,6 +333,8 @@ class Ledger:
                         self._report(f"{arm.name}: training, seed {seed}", finished, training=True)
                         if finished.status != 0:
                             self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
+                            if arm.name == reference:
+                                self.say(f"nothing to compare with: no training starts without '{reference}'")
                 time.sleep(0.05 if running else 0)
         except BaseException:
             for _, _, process in running:
@@ -390,8 +399,3 @@ def _minutes(seconds: float) -> str:
 def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
     """Where a ledger goes that was given no folder; the same each time, so that it goes on after a kill."""
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

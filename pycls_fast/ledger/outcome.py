@@ -58,6 +58,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "versions": versions(),
         "environment": environment(torch.device("cpu"), 1),
         "gradients": _gradients(ledger),
+        "unmeasured": ledger.unmeasured,
         "arms": records,
     }
 

@@ -225,7 +225,7 @@ def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float, tests: in
         return Verdict(finding, text, m.difference, low, high, m.p_loss, more, m.seeds)
 
     if m.difference is None:
-        return made("not enough runs", "not run")
+        return made("not enough runs", "nothing to compare with")
     if m.identical:
         return made("identical", "identical: every prediction is the same")
     if m.half is not None:

@@ -48,7 +48,7 @@ def test_one_seed_says_nothing() -> None:
 
 
 def test_nothing_run_is_no_verdict() -> None:
-    assert judged([])[0].text == "not run"
+    assert judged([])[0].text == "nothing to compare with"
 
 
 def test_the_interval_is_students_with_the_spread_of_all_rungs() -> None:
