@@ -42,6 +42,8 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
         plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
         exact = build.model(config, build.num_classes(config, train), plain).double().to(world.device)
+        # A part that is not trained has no gradient that could be wrong.
+        build.freeze(config, exact)
         metrics = TrainMetrics(world.device)
         loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
         batches = to_device(loader, world.device, mode="blocking")
