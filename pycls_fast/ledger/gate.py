@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.accuracy import CONFIDENCE
+from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, t_quantile
 from pycls_fast.ledger.verdicts import holm
 
 LOST = 1
@@ -162,8 +162,9 @@ def _speeds(
     if new is None or not old["timing"] or not new["timing"]:
         return None
     if old["name"] == before["reference"]:
+        rates = [asdict(geometric_mean(arm["timing"]["rounds"])) for arm in (old, new)]
         machines = [record["environment"]["processor"] + str(record["device"]) for record in (before, now)]
-        return (_rate(old["timing"]), _rate(new["timing"])) if absolute and machines[0] == machines[1] else None
+        return (rates[0], rates[1]) if absolute and machines[0] == machines[1] else None
     a, b = (arm["timing"]["speedup"] for arm in (old, new))
     return (a, b) if a and b else None
 
@@ -182,7 +183,7 @@ def _moments(values: Mapping[str, Any]) -> tuple[float, float, int]:
     """Mean, standard deviation and number of the rounds' logarithms, from their interval."""
     rounds = values["rounds"]
     half = math.log(values["high"] / values["low"]) / 2
-    deviation = half * math.sqrt(rounds) / float(stats.t.ppf((1 + CONFIDENCE) / 2, rounds - 1))
+    deviation = half * math.sqrt(rounds) / t_quantile(rounds - 1)
     return math.log(values["ratio"]), deviation, rounds
 
 
@@ -199,16 +200,6 @@ def _speed(
         text += ", too few rounds to say" if beyond else ", within the intervals"
     lost = beyond and (shown or not tested)
     return Finding(rung, quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
-
-
-def _rate(timing: Mapping[str, Any]) -> dict[str, Any]:
-    """Geometric mean of the rounds' images a second with its interval."""
-    logs = np.log(timing["rounds"])
-    mean, count = float(logs.mean()), len(logs)
-    if count == 1:
-        return {"ratio": math.exp(mean), "low": None, "high": None, "rounds": 1}
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * logs.std(ddof=1) / math.sqrt(count))
-    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half), "rounds": count}
 
 
 def _interval(values: Mapping[str, Any]) -> str:

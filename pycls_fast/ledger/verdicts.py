@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair
+from pycls_fast.ledger.accuracy import ImagePair
+from pycls_fast.ledger.statistics import CONFIDENCE, t_quantile
 
 # Of the one-sided tests of a report together, those for losses and those for gains each.
 _LEVEL = (1 - CONFIDENCE) / 2
@@ -201,7 +202,7 @@ def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
     if count == 1:
         return _Measured(mean, None, deviation, spread, None, None, False, count)
     error = deviation / math.sqrt(count)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, spread.freedom)) * error
+    half = t_quantile(spread.freedom) * error
     p_loss = float(stats.t.cdf(mean / error, spread.freedom))
     return _Measured(mean, half, deviation, spread, p_loss, 1 - p_loss, False, count)
 
