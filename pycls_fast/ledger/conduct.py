@@ -15,8 +15,9 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
+from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import conditions
-from pycls_fast.ledger.ladder import Ledger, Settings, timing_arguments
+from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
 from pycls_fast.ledger.processes import Finished, Process
@@ -131,6 +132,6 @@ def _first_step(ledger: Ledger, arm: Arm, folder: Path) -> tuple[float, float, i
 def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
     """A short timing of an arm in a process of its own, and the file of its record."""
     file = folder / f"{arm.slug}.json"
-    arguments = timing_arguments(arm, file, steps=3, warmup_steps=2)
+    arguments = commands.timing(arm, file, steps=3, warmup_steps=2)
     tool, log = ledger.tools / "time_net.py", file.with_suffix(".txt")
     return Process(tool, ledger.arguments(arguments), ranks=arm.ranks, log=log).wait(), file

@@ -127,15 +127,19 @@ def compare(
         findings += [accuracy] if accuracy is not None else []
     if not findings:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give one that is done")
-    if before["base"] != now["base"]:
-        found = (" ".join(o for o in a["base"] if o not in b["base"]) for a, b in ((before, now), (now, before)))
-        findings.insert(0, Finding("all", "overrides", *found, False, "not those of the baseline"))
+    old_only, new_only = (
+        " ".join(o for o in one["base"] if o not in other["base"]) for one, other in ((before, now), (now, before))
+    )
+    if old_only or new_only:
+        findings.insert(0, Finding("all", "overrides", old_only, new_only, False, "not those of the baseline"))
     return findings
 
 
 def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises:
-    UserError: speed-ups and differences that are not over the same setting.
+    """Refuse speed-ups and differences that are not over the same setting.
+
+    Raises:
+        UserError: another experiment, mode or first rung.
     """
     for what, old, new in (
         ("experiment", before["config_name"], now["config_name"]),

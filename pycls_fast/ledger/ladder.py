@@ -15,6 +15,7 @@ from typing import Any
 
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
+from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged
@@ -22,11 +23,6 @@ from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.stopwatch import Stopwatch
 
-# Of what an arm sets for several processes, one takes nothing.
-_ONE_PROCESS = (
-    "parallel=single", "parallel.name=single", "parallel.compression=none", "parallel.static_graph=false",
-    "parallel.reshard_after_forward=true", "parallel.shard_degree=null", "parallel.replicate_degree=null",
-)  # fmt: skip
 # A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
 _MISTAKE = 2
 
@@ -187,7 +183,7 @@ class Ledger:
                 self._time(arm, number)
         if s.numerics_steps is not None:
             for arm in self.runnable():
-                self._numerics(arm)
+                self._numerics(arm, s.numerics_steps)
         if s.gradients:
             self._gradients(self.arms()[0])
         self._train_all()
@@ -236,22 +232,16 @@ class Ledger:
         s = self.settings
         file = self.timing_file(arm, number)
         steps, warmup_steps = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
-        arguments = timing_arguments(arm, file, steps=steps, warmup_steps=warmup_steps)
+        arguments = commands.timing(arm, file, steps=steps, warmup_steps=warmup_steps)
         return self._piece(f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}", arm, "time_net", arguments, file)
 
-    def _numerics(self, arm: Arm) -> None:
+    def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.numerics_file(arm)
-        arguments = [
-            *arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={self.settings.numerics_steps}", f"output={file}",
-        ]  # fmt: skip
-        self._extra(f"{arm.name}: rounding", arm, arguments, file)
+        self._extra(f"{arm.name}: rounding", arm, commands.rounding(arm, file, steps=steps), file)
 
     def _gradients(self, arm: Arm) -> None:
-        # Counted before anything has rounded them.
-        arguments = [
-            *arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", f"output={self.gradients_file}",
-        ]  # fmt: skip
-        self._extra("gradients", arm, arguments, self.gradients_file)
+        file = self.gradients_file
+        self._extra("gradients", arm, commands.gradients(arm, file), file)
 
     def _extra(self, what: str, arm: Arm, arguments: Sequence[str], file: Path) -> None:
         """A measurement that the arm goes on without, where it fails."""
@@ -342,8 +332,7 @@ class Ledger:
             raise
 
     def _start_training(self, arm: Arm, seed: int) -> Process:
-        run_dir = self.run_dir(arm, seed)
-        arguments = [*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"]
+        arguments = commands.training(arm, self.run_dir(arm, seed), seed=seed)
         log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
         return self._start("train_net", arguments, ranks=arm.ranks, log=log)
 
@@ -378,14 +367,6 @@ class Ledger:
             file = self.timing_file(arm, number)
             if file.is_file():
                 yield json.loads(file.read_text(encoding="utf-8"))
-
-
-def timing_arguments(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
-    """Overrides for one turn of `time_net` on an arm's training step; it refuses weights, which change no time."""
-    return [
-        *arm.overrides, "weights=null", "mode=model", f"steps={steps}", f"warmup_steps={warmup_steps}", "repeats=1",
-        f"output={file}",
-    ]  # fmt: skip
 
 
 # What a plan may change and still be the same experiment.
