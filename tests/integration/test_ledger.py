@@ -101,6 +101,8 @@ def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path)
         ("seed=3", "seed: each run of a ledger has its own"),
         ("run_dir=x", "run_dir: each run of a ledger has its own"),
         ("seeds=-1", "seeds: must be"),
+        ("loss_scale=8", "loss_scale: mode=cumulative does not read it"),
+        ("numerics_steps=0", "numerics_steps: must be"),
     ],
 )
 def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None:
