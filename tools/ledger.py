@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.errors import UserError
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -41,7 +42,8 @@ class Options(Section):
     """Keys of this tool alone.
 
     `steps` and `warmup_steps` are of each timing (`rounds` of them for each rung), or of the training of mode=gradients
-    and mode=numerics. `jobs` training runs go at a time. `loss_scale` is tried on the gradients of mode=gradients.
+    and mode=numerics. `numerics_steps=null` leaves the rounding out. `jobs` training runs go at a time. `loss_scale` is
+    tried on the gradients of mode=gradients.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] = "cumulative"
@@ -52,7 +54,7 @@ class Options(Section):
     rounds: Positive = 3
     steps: Positive | None = None
     warmup_steps: Count | None = None
-    numerics_steps: Count | None = 20
+    numerics_steps: Positive | None = 20
     jobs: Positive = 1
     ranks: Positive = 1
     margin: Annotated[float, Field(gt=0.0)] = 0.2
@@ -62,8 +64,29 @@ class Options(Section):
     output: str | None = None
 
 
+# What the modes without a ladder take.
+TAKEN = {
+    "gradients": ("steps", "warmup_steps", "loss_scale", "output"),
+    "numerics": ("steps", "output"),
+}
+
+
+def refuse_unread(options: Options) -> None:
+    """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
+    taken = TAKEN.get(options.mode)
+    given = [key for key in Options.model_fields if key in options.model_fields_set and key != "mode"]
+    if taken is None:
+        unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
+    else:
+        unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
+    if unread:
+        lines = (f"{key}: mode={options.mode} does not read it; {instead}; leave it out" for key, instead in unread)
+        raise UserError(*lines)
+
+
 def main(config: RunConfig, options: Options) -> int:
     """Measure, write, draw."""
+    refuse_unread(options)
     # torch takes seconds to import; a mistake in the configuration is told before that.
     if options.mode == "gradients":
         from pycls_fast.ledger.gradients import count_gradients

@@ -22,7 +22,7 @@ class Rung(Section):
     """One change: what it is called and the overrides that make it, as on the command line.
 
     `ranks` is the number of processes of this rung and, in a cumulative ladder, of those behind it. `needs` is for what
-    would run elsewhere, too slowly to be of use. `image_size_ratio` is a larger image, in whole patches.
+    does not run elsewhere, or too slowly to be of use. `image_size_ratio` is a larger image, in whole patches.
     """
 
     name: Text

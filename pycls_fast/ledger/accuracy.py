@@ -1,15 +1,14 @@
-"""Two runs against each other: what they differ by in top-1, image by image, and in speed, round by round."""
+"""Two runs against each other: what they differ by in top-1, image by image."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-CONFIDENCE = 0.95
+from pycls_fast.ledger.statistics import CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -73,35 +72,3 @@ def pair_images(
         changed=int((first_N != second_N).sum()),
         images=images,
     )
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """How many times the reference's rate, from rounds in which both were measured.
-
-    Attributes:
-        ratio: the geometric mean.
-        low, high: of its 95% interval (Student's t of the logarithms over the rounds), or None with one round.
-        rounds: how many.
-    """
-
-    ratio: float
-    low: float | None
-    high: float | None
-    rounds: int
-
-
-def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
-    """The ratio of rates measured in the same rounds, in their order.
-
-    Raises:
-        ValueError: different numbers of rounds, or none.
-    """
-    if not reference:
-        raise ValueError("no rounds")
-    logs = np.array([math.log(new / old) for old, new in zip(reference, variant, strict=True)])
-    mean, count = float(logs.mean()), len(logs)
-    if count == 1:
-        return Speedup(math.exp(mean), None, None, 1)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * float(logs.std(ddof=1)) / math.sqrt(count)
-    return Speedup(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)

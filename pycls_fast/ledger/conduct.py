@@ -15,6 +15,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
+from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import conditions
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
@@ -23,6 +24,7 @@ from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
+from pycls_fast.train.weights import find_weights
 
 
 def conduct(
@@ -56,6 +58,9 @@ def conduct(
         if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.weights is not None:
+        # No timing reads them: else it would be the first training that misses them.
+        find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
     ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
     if dry_run:
@@ -127,6 +132,6 @@ def _first_step(ledger: Ledger, arm: Arm, folder: Path) -> tuple[float, float, i
 def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
     """A short timing of an arm in a process of its own, and the file of its record."""
     file = folder / f"{arm.slug}.json"
-    arguments = [*arm.overrides, "mode=model", "steps=3", "warmup_steps=2", "repeats=1", f"output={file}"]
+    arguments = commands.timing(arm, file, steps=3, warmup_steps=2)
     tool, log = ledger.tools / "time_net.py", file.with_suffix(".txt")
     return Process(tool, ledger.arguments(arguments), ranks=arm.ranks, log=log).wait(), file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.accuracy import CONFIDENCE
+from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, t_quantile
 from pycls_fast.ledger.verdicts import holm
 from pycls_fast.train.display import wide_console
 
@@ -99,10 +99,9 @@ def compare(
         absolute: whether the first rung's rate is compared; not on a machine that others use too.
 
     Raises:
-        UserError: ledgers of different experiments.
+        UserError: ledgers of different plans, or nothing in `before` to compare with.
     """
-    if before["config_name"] != now["config_name"]:
-        raise UserError(f"check: ledgers of {before['config_name']} and of {now['config_name']} cannot be compared")
+    _check_plans(before, now)
     arms = {arm["name"]: arm for arm in now["arms"]}
     findings: list[Finding] = []
     measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
@@ -116,13 +115,43 @@ def compare(
             findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
             continue
         first = old["name"] == before["reference"]
+        quantity = "images/s" if first else "speed-up"
         if speed is not None:
-            findings.append(_speed(old["name"], "images/s" if first else "speed-up", *speed, p_slower, tolerance))
+            findings.append(_speed(old["name"], quantity, *speed, p_slower, tolerance))
+        elif _is_timed(old, first) and not _is_timed(new, first):
+            findings.append(Finding(old["name"], quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old["timing"] and new["timing"]:
-            findings.append(Finding(old["name"], "images/s", "", "", False, "another machine: not compared"))
+            findings.append(Finding(old["name"], quantity, "", "", False, "another machine: not compared"))
         accuracy = _accuracy(old, new, now["settings"]["seeds"], p_value)
         findings += [accuracy] if accuracy is not None else []
+    if not findings:
+        raise UserError("check: nothing to compare: the baseline has no timing and no training; give one that is done")
+    old_only, new_only = (
+        " ".join(o for o in one["base"] if o not in other["base"]) for one, other in ((before, now), (now, before))
+    )
+    if old_only or new_only:
+        findings.insert(0, Finding("all", "overrides", old_only, new_only, False, "not those of the baseline"))
     return findings
+
+
+def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse speed-ups and differences that are not over the same setting.
+
+    Raises:
+        UserError: another experiment, mode or first rung.
+    """
+    for what, old, new in (
+        ("experiment", before["config_name"], now["config_name"]),
+        ("mode", before["settings"]["mode"], now["settings"]["mode"]),
+        ("first rung", before["reference"], now["reference"]),
+    ):
+        if old != new:
+            raise UserError(f"check: ledgers with another {what}, {old} and {new}, cannot be compared")
+
+
+def _is_timed(arm: Mapping[str, Any], first: bool) -> bool:
+    """Whether its speed is known; of all but the first rung, as a share of the first one's."""
+    return bool(arm["timing"] and (first or arm["timing"]["speedup"]))
 
 
 def _speeds(
@@ -136,8 +165,9 @@ def _speeds(
     if new is None or not old["timing"] or not new["timing"]:
         return None
     if old["name"] == before["reference"]:
+        rates = [asdict(geometric_mean(arm["timing"]["rounds"])) for arm in (old, new)]
         machines = [record["environment"]["processor"] + str(record["device"]) for record in (before, now)]
-        return (_rate(old["timing"]), _rate(new["timing"])) if absolute and machines[0] == machines[1] else None
+        return (rates[0], rates[1]) if absolute and machines[0] == machines[1] else None
     a, b = (arm["timing"]["speedup"] for arm in (old, new))
     return (a, b) if a and b else None
 
@@ -156,7 +186,7 @@ def _moments(values: Mapping[str, Any]) -> tuple[float, float, int]:
     """Mean, standard deviation and number of the rounds' logarithms, from their interval."""
     rounds = values["rounds"]
     half = math.log(values["high"] / values["low"]) / 2
-    deviation = half * math.sqrt(rounds) / float(stats.t.ppf((1 + CONFIDENCE) / 2, rounds - 1))
+    deviation = half * math.sqrt(rounds) / t_quantile(rounds - 1)
     return math.log(values["ratio"]), deviation, rounds
 
 
@@ -173,16 +203,6 @@ def _speed(
         text += ", too few rounds to say" if beyond else ", within the intervals"
     lost = beyond and (shown or not tested)
     return Finding(rung, quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
-
-
-def _rate(timing: Mapping[str, Any]) -> dict[str, Any]:
-    """Geometric mean of the rounds' images a second with its interval."""
-    logs = np.log(timing["rounds"])
-    mean, count = float(logs.mean()), len(logs)
-    if count == 1:
-        return {"ratio": math.exp(mean), "low": None, "high": None, "rounds": 1}
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * logs.std(ddof=1) / math.sqrt(count))
-    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half), "rounds": count}
 
 
 def _interval(values: Mapping[str, Any]) -> str:

@@ -26,14 +26,11 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
-from pycls_fast.models import complexity
 from pycls_fast.network import Network
-from pycls_fast.parallel import prepare_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run import make_step
 from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
 LOW, HIGH = -60, 16
@@ -189,8 +186,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         output: the JSON file; None for one in `run_dir`, else in `gradients/`.
 
     Raises:
-        UserError: a precision whose gradients have been rounded already, several ranks, or an `output` that cannot be
-            written.
+        UserError: a precision whose gradients have been rounded already, several ranks, an `output` that cannot be
+            written, or what training would refuse.
     """
     level = build.level(config)
     if level.compute == "float16" or level.weights != "float32":
@@ -201,25 +198,12 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
         file = _output_file(config, output)
-        build.set_backend(config, world.device)
-        switches = build.switches(config, world.device)
-        sources = build.sources(config, world)
-        train = sources["train"]
-        config = build.by_size(config, len(train), world)
-        steps_per_epoch = len(train) // config.data.global_batch_size
-        if not steps_per_epoch:
-            raise UserError(
-                f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
-                f"{len(train)} images; use a smaller one"
-            )
-        classes = build.num_classes(config, train)
-        network = build.model(config, classes, switches)
-        counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        step = make_step(config, network, world, switches, steps_per_epoch)
-        metrics, watch = TrainMetrics(world.device), Watch(network, loss_scale)
+        display = Display(speaks=True, mode="plain")
+        parts = build_parts(config, world, display)
+        config, step = parts.config, parts.step
+        metrics, watch = TrainMetrics(world.device), Watch(parts.network, loss_scale)
         whole = warmup_steps + steps
-        loader = build.train_loader(config, train, world, switches, start_step=0, steps=whole)
+        loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=whole)
         batches = to_device(loader, world.device, mode="blocking")
         with closing(batches):
             for number in range(whole):
@@ -238,7 +222,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             "warmup_steps": warmup_steps,
             "loss_scale": loss_scale,
             "clip_norm": config.optim.clip_norm,
-            "parameters": counted.parameters,
+            "parameters": parts.complexity.parameters,
             "loss": metrics.read(world)["loss"],
             "device": device_name(world.device),
             "versions": versions(),
@@ -250,7 +234,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         write_record(file, record)
         picture = file.with_suffix(".png")
         draw(record, picture)
-        _print(Display(speaks=True, mode="plain"), record)
+        _print(display, record)
         print(f"written to {file} and {picture}")
         return DONE
 

@@ -7,7 +7,6 @@ ledger that was killed goes on where it was.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
+from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged
@@ -70,6 +70,7 @@ class Ledger:
         impossible: arms that this machine or this model cannot have, and why.
         failed: arms whose process broke.
         untrained: arms that were timed and whose training ended early.
+        unmeasured: measurements beside timing and training that failed ("ARM: rounding", "gradients"), and why.
         stopwatch: the wall time of all starts, once the folder is open.
 
     Raises:
@@ -88,6 +89,7 @@ class Ledger:
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
     _done: int = 0
     _trained: int = 0
@@ -100,8 +102,7 @@ class Ledger:
     def __post_init__(self) -> None:
         for rung in (self.ladder.baseline, *self.ladder.rungs):
             if rung.needs not in (None, self.device):
-                needs = f"needs {str(rung.needs).upper()}, is too slow on {self.device.upper()}"
-                self.impossible[rung.name] = needs
+                self.impossible[rung.name] = f"needs {str(rung.needs).upper()}"
                 self._excluded.add(rung.name)
         if self.ladder.baseline.name in self.impossible:
             why = self.impossible[self.ladder.baseline.name]
@@ -182,7 +183,7 @@ class Ledger:
                 self._time(arm, number)
         if s.numerics_steps is not None:
             for arm in self.runnable():
-                self._numerics(arm)
+                self._numerics(arm, s.numerics_steps)
         if s.gradients:
             self._gradients(self.arms()[0])
         self._train_all()
@@ -206,18 +207,13 @@ class Ledger:
         while position < len(self.arms()):
             arm = self.arms()[position]
             position += 1
-            finished = self._try(arm) if self.why_not(arm) is None else None
-            if arm.before is None and finished is not None and finished.status != 0:
-                raise UserError(
-                    f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
-                    f"(all of it: {finished.log})"
-                )
+            if self.why_not(arm) is None:
+                self._try(arm)
 
-    def _try(self, arm: Arm) -> Finished | None:
+    def _try(self, arm: Arm) -> None:
         finished = self._time(arm, 0)
         if finished is not None and finished.status != 0:
             self.exclude(arm, finished)
-        return finished
 
     def exclude(self, arm: Arm, finished: Finished) -> None:
         """Leave an arm out, and the change of its rung out of the others."""
@@ -225,35 +221,33 @@ class Ledger:
         self._excluded.add(arm.name)
 
     def _blame(self, arm: Arm, finished: Finished) -> None:
+        if arm.before is None:
+            raise UserError(
+                f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
+                f"(all of it: {finished.log})"
+            )
         (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
 
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
         file = self.timing_file(arm, number)
-        size = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
-        arguments = [
-            *arm.overrides, "mode=model", f"steps={size[0]}", f"warmup_steps={size[1]}", "repeats=1", f"output={file}",
-        ]  # fmt: skip
+        steps, warmup_steps = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
+        arguments = commands.timing(arm, file, steps=steps, warmup_steps=warmup_steps)
         return self._piece(f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}", arm, "time_net", arguments, file)
 
-    def _numerics(self, arm: Arm) -> None:
+    def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.numerics_file(arm)
-        arguments = [
-            *arm.overrides, "parallel=single", "mode=numerics", f"steps={self.settings.numerics_steps}",
-            f"output={file}",
-        ]  # fmt: skip
-        self._piece(f"{arm.name}: rounding", arm, "ledger", arguments, file, ranks=1, blame=False)
+        self._extra(f"{arm.name}: rounding", arm, commands.rounding(arm, file, steps=steps), file)
 
     def _gradients(self, arm: Arm) -> None:
-        # Counted before anything has rounded them.
-        arguments = [
-            *arm.overrides,
-            "parallel=single",
-            "precision=fp32",
-            "mode=gradients",
-            f"output={self.gradients_file}",
-        ]
-        self._piece("gradients", arm, "ledger", arguments, self.gradients_file, ranks=1, blame=False)
+        file = self.gradients_file
+        self._extra("gradients", arm, commands.gradients(arm, file), file)
+
+    def _extra(self, what: str, arm: Arm, arguments: Sequence[str], file: Path) -> None:
+        """A measurement that the arm goes on without, where it fails."""
+        finished = self._piece(what, arm, "ledger", arguments, file, ranks=1, blame=False)
+        if finished is not None and finished.status != 0:
+            self.unmeasured[what] = finished.reason()
 
     def _piece(
         self,
@@ -311,6 +305,7 @@ class Ledger:
     def _train_all(self) -> None:
         waiting = [(arm, seed) for seed in self.seeds() for arm in self.runnable()]
         running: list[tuple[Arm, int, Process]] = []
+        reference = self.arms()[0].name
         try:
             while waiting or running:
                 while waiting and len(running) < self.settings.jobs:
@@ -318,7 +313,7 @@ class Ledger:
                     if (self.run_dir(arm, seed) / "summary.json").is_file():
                         self._done += 1
                         self._trained += 1
-                    elif arm.name not in self.untrained:
+                    elif not {arm.name, reference} & set(self.untrained):
                         running.append((arm, seed, self._start_training(arm, seed)))
                 for entry in list(running):
                     arm, seed, process = entry
@@ -328,6 +323,8 @@ class Ledger:
                         self._report(f"{arm.name}: training, seed {seed}", finished, training=True)
                         if finished.status != 0:
                             self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
+                            if arm.name == reference:
+                                self.say(f"nothing to compare with: no training starts without '{reference}'")
                 time.sleep(0.05 if running else 0)
         except BaseException:
             for _, _, process in running:
@@ -335,8 +332,7 @@ class Ledger:
             raise
 
     def _start_training(self, arm: Arm, seed: int) -> Process:
-        run_dir = self.run_dir(arm, seed)
-        arguments = [*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"]
+        arguments = commands.training(arm, self.run_dir(arm, seed), seed=seed)
         log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
         return self._start("train_net", arguments, ranks=arm.ranks, log=log)
 
@@ -384,8 +380,3 @@ def _minutes(seconds: float) -> str:
 def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
     """Where a ledger goes that was given no folder; the same each time, so that it goes on after a kill."""
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

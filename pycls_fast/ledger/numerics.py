@@ -21,11 +21,10 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.losses import Targets
-from pycls_fast.parallel import prepare_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import build_parts
+from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run import make_step
 from pycls_fast.train.step import Step
 
 
@@ -39,19 +38,14 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         if world.size > 1:
             raise UserError("mode: numerics are measured by one process; start without torchrun")
         file = output_file(output)
-        build.set_backend(config, world.device)
-        switches = build.switches(config, world.device)
-        train = build.sources(config, world)["train"]
-        config = build.by_size(config, len(train), world)
-        classes = build.num_classes(config, train)
+        parts = build_parts(config, world, Display(speaks=True, mode="plain"))
+        config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
         plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
-        exact = build.model(config, classes, plain).double().to(world.device)
-        network = prepare_model(
-            build.model(config, classes, switches), world, memory_format=switches[SwitchName.MEMORY_FORMAT]
-        )
-        step = make_step(config, network, world, switches, max(1, len(train) // config.data.global_batch_size))
+        exact = build.model(config, build.num_classes(config, train), plain).double().to(world.device)
+        # A part that is not trained has no gradient that could be wrong.
+        build.freeze(config, exact)
         metrics = TrainMetrics(world.device)
-        loader = build.train_loader(config, train, world, switches, start_step=0, steps=steps + 1)
+        loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
         batches = to_device(loader, world.device, mode="blocking")
         with closing(batches):
             # Seen by no step: its errors are not those of images that were learned.

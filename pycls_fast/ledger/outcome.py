@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 
-from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair, pair_images, speedup
+from pycls_fast.ledger.accuracy import ImagePair, pair_images
 from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.records import curve
+from pycls_fast.ledger.statistics import mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder, environment, environment_command, versions
@@ -56,6 +55,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "versions": versions(),
         "environment": environment(torch.device("cpu"), 1),
         "gradients": _gradients(ledger),
+        "unmeasured": ledger.unmeasured,
         "arms": records,
     }
 
@@ -154,11 +154,8 @@ def _mean(values: Sequence[float]) -> Record | None:
     """Mean over the seeds with its own 95% interval (Student's t)."""
     if not values:
         return None
-    mean, count = float(np.mean(values)), len(values)
-    half = None
-    if count > 1:
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
-    return {"mean": mean, "half": half, "seeds": count}
+    mean, half = mean_interval(values)
+    return {"mean": mean, "half": half, "seeds": len(values)}
 
 
 def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:

@@ -31,7 +31,6 @@ class Arm:
         ranks: processes.
         before: the name of the arm that this one is one step away from; None for the first.
         note: what the ladder says about the rung.
-        needs: a kind of device that it is not worth running without.
         overridden: why its settings are those of the arm that it is compared with, so that there is nothing to run.
     """
 
@@ -40,7 +39,6 @@ class Arm:
     ranks: int
     before: str | None
     note: str = ""
-    needs: str | None = None
     overridden: str | None = None
 
     @property
@@ -101,7 +99,7 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
 
 def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None) -> Arm:
-    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note, rung.needs)
+    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note)
 
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:

@@ -25,11 +25,21 @@ class Finished:
     log: Path
 
     def reason(self) -> str:
-        """What it gave as the cause: its lines of error, else its exception, else the last line that says anything."""
+        """What it gave as the cause: its lines of error, else its exception, else the last line that says anything.
+
+        One that a signal has ended said nothing of its end: it is the signal's name.
+        """
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
         said = [line.strip() for line in lines if line.strip(" -=")]
-        return "; ".join(errors) or _exception(lines) or (said[-1] if said else f"exit status {self.status}")
+        last = said[-1] if said else f"exit status {self.status}"
+        return "; ".join(errors) or _exception(lines) or (_signal(-self.status) if self.status < 0 else last)
+
+
+def _signal(number: int) -> str:
+    named = {each.value: each.name for each in signal.Signals}.get(number, "no name")
+    # What the kernel sends where memory runs out.
+    return f"killed by signal {number} ({named}{'; out of memory?' if number == signal.SIGKILL else ''})"
 
 
 # The last line of a traceback; torch puts the rank before the lines of several.

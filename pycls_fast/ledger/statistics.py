@@ -1,4 +1,8 @@
-"""Statistics of timings: order statistics only, since timings have long tails and no known distribution."""
+"""Statistics of measurements that are repeated.
+
+Of single timings order statistics only, since they have long tails and no known distribution; of rounds and of seeds,
+which are few, the mean with Student's interval.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
+
+CONFIDENCE = 0.95
+"""Of every interval of the ledger."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +88,58 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Ratio:
     """
     pairs = tuple(new / old for old, new in zip(reference, variant, strict=True))
     return Ratio(spread(pairs), median_interval(pairs), pairs)
+
+
+def t_quantile(freedom: float) -> float:
+    """Half the width of Student's interval at `CONFIDENCE`, in standard errors."""
+    return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and half the width of its interval (Student's t), None with a single value.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not len(values):
+        raise ValueError("no values")
+    mean, count = float(np.mean(values)), len(values)
+    if count == 1:
+        return mean, None
+    return mean, t_quantile(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times the reference's rate, from rounds in which both were measured.
+
+    Attributes:
+        ratio: the geometric mean.
+        low, high: of its 95% interval (Student's t of the logarithms over the rounds), or None with one round.
+        rounds: how many.
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    rounds: int
+
+
+def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
+    """The ratio of rates measured in the same rounds, in their order.
+
+    Raises:
+        ValueError: different numbers of rounds, or none.
+    """
+    return geometric_mean([new / old for old, new in zip(reference, variant, strict=True)])
+
+
+def geometric_mean(ratios: Sequence[float]) -> Speedup:
+    """Of positive numbers, one for each round.
+
+    Raises:
+        ValueError: none.
+    """
+    mean, half = mean_interval([math.log(ratio) for ratio in ratios])
+    low, high = (None, None) if half is None else (math.exp(mean - half), math.exp(mean + half))
+    return Speedup(math.exp(mean), low, high, len(ratios))

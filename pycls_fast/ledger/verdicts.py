@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from pycls_fast.ledger.accuracy import CONFIDENCE, ImagePair
+from pycls_fast.ledger.accuracy import ImagePair
+from pycls_fast.ledger.statistics import CONFIDENCE, t_quantile
 
 # Of the one-sided tests of a report together, those for losses and those for gains each.
 _LEVEL = (1 - CONFIDENCE) / 2
@@ -201,7 +202,7 @@ def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
     if count == 1:
         return _Measured(mean, None, deviation, spread, None, None, False, count)
     error = deviation / math.sqrt(count)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, spread.freedom)) * error
+    half = t_quantile(spread.freedom) * error
     p_loss = float(stats.t.cdf(mean / error, spread.freedom))
     return _Measured(mean, half, deviation, spread, p_loss, 1 - p_loss, False, count)
 
@@ -225,7 +226,7 @@ def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float, tests: in
         return Verdict(finding, text, m.difference, low, high, m.p_loss, more, m.seeds)
 
     if m.difference is None:
-        return made("not enough runs", "not run")
+        return made("not enough runs", "nothing to compare with")
     if m.identical:
         return made("identical", "identical: every prediction is the same")
     if m.half is not None:
@@ -251,15 +252,14 @@ def _seeds(more: int) -> str:
 def _more_seeds(m: _Measured, margin: float, tests: int) -> int:
     """How many more of every arm until there is another verdict, were the estimates the truth."""
     assert m.difference is not None
-    loss = max(-m.difference, 0.0)
     more = np.arange(1 if m.seeds > 1 else 2 - m.seeds, _MOST_SEEDS + 1)
     # Degrees of freedom grow with the seeds, and most slowly where there are many already.
     known = m.spread
     freedom = known.freedom * (known.seeds + more - 1) / (known.seeds - 1) if known.freedom else m.seeds + more - 1
     error = m.deviation / np.sqrt(m.seeds + more)
     # Narrower than the distance to the margin excludes a loss that matters.
-    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin - loss
-    # What is enough for the first of Holm's steps is enough for all of them.
-    found = stats.t.isf(_LEVEL / tests, freedom) * error <= loss
+    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin + m.difference
+    # A loss or a gain. What is enough for the first of Holm's steps is enough for all of them.
+    found = stats.t.isf(_LEVEL / tests, freedom) * error <= abs(m.difference)
     enough = more[excluded | found]
     return int(enough[0]) if len(enough) else _MOST_SEEDS + 1

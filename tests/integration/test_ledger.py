@@ -83,8 +83,11 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
 
 
 def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "report"
-    said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true"), cwd=tmp_path).stdout
+    folder, weights = tmp_path / "report", tmp_path / "any.pt"
+    # Of an experiment that fine-tunes; a timing reads none.
+    weights.touch()
+    fine_tunes = ("needs_weights=true", f"weights={weights}")
+    said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true", *fine_tunes), cwd=tmp_path).stdout
     assert "half: speed=reference speed.input_copy=blocking precision=amp_bf16" in said
     assert "in all about" in said
     assert not folder.exists()
@@ -98,6 +101,8 @@ def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path)
         ("seed=3", "seed: each run of a ledger has its own"),
         ("run_dir=x", "run_dir: each run of a ledger has its own"),
         ("seeds=-1", "seeds: must be"),
+        ("loss_scale=8", "loss_scale: mode=cumulative does not read it"),
+        ("numerics_steps=0", "numerics_steps: must be"),
     ],
 )
 def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two runs against each other, image by image and round by round."""
+"""Two runs against each other, image by image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pycls_fast.ledger.accuracy import pair_images, speedup
+from pycls_fast.ledger.accuracy import pair_images
 
 
 def test_a_pair_counts_images() -> None:
@@ -47,17 +47,3 @@ def test_the_bootstrap_covers_like_the_normal_interval() -> None:
 def test_other_images_cannot_be_paired(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="same images"):
         pair_images(*(np.zeros(size, dtype=int) for size in sizes))
-
-
-def test_speed_is_compared_within_rounds() -> None:
-    slow_then_fast = [100.0, 200.0, 50.0]
-    result = speedup(
-        slow_then_fast, [value * factor for value, factor in zip(slow_then_fast, (1.9, 2.0, 2.1), strict=True)]
-    )
-    assert result.ratio == pytest.approx((1.9 * 2.0 * 2.1) ** (1 / 3))
-    assert result.low is not None
-    assert result.high is not None
-    assert 1.7 < result.low < result.ratio < result.high < 2.3
-    assert speedup([100.0], [150.0]).low is None
-    with pytest.raises(ValueError, match="rounds"):
-        speedup([], [])

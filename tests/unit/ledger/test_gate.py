@@ -34,7 +34,8 @@ def ledger() -> Record:
         "reference": "base",
         "device": "cpu",
         "environment": {"processor": "P"},
-        "settings": {"seeds": 3},
+        "settings": {"seeds": 3, "mode": "cumulative"},
+        "base": ["--config-name", "vit", "optim.lr=1"],
         "arms": [
             arm("base", [100.0, 102.0, 98.0], [90.0, 90.4, 90.2], None),
             arm("fast", [200.0, 204.0, 196.0], [90.1, 90.3, 90.2], (2.0, 1.9, 2.1)),
@@ -118,6 +119,20 @@ def little_slower_in_one_round(record: Record) -> None:
     record["arms"][1]["timing"]["speedup"] = {"ratio": 1.95, "low": None, "high": None, "rounds": 1}
 
 
+def not_timed(record: Record) -> None:
+    record["arms"][1]["timing"] = None
+
+
+def first_not_timed(record: Record) -> None:
+    """Its training says that it was as accurate as before."""
+    record["arms"][0]["timing"] = None
+    record["arms"][1]["timing"]["speedup"] = None
+
+
+def other_overrides(record: Record) -> None:
+    record["base"] = ["--config-name", "vit", "optim.lr=2"]
+
+
 CASES: list[tuple[Callable[[Record], object], int]] = [
     (lambda record: None, 0),
     (slower, 1),
@@ -137,6 +152,9 @@ CASES: list[tuple[Callable[[Record], object], int]] = [
     (fewer_seeds, 0),
     (slower_in_one_round, 1),
     (little_slower_in_one_round, 0),
+    (not_timed, 1),
+    (first_not_timed, 1),
+    (other_overrides, 0),
 ]
 
 
@@ -201,7 +219,10 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
         (["list", "list"], "not a ledger.json"),
         (["good", "good", "tolerance=much"], "tolerance: must be a share"),
         (["good", "good", "absolute=no"], "absolute: must be true or false"),
-        (["good", "other"], "cannot be compared"),
+        (["good", "other"], "another experiment, vit and resnet, cannot be compared"),
+        (["good", "mode"], "another mode, cumulative and one_at_a_time, cannot be compared"),
+        (["good", "reference"], "another first rung, base and fast, cannot be compared"),
+        (["nothing", "good"], "nothing to compare"),
     ],
 )
 def test_mistakes(
@@ -212,6 +233,9 @@ def test_mistakes(
     Path("list").write_text("[1]")
     Path("good").write_text(json.dumps(ledger()))
     Path("other").write_text(json.dumps({**ledger(), "config_name": "resnet"}))
+    Path("mode").write_text(json.dumps({**ledger(), "settings": {"seeds": 3, "mode": "one_at_a_time"}}))
+    Path("reference").write_text(json.dumps({**ledger(), "reference": "fast"}))
+    Path("nothing").write_text(json.dumps({**ledger(), "arms": []}))
     assert check(arguments) == 2
     assert line in capsys.readouterr().err
 
@@ -250,6 +274,25 @@ def test_a_training_that_never_finished_is_not_lost_again() -> None:
     for record in (before, now):
         trained_twice(record)
     assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+
+
+def test_a_ledger_that_was_ended_before_it_timed_anything_is_lost() -> None:
+    """The baseline was never trained: there is nothing else that could be missed."""
+    before, now = ledger(), ledger()
+    for record in (before, now):
+        for each in record["arms"]:
+            each["training"] = None
+    for each in now["arms"]:
+        each["timing"] = None
+    found = [(finding.rung, finding.text) for finding in compare(before, now, tolerance=0.05, absolute=False)]
+    assert found == [("base", "LOST: not timed"), ("fast", "LOST: not timed")]
+
+
+def test_other_overrides_are_shown() -> None:
+    now = ledger()
+    other_overrides(now)
+    first = compare(ledger(), now, tolerance=0.05)[0]
+    assert (first.before, first.now, first.text) == ("optim.lr=1", "optim.lr=2", "not those of the baseline")
 
 
 def test_brackets_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,11 @@ def test_errors_are_of_the_formats_size(
     assert low / 10 < each["logit_error"] < high
 
 
+def test_frozen_parts_are_no_error(tmp_path: Path, digits: Path) -> None:
+    found = measured(tmp_path, digits, "precision=fp32", "optim.trainable=[head]")
+    assert all(1e-8 < each["gradient_error"] < 1e-5 for each in found)
+
+
 def test_loss_scaling_is_taken_out_again(tmp_path: Path, digits: Path) -> None:
     found = measured(tmp_path, digits, "precision=fp16_master", "precision.loss_scale=512", name="resnet_digits")
     assert all(each["gradient_error"] < 2e-2 for each in found)

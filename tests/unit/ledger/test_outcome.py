@@ -62,6 +62,20 @@ def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> Non
     assert Finished(1, 1.0, tmp_path / "log").reason() == reason
 
 
+@pytest.mark.parametrize(
+    ("status", "log", "reason"),
+    [
+        (-9, "epoch 3.20 of 10  loss 1.2\n", "killed by signal 9 (SIGKILL; out of memory?)"),
+        (-11, "", "killed by signal 11 (SIGSEGV)"),
+        (-6, OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+)
+def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(log)
+    assert Finished(status, 1.0, file).reason() == reason
+
+
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))

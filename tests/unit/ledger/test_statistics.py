@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import scipy.stats
 
-from pycls_fast.ledger.statistics import median_interval, paired_ratio, spread
+from pycls_fast.ledger.statistics import mean_interval, median_interval, paired_ratio, speedup, spread
 
 
 def test_spread_of_known_samples() -> None:
@@ -67,3 +68,26 @@ def test_ratio_above_one_is_faster() -> None:
 def test_ratio_of_unequal_numbers_of_turns_is_refused() -> None:
     with pytest.raises(ValueError):
         paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_speed_is_compared_within_rounds() -> None:
+    slow_then_fast = [100.0, 200.0, 50.0]
+    result = speedup(
+        slow_then_fast, [value * factor for value, factor in zip(slow_then_fast, (1.9, 2.0, 2.1), strict=True)]
+    )
+    assert result.ratio == pytest.approx((1.9 * 2.0 * 2.1) ** (1 / 3))
+    assert result.low is not None
+    assert result.high is not None
+    assert 1.7 < result.low < result.ratio < result.high < 2.3
+    assert speedup([100.0], [150.0]).low is None
+    with pytest.raises(ValueError, match="no values"):
+        speedup([], [])
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    values = [1.0, 2.0, 4.0, 4.5]
+    mean, half = mean_interval(values)
+    low, high = scipy.stats.t.interval(0.95, 3, loc=np.mean(values), scale=scipy.stats.sem(values))
+    assert half is not None
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    assert mean_interval([3.0]) == (3.0, None)

@@ -48,7 +48,7 @@ def test_one_seed_says_nothing() -> None:
 
 
 def test_nothing_run_is_no_verdict() -> None:
-    assert judged([])[0].text == "not run"
+    assert judged([])[0].text == "nothing to compare with"
 
 
 def test_the_interval_is_students_with_the_spread_of_all_rungs() -> None:
@@ -99,10 +99,17 @@ def again(seen: Sequence[float], count: int) -> list[ImagePair]:
     return [pair(float(np.mean(seen) + d)) for d in wave]
 
 
-@pytest.mark.parametrize(("mean", "others"), [(-0.05, 0), (-0.4, 0), (-0.05, 4), (-0.4, 4), (-0.4, 12)])
-def test_the_advice_is_enough_and_no_more_than_that(mean: float, others: int) -> None:
+@pytest.mark.parametrize(
+    ("mean", "others", "noise"),
+    [
+        *[(-0.05, 0, 1.0), (-0.4, 0, 1.0), (-0.05, 4, 1.0), (-0.4, 4, 1.0), (-0.4, 12, 1.0)],
+        *[(0.1, 0, 1.0), (0.1, 4, 1.0), (0.5, 0, 2.0), (0.5, 4, 4.0)],
+    ],
+)
+def test_the_advice_is_enough_and_no_more_than_that(mean: float, others: int, noise: float) -> None:
     """With as many seeds more of the same kind for all rungs there is a verdict; with one less there is none."""
-    seen = [[shift + d for d in (-0.45, 0.25, -0.05, 0.25)] for shift in (mean, *[0.05, -0.05] * (others // 2))]
+    spread = [noise * d for d in (-0.45, 0.25, -0.05, 0.25)]
+    seen = [[shift + d for d in spread] for shift in (mean, *[0.05, -0.05] * (others // 2))]
     verdict = judged(*([pair(d) for d in rung] for rung in seen))[0]
     assert verdict.finding == "not enough runs"
     assert verdict.more_seeds is not None

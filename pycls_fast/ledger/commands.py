@@ -1,0 +1,36 @@
+"""What each tool is told of an arm: the overrides behind those of the experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pycls_fast.ledger.plan import Arm
+
+# Of what an arm sets for several processes, one takes nothing.
+_ONE_PROCESS = (
+    "parallel=single", "parallel.name=single", "parallel.compression=none", "parallel.static_graph=false",
+    "parallel.reshard_after_forward=true", "parallel.shard_degree=null", "parallel.replicate_degree=null",
+)  # fmt: skip
+
+
+def timing(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
+    """One turn of `time_net` on the training step; it refuses weights, which change no time."""
+    return [
+        *arm.overrides, "weights=null", "mode=model", f"steps={steps}", f"warmup_steps={warmup_steps}", "repeats=1",
+        f"output={file}",
+    ]  # fmt: skip
+
+
+def rounding(arm: Arm, file: Path, *, steps: int) -> list[str]:
+    """Errors against float64, in one process."""
+    return [*arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", f"output={file}"]
+
+
+def gradients(arm: Arm, file: Path) -> list[str]:
+    """Counts of gradients, in one process and before anything has rounded them."""
+    return [*arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", f"output={file}"]
+
+
+def training(arm: Arm, run_dir: Path, *, seed: int) -> list[str]:
+    """One run of `train_net`."""
+    return [*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"]

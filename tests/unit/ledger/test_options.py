@@ -1,0 +1,41 @@
+"""Keys of `tools/ledger.py` that a mode does not read are no silent part of its command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pycls_fast.errors import UserError
+from tools.ledger import TAKEN, Named, Options, refuse_unread
+
+GIVEN: dict[str, Any] = {
+    "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
+    "warmup_steps": 1, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
+    "dry_run": True, "loss_scale": 8.0, "output": "x.json",
+}  # fmt: skip
+
+
+def test_every_key_is_tried() -> None:
+    assert {"mode", *GIVEN} == set(Options.model_fields)
+
+
+@pytest.mark.parametrize("key", list(GIVEN))
+@pytest.mark.parametrize("mode", ["gradients", "numerics", "cumulative", "one_at_a_time", "leave_one_out"])
+def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
+    options = Options(mode=mode, **{key: GIVEN[key]})
+    read = key in TAKEN[mode] if mode in TAKEN else key != "loss_scale"
+    if read:
+        refuse_unread(options)
+        return
+    with pytest.raises(UserError) as caught:
+        refuse_unread(options)
+    (line,) = caught.value.lines
+    assert line.startswith(f"{key}: mode={mode} does not read it; it ")
+
+
+def test_rounding_is_measured_after_some_steps_or_not_at_all() -> None:
+    with pytest.raises(ValidationError, match="greater than 0"):
+        Options(numerics_steps=0)
+    assert Options(numerics_steps=None).numerics_steps is None

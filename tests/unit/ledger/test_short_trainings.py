@@ -1,0 +1,56 @@
+"""The short trainings of mode=gradients and mode=numerics begin with what any training begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.gradients import count_gradients
+from pycls_fast.ledger.numerics import measure_numerics
+from tests.integration.runs import TINY
+
+Measure = Callable[[RunConfig, Path], int]
+
+
+def gradients(config: RunConfig, folder: Path) -> int:
+    return count_gradients(config, steps=1, warmup_steps=0, loss_scale=1.0, output=str(folder / "g.json"))
+
+
+def numerics(config: RunConfig, folder: Path) -> int:
+    return measure_numerics(config, steps=1, output=str(folder / "n.json"))
+
+
+def configured(digits: Path, *overrides: str) -> RunConfig:
+    return load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0", *overrides])
+
+
+@pytest.mark.parametrize("measure", [gradients, numerics])
+def test_weights_that_are_not_there(measure: Measure, tmp_path: Path, digits: Path) -> None:
+    with pytest.raises(UserError, match=r"weights: .*nowhere is no file of weights"):
+        measure(configured(digits, f"weights={tmp_path / 'nowhere'}"), tmp_path)
+
+
+@pytest.mark.parametrize("measure", [gradients, numerics])
+def test_classes_weigh_as_in_a_training(
+    measure: Measure, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Built(Exception):
+        pass
+
+    def loss(config: RunConfig, switches: Any, device: Any, class_counts: np.ndarray | None, **_: Any) -> None:
+        del config, switches, device
+        raise Built(class_counts)
+
+    monkeypatch.setattr(build, "loss", loss)
+    with pytest.raises(Built) as caught:
+        measure(configured(digits, "loss.class_weights=balanced"), tmp_path)
+    (counts,) = caught.value.args
+    assert len(counts) == 10
+    assert min(counts) > 50
