@@ -129,11 +129,16 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
-    chosen = [
-        name for name in ("rand_augment", "auto_augment", "trivial_augment", "three_augment") if getattr(augment, name)
-    ]
+    # Each with what it is when it is off.
+    policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
+    chosen = [name for name in policies if getattr(augment, name)]
     for name in chosen[1:]:
-        yield f"augment.{name}", f"one policy at a time, and there is augment.{chosen[0]}; switch one of them off"
+        first = chosen[0]
+        yield (
+            f"augment.{name}",
+            f"one policy at a time, and augment.{first} is set, too; use augment.{first}={policies[first]} or "
+            f"augment.{name}={policies[name]}",
+        )
     policy = augment.rand_augment
     if policy is not None and policy.library == "torchvision":
         for name in ("magnitude_std", "increasing", "probability"):

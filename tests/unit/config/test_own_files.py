@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, Section, command_line, load_config
+from pycls_fast.config import RunConfig, command_line, load_config
 from pycls_fast.errors import UserError
-
-Tool = Callable[..., tuple[int, list[str], list[tuple[RunConfig, Any]]]]
-
-
-class Options(Section):
-    """What a tool could ask for."""
-
-    split: str = "val"
-    steps: int = 3
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Tool]:
-    """Runs a tool in this process: status, lines on standard error, and what it was called with."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str, **settings: Any) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
-        calls: list[tuple[RunConfig, Any]] = []
-
-        def main(config: RunConfig, options: Any) -> int:
-            calls.append((config, options))
-            return 0
-
-        monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            command_line(main, options=Options, **settings)
-        assert isinstance(stopped.value.code, int)
-        return stopped.value.code, capsys.readouterr().err.splitlines(), calls
-
-    yield run
-    GlobalHydra.instance().clear()
+from tests.unit.config.conftest import Options, Tool
 
 
 @pytest.mark.parametrize(
@@ -219,6 +189,64 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
             for keys, file in (("lr, weight_decay", "configs/vit_s16.yaml"), ("momentum", f"{tmp_path}/own.yaml"))
         ],
     )
+
+
+@pytest.mark.parametrize("name", ["deit_s16", "rsb_a1", "rsb_a3", "torchvision_vit_b16", "vit_p_1gf", "vit_cifar10"])
+def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -> None:
+    """After `augment=none` nothing is left that no note names, and what the notes say takes it away."""
+    arguments = ["--config-name", name, "data.root=/nowhere", "augment=none"]
+    status, lines, calls = tool(*arguments)
+    assert (status, {line.partition(": ")[0] for line in lines}) == (0, {"note"})
+    left = calls[0][0].augment
+    off = {"rand_augment": None, "mixup_alpha": 0, "cutmix_alpha": 0, "repeats": 1}
+    kept = [key for key, value in off.items() if getattr(left, key) != value]
+    assert kept
+    for key in kept:
+        assert sum(f" {key}=" in line for line in lines) == 1
+    ways = [way for line in lines for way in shlex.split(line.partition("; for that file's: ")[2])]
+    status, lines, calls = tool(*arguments, *ways)
+    assert (status, lines) == (0, [])
+    assert calls[0][0].augment == load_config("vit_ti16", ["data.root=/nowhere", "augment=none"]).augment
+
+
+def test_two_policies_are_refused_with_the_ways_out(tool: Tool) -> None:
+    arguments = ["--config-name", "vit_cifar10", "data.root=/nowhere", "augment=trivial"]
+    status, lines, _ = tool(*arguments)
+    assert (status, lines) == (
+        2,
+        [
+            "error: augment.trivial_augment: one policy at a time, and augment.rand_augment is set, too; use "
+            "augment.rand_augment=null or augment.trivial_augment=false (configs/augment/trivial.yaml)"
+        ],
+    )
+    for way in ("augment.rand_augment=null", "augment.trivial_augment=false"):
+        assert tool(*arguments, way)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "noted"),
+    [
+        ("optim: lion", "optim: {weight_decay: 10}", "optim=lion: lr, lr_batch_size: the values of configs/vit_s16."),
+        ("augment: none", "augment: {repeats: 2}", "augment=none: repeats=3: set in {base}.yaml, which wins over"),
+    ],
+)
+def test_a_group_that_an_own_file_chooses_is_one_too(
+    tool: Tool, tmp_path: Path, group: str, text: str, noted: str
+) -> None:
+    (tmp_path / "base.yaml").write_text("defaults: [vit_s16, _self_]\naugment: {repeats: 3}\ndata: {root: x}\n")
+    file = tmp_path / "own.yaml"
+    file.write_text(f"defaults: [base, {{override /{group}}}, _self_]\n")
+    status, (line, *more), _ = tool("--config-dir", ".", "--config-name", "own")
+    assert (status, more) == (0, [])
+    if group.startswith("augment"):
+        assert line.startswith(f"note: {noted.format(base=tmp_path / 'base')}")
+    # What stands beside the choice is meant for it.
+    file.write_text(f"{file.read_text()}{text}\n")
+    lines = tool("--config-dir", ".", "--config-name", "own")[1]
+    if group.startswith("augment"):
+        assert lines == []
+    else:
+        assert [line.startswith(f"note: {noted}") for line in lines] == [True]
 
 
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
