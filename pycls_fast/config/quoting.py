@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -50,7 +51,8 @@ def _is_read(override: str) -> bool:
 
 
 def _quoted(item: str) -> str:
-    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    # Hydra takes a backslash for one that escapes only in front of a quote, so one at the end is doubled, too.
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), item) + '"'
 
 
 def _split(text: str) -> list[str]:
