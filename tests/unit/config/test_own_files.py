@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, command_line, load_config
+from pycls_fast.config import RunConfig, command_alone, command_line, load_config
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Options, Tool
 
@@ -92,6 +92,27 @@ def test_a_mistake_in_an_own_group_names_the_file_though_it_was_chosen_on_the_co
     status, lines, calls = tool("--config-dir", ".", "model=tiny")
     assert (status, lines) == (0, [])
     assert calls[0][0].model.model_dump()["width"] == 8
+
+
+def test_off_and_on_need_no_quotes(tool: Tool, tmp_path: Path) -> None:
+    """To YAML they are booleans."""
+    speed = "compile: off, recompute: off, cuda_graphs: on, optimizer_compile: off"
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [vit_digits, _self_]\nspeed: {{{speed}}}\ndata: {{index_cache: off}}\n"
+    )
+    status, lines, calls = tool("--config-dir", ".", "--config-name", "mine")
+    assert (status, lines) == (0, [])
+    chosen, data = calls[0][0].speed, calls[0][0].data
+    assert (chosen.compile, chosen.recompute, chosen.cuda_graphs, chosen.optimizer_compile) == (
+        "off",
+        "off",
+        "on",
+        "off",
+    )
+    assert data.index_cache == "off"
+    for mistake in ("speed.compile=true", "data.index_cache=true"):
+        status, (line,), _ = tool(mistake)
+        assert (status, "; got true" in line) == (2, True)
 
 
 def test_a_folder_of_configurations_for_load_config(tmp_path: Path) -> None:
@@ -309,8 +330,39 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
 
 
+def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
+    """Its command makes its configuration, whatever Hydra alone knew of it."""
+    seen: list[list[str] | None] = []
+
+    def look(options: object) -> bool:
+        seen.append(command_alone())
+        return True
+
+    arguments = ["seed=1,2", "optim=sgd", "data.root=/photos (${hydra:job.num})", "run_dir=out/${hydra:job.num}"]
+    _, _, calls = tool("--config-name", "resnet_digits", "-m", *arguments, needs_data=look)
+    assert len(calls) == 2
+    for (config, _), command in zip(calls, list(seen), strict=True):
+        assert command is not None
+        status, _, again = tool(*command, f"run_dir={config.run_dir}", needs_data=look)
+        assert (status, [config for config, _ in again]) == (0, [config])
+    assert seen[2:] == [None, None]
+
+
 @pytest.mark.parametrize(
-    "value", ["/photos (2024)", "/data/size=224", "a#b", "train-{000000..000146}.tar", "it's", 'a"b(', "plain", "50%"]
+    "value",
+    [
+        "/photos (2024)",
+        "/data/size=224",
+        "a#b",
+        "train-{000000..000146}.tar",
+        "it's",
+        'a"b(',
+        "plain",
+        "50%",
+        r"/a\b (1)",
+        "\\\\a (\\\\b\\",
+        r'a\"b (\\"',
+    ],
 )
 def test_values_that_hydra_would_not_read(value: str) -> None:
     config = load_config("vit_digits", [f"data.train={value}", "data.root=x", "data.source=tar"])
