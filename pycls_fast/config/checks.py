@@ -70,7 +70,7 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.val", "given without data.train; give both, or neither"
     for key in ("train", "val"):
         if getattr(data, key) is not None and data.source in ("folder", "packed", "cifar", "digits", "synthetic"):
-            yield f"data.{key}", f"data.source={data.source} has folders of fixed names; leave it out"
+            yield f"data.{key}", f"data.source={data.source} has folders of fixed names; use data.{key}=null"
     if data.shard_cache_gib is not None and data.shard_cache is None:
         yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
     if data.sampling != "uniform" and data.shuffle == "blocks":
@@ -102,7 +102,10 @@ def _vit_parts(model: ViTModel) -> Iterator[tuple[str, str]]:
                 f"must multiply to model.patch_size={model.patch_size}; got {math.prod(model.stem_strides)}",
             )
     elif model.stem_widths or model.stem_strides:
-        yield "model.stem_widths", "has no effect with model.stem=patch; use model.stem=conv or leave it out"
+        yield (
+            "model.stem_widths",
+            ("has no effect with model.stem=patch; use model.stem=conv, or model.stem_widths=[] model.stem_strides=[]"),
+        )
     if model.classifier == "token" and model.class_token is False:
         yield "model.class_token", "model.classifier=token reads it; use model.class_token=true or classifier=pooled"
 
@@ -154,7 +157,8 @@ def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.image_size_schedule and isinstance(config.model, ViTModel):
         yield (
             "data.image_size_schedule",
-            "a ViT has positions for one image size; leave it out, or use a network without them (model=resnet50)",
+            "a ViT has positions for one image size; use data.image_size_schedule=[], or a network without them "
+            "(model=resnet50)",
         )
     small = [size for _, size in data.image_size_schedule if size < 32]
     if small and isinstance(config.model, ResNetModel) and config.model.stem == "imagenet":
@@ -175,10 +179,10 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
             "schedule.step_epochs",
             "not set; give the epochs between two steps (30, say)"
             if needed
-            else f"is for schedule=step; leave it out with schedule={schedule.name}",
+            else f"is for schedule=step; use schedule.step_epochs=null with schedule={schedule.name}",
         )
     if config.loss.bce_threshold is not None and config.loss.name != "bce":
-        yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
+        yield "loss.bce_threshold", f"is for loss=bce; use loss.bce_threshold=null with loss={config.loss.name}"
     elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
         yield (
             "loss.class_weights",
@@ -203,7 +207,7 @@ def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.parallel.sync_batchnorm:
         yield (
             "parallel.sync_batchnorm",
-            "would replace the batch norms whose statistics optim.trainable freezes; leave it out",
+            "would replace the batch norms whose statistics optim.trainable freezes; use parallel.sync_batchnorm=false",
         )
 
 
@@ -270,14 +274,21 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     for key in ("shard_degree", "replicate_degree"):
         if getattr(chosen, key) is not None and name != "hsdp":
-            yield f"parallel.{key}", f"is for parallel=hsdp; leave it out or use parallel=hsdp (got parallel={name})"
+            yield (
+                f"parallel.{key}",
+                (f"is for parallel=hsdp; use parallel.{key}=null or parallel=hsdp (got parallel={name})"),
+            )
     if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
         yield (
             "parallel.reshard_after_forward",
-            f"false is for strategies that cut weights; leave it out or use parallel=fsdp (got parallel={name})",
+            f"false is for strategies that cut weights; use parallel.reshard_after_forward=true or parallel=fsdp (got "
+            f"parallel={name})",
         )
     if chosen.sync_batchnorm and not isinstance(config.model, ResNetModel):
-        yield "parallel.sync_batchnorm", f"model.kind={config.model.kind} has no batch norm; leave it out"
+        yield (
+            "parallel.sync_batchnorm",
+            (f"model.kind={config.model.kind} has no batch norm; use parallel.sync_batchnorm=false"),
+        )
     if gathers and precision in ("fp16", "bf16"):
         masters = "fp16_master" if precision == "fp16" else "bf16_params"
         yield (

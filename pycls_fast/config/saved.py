@@ -170,7 +170,8 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
     for override in _parsed(overrides):
         name, value = override.key_or_group, override.value()
         if override.is_sweep_override():
-            raise UserError(f"{override.input_line}: several values; write a list as {name}=[...] (the command line)")
+            typed = str(override.input_line).removeprefix("++")
+            raise UserError(f"{typed}: several values; write a list as {name}=[...] (the command line)")
         if name not in names or isinstance(value, dict) or override.is_delete():
             changes.append(override)
             continue
