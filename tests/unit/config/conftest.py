@@ -35,7 +35,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
         monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
         with pytest.raises(SystemExit) as stopped:
-            command_line(main, options=Options, **settings)
+            command_line(main, **{"options": Options, **settings})
         assert isinstance(stopped.value.code, int)
         return stopped.value.code, capsys.readouterr().err.splitlines(), calls
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pycls_fast.config import load_config, load_run_config
+from pycls_fast.config import RunConfig, load_config, load_run_config, messages
 from pycls_fast.errors import UserError
 
 HERE = "(the command line)"
@@ -42,6 +42,17 @@ ONE_MISTAKE = [
     (["+optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["hydra.foo=1"], "hydra.foo: unknown key; Hydra has no such setting"),
+    # By their usual names, or in another order.
+    (["data.batch_size=4"], f"data.batch_size: unknown key; did you mean data.global_batch_size? {HERE}"),
+    (["batch_size=4"], f"batch_size: unknown key; did you mean data.global_batch_size? {HERE}"),
+    (["optim.learning_rate=1"], f"optim.learning_rate: unknown key; did you mean optim.lr? {HERE}"),
+    (["data.size_image=8"], f"data.size_image: unknown key; did you mean data.image_size? {HERE}"),
+    (
+        ["runtime.device=gpu"],
+        f'runtime.device: must be one of auto, cpu, cuda; got "gpu"; did you mean cuda? {HERE}',
+    ),
+    (["precision=bf16_amp"], "precision=bf16_amp: no such file in configs/precision; did you mean amp_bf16?"),
+    (["augment=augment_auto"], "augment=augment_auto: no such file in configs/augment; did you mean auto_augment?"),
     # Keys of another kind.
     (
         ["model.shortcut=pool"],
@@ -313,6 +324,11 @@ def mistakes(name: str, overrides: list[str]) -> tuple[str, ...]:
     except UserError as error:
         return error.lines
     return ()
+
+
+def test_usual_names_stand_for_keys_that_exist() -> None:
+    assert set(messages._USUAL_KEYS.values()) <= messages.known_keys(RunConfig)
+    assert not set(messages._USUAL_KEYS) & {key.rpartition(".")[2] for key in messages.known_keys(RunConfig)}
 
 
 def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
