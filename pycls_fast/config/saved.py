@@ -62,6 +62,8 @@ def _resolved(value: str) -> Path:
 def _of_source(source: Path) -> Saved | None:
     # Where links lead, and where they are: the one named `best` is in its run folder, a folder on another disk is not.
     path = source.resolve()
+    if not path.exists():
+        return None  # A hub's name, or a mistake that who opens it tells.
     file = path / "model.safetensors" if (path / "config.json").is_file() else path
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)

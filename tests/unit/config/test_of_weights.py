@@ -108,6 +108,9 @@ def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatc
     for source in ("other/net.safetensors", "other/net.pth", "timm:resnet18", "nowhere"):
         status, _, calls = tool(f"weights={source}", config_of_weights=True)
         assert (status, calls[0][0].config_name, calls[0][0].seed) == (0, "vit_digits", 0)
+    # A name is no file in the folder of a run.
+    monkeypatch.chdir(home / "run")
+    assert tool("weights=timm:resnet18", config_of_weights=True)[2][0][0].seed == 0
 
 
 @pytest.mark.parametrize(
