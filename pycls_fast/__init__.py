@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load(run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32") -> Classifier:
+def load(
+    run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+) -> Classifier:
     """A trained classifier, ready for images: `pycls_fast.load(run).predict(images)`; see `inference.load`."""
     # torch takes seconds to import, and most who import this package want a part of it that does without.
     from pycls_fast.inference import load as load_classifier
 
-    return load_classifier(run, which=which, device=device, precision=precision)
+    return load_classifier(run, which=which, device=device, precision=precision, fast=fast)

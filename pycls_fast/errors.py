@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """A mistake in the configuration, the data or the machine's set-up that the user can mend.
@@ -19,3 +21,14 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
         # The default rebuilds from the joined text, which would merge the lines when a worker process raises it.
         return type(self), self.lines
+
+
+def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
+    """Refuse a value that is none of those that there are.
+
+    Raises:
+        UserError: it is not.
+    """
+    names = list(allowed)
+    if value not in names:
+        raise UserError(f"{key}: must be one of {', '.join(map(str, names))}; got {value}")

@@ -48,6 +48,11 @@ class Level:
         """What matrix products are computed in (float8 levels: those that are not float8)."""
         return self.autocast or self.weights
 
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether products are in bfloat16 or float16, which other kernels are the fastest for."""
+        return self.compute != "float32" and not self.float8
+
 
 _LEVELS = (
     Level("fp32", "Everything in float32.", apex="O0"),

@@ -1,7 +1,7 @@
 """Classify by nearest neighbours, untrained: `python tools/knn_net.py model=vit_b16 weights=SOURCE data.root=PATH`.
 
-Features in front of the head; the k=20 training images that are nearest vote with exp(similarity / temperature). For a
-run folder as weights the configuration is the run's; else it is that of the experiment finetune.
+Features in front of the head; the k=20 training images that are nearest vote with exp(similarity / temperature). The
+configuration is the one that the weights were trained with, where they say it; else that of the experiment finetune.
 """
 
 from typing import Annotated

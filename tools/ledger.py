@@ -42,8 +42,9 @@ class Options(Section):
     """Keys of this tool alone.
 
     `steps` and `warmup_steps` are of each timing (`rounds` of them for each rung), or of the training of mode=gradients
-    and mode=numerics. `numerics_steps=null` leaves the rounding out. `jobs` training runs go at a time. `loss_scale` is
-    tried on the gradients of mode=gradients.
+    and mode=numerics. Each rung is trained with `seeds` seeds from `first_seed` on, by `ranks` processes, `jobs` runs
+    at a time; with `gradients` the first one's are counted; `numerics_steps=null` leaves the rounding out. A loss of
+    `margin` points of top-1 does not matter. `loss_scale` is tried on the gradients of mode=gradients.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] = "cumulative"

@@ -1,8 +1,9 @@
 """Evaluate a checkpoint: `python tools/test_net.py weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
 
-Without `--config-name` the configuration is the one that the run was trained with. Weights of timm and torchvision are
-scored with the preprocessing that comes with them, beside the published number: `--config-name deit_s16
-weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` takes the configuration's instead.
+Without `--config-name` the configuration is the one that the weights were trained with: a run, a checkpoint and an
+exported file say it. Weights of timm and torchvision are scored with the preprocessing that comes with them, beside the
+published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` takes the
+configuration's instead.
 """
 
 from typing import Literal

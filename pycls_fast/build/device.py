@@ -56,13 +56,12 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         UserError: a switch that this device cannot run, or that does not go together with the rest.
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
-    formats = level(config)
     resolved = speed.resolve(
         config.speed.preset,
         config.speed.chosen(),
         kind,
         config.optim.name,
-        in_16_bits=formats.compute != "float32" and not formats.float8,
+        in_16_bits=level(config).in_16_bits,
         sharded=config.parallel.name in DTENSORS,
     )
     _give_way(config, resolved)
@@ -70,7 +69,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         # The preset gives way to what was asked for.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
         in_the_way = set(impossible(config, resolved, kind)) - set(impossible(config, uncompiled, kind))
-        if in_the_way or not (_compiles_once(config) and _has_compiler()):
+        if in_the_way or not (_compiles_once(config) and has_compiler()):
             resolved = uncompiled
     lines = list(impossible(config, resolved, kind))
     if lines:
@@ -100,7 +99,7 @@ def _compiles_once(config: RunConfig) -> bool:
     )
 
 
-def _has_compiler() -> bool:
+def has_compiler() -> bool:
     """Whether torch.compile has what it needs for a CPU: a C++ compiler, looked for as Inductor does, and Python.h."""
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"

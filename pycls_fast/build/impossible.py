@@ -44,7 +44,10 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
         yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
     if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
-        yield "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; leave it out"
+        yield (
+            "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; use "
+            "speed.patches=convolution"
+        )
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
         yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
@@ -126,7 +129,7 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
     if config.data.image_size_schedule:
         yield (
             "speed.cuda_graphs: on records images of one size and data.image_size_schedule changes it; use "
-            "speed.cuda_graphs=off or leave the schedule out"
+            "speed.cuda_graphs=off or data.image_size_schedule=[]"
         )
     if config.runtime.watchdog:
         yield "speed.cuda_graphs: runtime.watchdog asks the host in every step; use runtime.watchdog=false"

@@ -40,7 +40,8 @@ def num_classes(config: RunConfig, source: Source) -> int:
         )
     if chosen is not None and chosen < found:
         raise UserError(
-            f"model.num_classes: {chosen} outputs for data with {found} classes; leave it out to take {found}"
+            f"model.num_classes: {chosen} outputs for data with {found} classes; use model.num_classes=null to take "
+            f"{found}"
         )
     return chosen or found
 
@@ -119,7 +120,7 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
     by_hand = config.speed.chosen()
     wrong = []
     if SwitchName.ATTENTION in by_hand and not network.has_fused_attention:
-        wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; leave it out")
+        wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; use speed.attention=null")
     needs_units = {
         "speed.recompute": ("off", by_hand.get(SwitchName.RECOMPUTE, "off")),
         "speed.compile": ("model", by_hand.get(SwitchName.COMPILE, "off").replace("off", "model")),
@@ -137,7 +138,8 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
     if refused:
         wrong.append(
             f"data.image_size_schedule: timm's {settings.name} at data.image_size={config.data.image_size} does not "
-            f"take {', '.join(map(str, refused))}; leave it out, or use a network for all sizes (model=resnet50)"
+            f"take {', '.join(map(str, refused))}; use "
+            "data.image_size_schedule=[], or a network for all sizes (model=resnet50)"
         )
     if wrong:
         raise UserError(*wrong)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,7 +9,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 
 from pycls_fast import optim
-from pycls_fast.build.device import Switches, level
+from pycls_fast.build.device import Switches, has_compiler, level
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
@@ -196,8 +193,11 @@ def _device(groups: list[optim.Group]) -> torch.device:
 
 def _need_compiler(device: torch.device, what: str, instead: str) -> None:
     # On CUDA torch brings its own (Triton).
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        raise UserError(f"{what} needs a C++ compiler on a CPU and found none; install g++ or use {instead}")
+    if device.type == "cpu" and not has_compiler():
+        raise UserError(
+            f"{what} needs a C++ compiler and Python's headers on a CPU and did not find both; install g++ and "
+            f"python3-dev, or use {instead}"
+        )
 
 
 def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:

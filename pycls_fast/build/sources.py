@@ -131,7 +131,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
                 "use loss.class_weights=balanced, or data.shuffle=full to do it all the same"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
-        labels = _labels(source, "data.sampling")
+        labels = _labels(source, "data.sampling", "uniform")
         return partial(class_order, labels=labels, power=power, repeats=config.augment.repeats)
     if how == "full" or (how == "auto" and not prefers_blocks(source)):
         return None
@@ -153,11 +153,11 @@ def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
     """
     if config.loss.class_weights == "none":
         return None
-    return np.bincount(_labels(source, "loss.class_weights"), minlength=len(source.classes))
+    return np.bincount(_labels(source, "loss.class_weights", "none"), minlength=len(source.classes))
 
 
-def _labels(source: Source, key: str) -> np.ndarray:
+def _labels(source: Source, key: str, off: str) -> np.ndarray:
     labels = getattr(source, "labels", None)
     if labels is None:
-        raise UserError(f"{key}: needs all labels ahead, which this source does not know; leave it out")
+        raise UserError(f"{key}: needs all labels ahead, which this source does not know; use {key}={off}")
     return np.asarray(labels, dtype=np.int64)

@@ -1,15 +1,17 @@
 """Configuration: Hydra composes, pydantic decides. Only `build` and what is above it imports this."""
 
 from pycls_fast.config.command_line import NoOptions, command_line
-from pycls_fast.config.compose import load_config, load_run_config, saved_config
+from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
+from pycls_fast.config.saved import load_run_config, saved_config
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.variants import variant
+from pycls_fast.config.variants import command_alone, variant
 
 __all__ = [
     "NoOptions",
     "RunConfig",
     "Section",
+    "command_alone",
     "command_line",
     "load_config",
     "load_run_config",

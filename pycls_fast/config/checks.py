@@ -30,9 +30,10 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
     yield from _model(config)
     yield from _data(config)
     yield from _schedule(config)
-    yield from _frozen(config)
+    yield from _loss(config)
+    yield from _optim(config)
     yield from _precision(config)
-    yield from _memory(config)
+    yield from _switches(config)
     yield from _parallel(config)
     yield from _fairscale(config)
 
@@ -70,7 +71,7 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.val", "given without data.train; give both, or neither"
     for key in ("train", "val"):
         if getattr(data, key) is not None and data.source in ("folder", "packed", "cifar", "digits", "synthetic"):
-            yield f"data.{key}", f"data.source={data.source} has folders of fixed names; leave it out"
+            yield f"data.{key}", f"data.source={data.source} has folders of fixed names; use data.{key}=null"
     if data.shard_cache_gib is not None and data.shard_cache is None:
         yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
     if data.sampling != "uniform" and data.shuffle == "blocks":
@@ -102,7 +103,10 @@ def _vit_parts(model: ViTModel) -> Iterator[tuple[str, str]]:
                 f"must multiply to model.patch_size={model.patch_size}; got {math.prod(model.stem_strides)}",
             )
     elif model.stem_widths or model.stem_strides:
-        yield "model.stem_widths", "has no effect with model.stem=patch; use model.stem=conv or leave it out"
+        yield (
+            "model.stem_widths",
+            "has no effect with model.stem=patch; use model.stem=conv, or model.stem_widths=[] model.stem_strides=[]",
+        )
     if model.classifier == "token" and model.class_token is False:
         yield "model.class_token", "model.classifier=token reads it; use model.class_token=true or classifier=pooled"
 
@@ -125,15 +129,32 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     microbatch = data.global_batch_size // steps
     if (augment.mixup_alpha or augment.cutmix_alpha) and microbatch == 1:
         yield "augment.mixup_alpha", "mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1"
+    epochs = [epoch for epoch, _ in data.image_size_schedule]
+    if epochs != sorted(set(epochs)):
+        yield "data.image_size_schedule", f"epochs must increase; got {epochs}"
+    if data.image_size_schedule and isinstance(config.model, ViTModel):
+        yield (
+            "data.image_size_schedule",
+            "a ViT has positions for one image size; use data.image_size_schedule=[], or a network without them "
+            "(model=resnet50)",
+        )
+    small = [size for _, size in data.image_size_schedule if size < 32]
+    if small and isinstance(config.model, ResNetModel) and config.model.stem == "imagenet":
+        yield "data.image_size_schedule", f"{small[0]} is too small for model.stem=imagenet (32 at least)"
 
 
 def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
-    chosen = [
-        name for name in ("rand_augment", "auto_augment", "trivial_augment", "three_augment") if getattr(augment, name)
-    ]
+    # Each with what it is when it is off.
+    policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
+    chosen = [name for name in policies if getattr(augment, name)]
     for name in chosen[1:]:
-        yield f"augment.{name}", f"one policy at a time, and there is augment.{chosen[0]}; switch one of them off"
+        first = chosen[0]
+        yield (
+            f"augment.{name}",
+            f"one policy at a time, and augment.{first} is set, too; use augment.{first}={policies[first]} or "
+            f"augment.{name}={policies[name]}",
+        )
     policy = augment.rand_augment
     if policy is not None and policy.library == "torchvision":
         for name in ("magnitude_std", "increasing", "probability"):
@@ -143,17 +164,6 @@ def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {policy.magnitude}"
     if augment.mix_mode == "pair" and data.global_batch_size // config.optim.accumulation_steps % 2:
         yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
-    epochs = [epoch for epoch, _ in data.image_size_schedule]
-    if epochs != sorted(set(epochs)):
-        yield "data.image_size_schedule", f"epochs must increase; got {epochs}"
-    if data.image_size_schedule and isinstance(config.model, ViTModel):
-        yield (
-            "data.image_size_schedule",
-            "a ViT has positions for one image size; leave it out, or use a network without them (model=resnet50)",
-        )
-    small = [size for _, size in data.image_size_schedule if size < 32]
-    if small and isinstance(config.model, ResNetModel) and config.model.stem == "imagenet":
-        yield "data.image_size_schedule", f"{small[0]} is too small for model.stem=imagenet (32 at least)"
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -170,20 +180,23 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
             "schedule.step_epochs",
             "not set; give the epochs between two steps (30, say)"
             if needed
-            else f"is for schedule=step; leave it out with schedule={schedule.name}",
+            else f"is for schedule=step; use schedule.step_epochs=null with schedule={schedule.name}",
         )
+
+
+def _loss(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.loss.bce_threshold is not None and config.loss.name != "bce":
-        yield "loss.bce_threshold", f"is for loss=bce; leave it out with loss={config.loss.name}"
+        yield "loss.bce_threshold", f"is for loss=bce; use loss.bce_threshold=null with loss={config.loss.name}"
     elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
         yield (
             "loss.class_weights",
             "weighs the shares of a mix, which loss.bce_threshold rounds; use one of them",
         )
+
+
+def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
-
-
-def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
     trainable = config.optim.trainable
     if "all" in trainable and len(trainable) > 1:
         yield "optim.trainable", f"all is everything; leave {trainable[trainable.index('all') - 1]} or all out"
@@ -198,21 +211,16 @@ def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.parallel.sync_batchnorm:
         yield (
             "parallel.sync_batchnorm",
-            "would replace the batch norms whose statistics optim.trainable freezes; leave it out",
+            "would replace the batch norms whose statistics optim.trainable freezes; use parallel.sync_batchnorm=false",
         )
 
 
 def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
         yield "precision", "fp8 is for linear layers and model.kind=resnet has but its head; use precision=amp_bf16"
-    if config.runtime.watchdog and config.speed.compile not in (None, "off"):
-        yield (
-            "runtime.watchdog",
-            f"does not see into compiled parts (speed.compile={config.speed.compile}); use speed.compile=off with it",
-        )
 
 
-def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _switches(config: RunConfig) -> Iterator[tuple[str, str]]:
     speed = config.speed
     recomputes = speed.recompute not in (None, "off")
     if speed.activation_compression == "8bit" and recomputes:
@@ -237,6 +245,11 @@ def _memory(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "speed.drop_path_compute",
             "skip would take BatchNorm's statistics from the kept samples alone; use speed.drop_path_compute=multiply",
+        )
+    if config.runtime.watchdog and config.speed.compile not in (None, "off"):
+        yield (
+            "runtime.watchdog",
+            f"does not see into compiled parts (speed.compile={config.speed.compile}); use speed.compile=off with it",
         )
 
 
@@ -265,15 +278,22 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     for key in ("shard_degree", "replicate_degree"):
         if getattr(chosen, key) is not None and name != "hsdp":
-            yield f"parallel.{key}", f"is for parallel=hsdp; leave it out or use parallel=hsdp (got parallel={name})"
+            yield (
+                f"parallel.{key}",
+                (f"is for parallel=hsdp; use parallel.{key}=null or parallel=hsdp (got parallel={name})"),
+            )
     if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
         yield (
             "parallel.reshard_after_forward",
-            f"false is for strategies that cut weights; leave it out or use parallel=fsdp (got parallel={name})",
+            f"false is for strategies that cut weights; use parallel.reshard_after_forward=true or parallel=fsdp (got "
+            f"parallel={name})",
         )
     if chosen.sync_batchnorm and not isinstance(config.model, ResNetModel):
-        yield "parallel.sync_batchnorm", f"model.kind={config.model.kind} has no batch norm; leave it out"
-    if gathers and precision in ("fp16", "bf16"):
+        yield (
+            "parallel.sync_batchnorm",
+            (f"model.kind={config.model.kind} has no batch norm; use parallel.sync_batchnorm=false"),
+        )
+    if (gathers or name == "fairscale_fsdp") and precision in ("fp16", "bf16"):
         masters = "fp16_master" if precision == "fp16" else "bf16_params"
         yield (
             "precision",
@@ -295,13 +315,6 @@ def _fairscale(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "optim.name",
                 f"{name} looks at the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
                 "or lion, or parallel=ddp",
-            )
-        if precision in ("fp16", "bf16"):
-            masters = "fp16_master" if precision == "fp16" else "bf16_params"
-            yield (
-                "precision",
-                f"{precision} keeps no float32 weights and FairScale's shards are float32; use precision={masters} or "
-                "parallel=ddp",
             )
         if precision == "fp8":
             yield "precision", "fp8 does not go with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"

@@ -17,14 +17,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
-from pycls_fast.config import precedence, scheduler
+from pycls_fast.config import precedence, saved, scheduler
 from pycls_fast.config.compose import (
     CONFIGS,
     HYDRA_SETTINGS,
     Composed,
     as_hydra_overrides,
     check,
-    compose_saved,
     validate,
 )
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
@@ -58,7 +57,7 @@ def command_line(
         run: takes the checked configuration and the tool's own options; returns the exit status.
         default: the experiment when `--config-name` is not given.
         options: keys that belong to the tool alone (`split=val`), beside those of `RunConfig`.
-        config_of_weights: without `--config-name`, take the configuration of the run that `weights=` comes from.
+        config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: of the options; where False, `data.root` may be missing.
         trains: whether an experiment that fine-tunes is refused without `weights`.
     """
@@ -84,9 +83,10 @@ def command_line(
             raise
 
     def everything() -> int:
-        run_dir = _run_of_weights(sys.argv[1:]) if config_of_weights else None
-        if run_dir is not None:
-            return _run_job(compose_saved(run_dir, sys.argv[1:]), run, options, needs_data, trains)
+        found = _saved_configuration(sys.argv[1:]) if config_of_weights else None
+        if found is not None:
+            composed = saved.compose_saved(found, [quote_items(argument) for argument in sys.argv[1:]])
+            return _run_job(composed, run, options, needs_data, trains)
         folders = _search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
@@ -165,14 +165,22 @@ def _run_job(
     return run(config, chosen)
 
 
-def _run_of_weights(arguments: Sequence[str]) -> Path | None:
-    """The run folder that `weights=` points into, unless an experiment was named or there is none."""
-    if any(argument.startswith("-") for argument in arguments):
+def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
+    """What comes with `weights=`, unless an experiment is named or help asked for; see `saved.of_weights`.
+
+    Raises:
+        UserError: another flag beside it, which would be Hydra's, and Hydra would take another configuration.
+    """
+    flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
+    if {"--config-name", "-cn", "--help", "-h", "--hydra-help", "--version"} & set(flags):
         return None
-    sources = [Path(a.partition("=")[2]).expanduser() for a in arguments if a.startswith("weights=")]
-    # A run folder, something in it, or a checkpoint in its checkpoints/.
-    candidates = [folder for source in sources[-1:] for folder in (source, source.parent, source.parent.parent)]
-    return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
+    found = saved.of_weights([quote_items(argument) for argument in arguments if not argument.startswith("-")])
+    if found is not None and flags:
+        raise UserError(
+            f"{flags[0]}: does not go with the configuration that weights= brings along ({found.file}); leave it out, "
+            "or name an experiment with --config-name"
+        )
+    return found
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from pycls_fast.config.explain import (
     CONFIGS,
     explain,
     first_line,
-    no_such_file,
     shown_path,
     unreadable,
 )
@@ -55,7 +54,7 @@ class Composed:
     choices: Mapping[str, str]
     folders: tuple[Path, ...]
     saved: Path | None = None
-    """The file that holds every key, where the values come from a run folder."""
+    """The file that holds every key, where the values come from a run."""
 
     @classmethod
     def from_hydra(cls, config: DictConfig, hydra_config: Any) -> Composed:
@@ -105,7 +104,7 @@ class Composed:
         chosen = f"{group}/{self.choices[group]}" if group in self.choices else None
         if self.saved is not None and chosen is None:
             return str(self.saved)
-        names = [] if self.saved is not None else [(name, key) for name in self._experiments(self.config_name)]
+        names = [] if self.saved is not None else [(name, key) for name in self.experiments(self.config_name)]
         if chosen is not None:
             names += [
                 (f"{name}/{choice}", key) for name, choice in self.choices.items() if self._is_global(name, choice)
@@ -127,14 +126,14 @@ class Composed:
         file = self.file(f"{group}/{choice}")
         return file is not None and is_global(file)
 
-    def _experiments(self, name: str) -> Iterator[str]:
+    def experiments(self, name: str) -> Iterator[str]:
         """The experiment, and those that its defaults list is based on, later ones first."""
         yield name
         file = self.file(name)
         values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
         for entry in reversed(values.get("defaults", [])) if isinstance(values, dict) else []:
             if isinstance(entry, str) and entry != "_self_":
-                yield from self._experiments(entry.lstrip("/").removesuffix(".yaml"))
+                yield from self.experiments(entry.lstrip("/").removesuffix(".yaml"))
 
 
 def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
@@ -147,7 +146,7 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
     """Validate strictly, then check what involves several keys.
 
     Args:
-        composed: from Hydra or a run folder.
+        composed: from Hydra or a run.
         needs_data: False where no image is read, so that `data.root` may be missing.
         trains: whether `weights` may not be missing where the experiment fine-tunes.
         also: keys that exist beside those of a run, to be proposed for a misspelt one.
@@ -205,96 +204,6 @@ def load_config(
         except COMPOSE_ERRORS as error:
             raise explain(error, folders=[folder]) from error
         return check(Composed.from_hydra(composed_config, composed_config.hydra))
-
-
-def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
-    """A configuration from the plain values that a checkpoint or an exported file holds; no combination is checked.
-
-    Args:
-        where: the file, for messages.
-
-    Raises:
-        UserError: one line per value that this version does not know.
-    """
-    try:
-        return RunConfig.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
-
-
-def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run folder was made with, with overrides.
-
-    Of `speed` only the preset: the file has the switches that were in force on the run's device, with its compiler and
-    in training, which another place may not have.
-
-    Raises:
-        UserError: no such run, or a mistake in an override.
-    """
-    return check(compose_saved(run_dir, overrides))
-
-
-def compose_saved(run_dir: Path, overrides: Sequence[str]) -> Composed:
-    """What `check` takes, from a run folder's `config.yaml`: `group=name` replaces a group, `key=value` a value.
-
-    See `load_run_config` for what is left out.
-
-    Raises:
-        UserError: no such run, or an override that cannot be read.
-    """
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
-    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    config_name = str(values.pop("config_name", run_dir.name))
-    if isinstance(values.get("speed"), dict):
-        values["speed"] = {key: value for key, value in values["speed"].items() if key == "preset"}
-    names = groups([CONFIGS])
-    choices: dict[str, str] = {}
-    dotted: list[str] = []
-    for override in overrides:
-        name, separator, value = override.lstrip("+").partition("=")
-        if not separator:
-            raise unreadable(override, [])
-        if name not in names or value.startswith("{"):
-            dotted.append(f"{name}={value}")
-            continue
-        group_file = CONFIGS / name / f"{value}.yaml"
-        if not group_file.is_file():
-            raise no_such_file(name, value, [CONFIGS])
-        choices[name] = value
-    try:
-        merged = OmegaConf.merge(_with_groups(values, choices), OmegaConf.from_dotlist(dotted))
-    except COMPOSE_ERRORS as error:
-        raise explain(error, [CONFIGS]) from error
-    composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=file)
-    return dataclasses.replace(composed, values=composed.resolve(merged))
-
-
-def _with_groups(values: Mapping[str, Any], choices: dict[str, str]) -> DictConfig:
-    """Saved values with groups replaced by the chosen files; one of the whole configuration may choose others."""
-    files = {name: CONFIGS / name / f"{choice}.yaml" for name, choice in choices.items()}
-    contents = {name: _plain(name, file) for name, file in files.items()}
-    whole = [contents.pop(name) for name, file in files.items() if is_global(file)]
-    for content in whole:
-        for entry in content.pop("defaults", []):
-            for override, choice in entry.items():
-                name = str(override).removeprefix("override ").lstrip("/")
-                if name not in choices:
-                    choices[name] = str(choice)
-                    contents[name] = _plain(name, CONFIGS / name / f"{choice}.yaml")
-    kept = {name: value for name, value in values.items() if name not in choices}
-    merged = OmegaConf.merge(OmegaConf.create({**kept, **contents}), *whole)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _plain(group: str, file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise no_such_file(group, file.stem, [CONFIGS])
-    content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    assert isinstance(content, dict)
-    return content
 
 
 def is_global(file: Path) -> bool:

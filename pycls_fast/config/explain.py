@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from pycls_fast.config.messages import nearest
 from pycls_fast.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -119,7 +119,7 @@ def _not_utf8(folders: Sequence[Path]) -> str:
 
 def _near(name: str, group: str, folders: Sequence[Path]) -> str:
     available = _available(group, folders)
-    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {near[0]}?"
+    near = nearest(name, available, cutoff=0.5)
+    if near is not None:
+        return f"; did you mean {near}?"
     return f"; there is {', '.join(available)}" if available else ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import Section
 
 
@@ -24,10 +25,10 @@ def help_text(description: str, options: type[Section], folders: Sequence[Path])
 def _lines(description: str, options: type[Section], folders: Sequence[Path]) -> Iterator[str]:
     yield description.strip()
     if options.model_fields:
-        yield "\nkeys of this tool:"
+        yield f"\n{inspect.cleandoc(options.__doc__ or '').replace('`', '')}"
         for name, field in options.model_fields.items():
             choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
-            yield f"  {name}={_default(field.default)}" + (f"  one of {', '.join(choices)}" if choices else "")
+            yield f"  {name}={as_typed(field.default)}" + (f"  one of {', '.join(choices)}" if choices else "")
     yield "\nexperiments, --config-name NAME:"
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
     for name, file in experiments.items():
@@ -43,7 +44,3 @@ def _lines(description: str, options: type[Section], folders: Sequence[Path]) ->
     yield "of every run: run_dir=PATH seed=N resume=auto|never|PATH"
     yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME"
     yield "--cfg job prints what was composed; --multirun runs every combination of key=a,b; --config-dir adds a folder"
-
-
-def _default(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -38,10 +38,47 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> set[str]:
     return keys
 
 
+# What other projects call it. By their letters these are nearest to something else.
+_USUAL_KEYS = {
+    "batch_size": "data.global_batch_size",
+    "bs": "data.global_batch_size",
+    "workers": "data.num_workers",
+    "img_size": "data.image_size",
+    "input_size": "data.image_size",
+    "data_dir": "data.root",
+    "data_path": "data.root",
+    "learning_rate": "optim.lr",
+    "wd": "optim.weight_decay",
+    "clip_grad": "optim.clip_norm",
+    "grad_clip": "optim.clip_norm",
+    "num_epochs": "schedule.epochs",
+    "max_epochs": "schedule.epochs",
+    "amp": "precision",
+    "pretrained": "weights",
+    "checkpoint": "weights",
+    "output_dir": "run_dir",
+}
+_USUAL_WORDS = {"gpu": "cuda", "ce": "cross_entropy", "float32": "fp32"}
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one that was probably meant: its usual name, its parts in another order, else the nearest by its letters."""
+    known = sorted(words)
+    if _USUAL_WORDS.get(word) in known:
+        return _USUAL_WORDS[word]
+    reordered = next((other for other in known if _parts(other) == _parts(word)), None)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return reordered or next(iter(near), None)
+
+
+def _parts(word: str) -> list[str]:
+    return sorted(re.split(r"[_-]", word.lower()))
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest of the words, or nothing when none is near."""
-    near = difflib.get_close_matches(word, sorted(words), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, words)
+    return f"; did you mean {near}?" if near is not None else ""
 
 
 def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:
@@ -94,10 +131,12 @@ def _unknown(
     known = known_keys(schema)
     if key.replace("/", ".") in known:
         return f"unknown key; did you mean {key.replace('/', '.')}?"
+    if _USUAL_KEYS.get(name) in known:
+        return f"unknown key; did you mean {_USUAL_KEYS[name]}?"
     siblings = [*(section.model_fields if section is not None else ()), *(() if parent else also)]
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {f'{parent}.' if parent else ''}{near[0]}?"
+    near = nearest(name, siblings)
+    if near is not None:
+        return f"unknown key; did you mean {f'{parent}.' if parent else ''}{near}?"
     # The key may exist under another group.
     elsewhere = [k for k in sorted(known) if k.rpartition(".")[2] == name and k != key]
     if elsewhere:

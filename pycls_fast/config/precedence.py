@@ -1,35 +1,79 @@
-"""What an experiment's file sets wins over the file of a group, also over one that the command line chose."""
+"""What an experiment's file sets wins over the file of a group, also over one that was chosen in its place."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from pycls_fast.config.compose import Composed
 from pycls_fast.config.explain import shown_path
+from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.schema import Augment
 
 
 def notes(composed: Composed) -> Iterator[str]:
-    """A line where `optim=NAME` chose an optimizer and the experiment keeps its own values for it.
+    """A line for what an experiment keeps although another optimizer or augmentation was chosen than its own.
 
-    A learning rate or a weight decay that was meant for another optimizer trains nothing, without an error. Values of
-    the other groups do no such harm.
+    A learning rate or a weight decay that was meant for another optimizer trains nothing, and `augment=none` would mix
+    images, without an error. Values of the other groups do no such harm.
     """
-    chosen = any(override.partition("=")[0] == "optim" for override in composed.overrides)
-    if not chosen or composed.saved is not None:
-        return
-    name = composed.choices["optim"]
-    file = composed.file(f"optim/{name}")
-    assert file is not None
-    own = yaml.safe_load(file.read_text(encoding="utf-8"))
-    kept: dict[str, list[str]] = {}
-    for key, value in composed.values["optim"].items():
-        origin = composed.where(f"optim.{key}")
-        if origin not in (shown_path(file), "the command line") and value != own.get(key):
-            kept.setdefault(origin, []).append(key)
-    for origin, keys in kept.items():
+    optimizer, augmentation = composed.choices.get("optim"), composed.choices.get("augment")
+    for origin, kept in _kept(composed, "optim", {}).items():
         yield (
-            f"optim={name}: {', '.join(keys)}: the values of {origin}, not those of {shown_path(file)}; "
-            "optim.KEY=VALUE sets others"
+            f"optim={optimizer}: {', '.join(kept)}: the values of {origin}, not those of "
+            f"{_shown(composed, 'optim')}; optim.KEY=VALUE sets others"
         )
+    defaults = {key: field.default for key, field in Augment.model_fields.items()}
+    for origin, kept in _kept(composed, "augment", defaults).items():
+        values = ", ".join(f"{key}={as_typed(composed.values['augment'][key])}" for key in kept)
+        own = " ".join(shlex.quote(f"augment.{key}={as_typed(value)}") for key, value in kept.items())
+        yield (
+            f"augment={augmentation}: {values}: set in {origin}, which wins over {_shown(composed, 'augment')}; for "
+            f"that file's: {own}"
+        )
+
+
+def _kept(composed: Composed, group: str, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """File -> key -> what it would be otherwise, of values that experiments keep against the chosen file of a group."""
+    if composed.saved is not None:
+        return {}
+    experiments = list(composed.experiments(composed.config_name))
+    if not any(override.partition("=")[0] == group for override in composed.overrides):
+        # What a file sets that itself chooses, or stands above the one that does, is meant so.
+        chooser = next((i for i, name in enumerate(experiments) if _overrides(composed, name, group)), len(experiments))
+        experiments = experiments[chooser + 1 :]
+    below = {shown_path(file) for file in map(composed.file, experiments) if file is not None}
+    chosen = composed.file(f"{group}/{composed.choices.get(group)}")
+    if chosen is None:
+        return {}
+    own = defaults | _plain(OmegaConf.load(chosen))
+    kept: dict[str, dict[str, Any]] = {}
+    for key, value in composed.values[group].items():
+        origin = composed.where(f"{group}.{key}")
+        if origin in below and as_typed(value) != as_typed(own.get(key)):
+            kept.setdefault(origin, {})[key] = own.get(key)
+    return kept
+
+
+def _overrides(composed: Composed, experiment: str, group: str) -> bool:
+    """Whether an experiment's file chooses another file of the group than what it is based on."""
+    file = composed.file(experiment)
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
+    entries = values.get("defaults", []) if isinstance(values, dict) else []
+    names = {str(key).replace("/", "") for entry in entries if isinstance(entry, dict) for key in entry}
+    return f"override {group}" in names
+
+
+def _plain(content: Any) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(content, resolve=False)
+    return values if isinstance(values, dict) else {}
+
+
+def _shown(composed: Composed, group: str) -> str:
+    file = composed.file(f"{group}/{composed.choices[group]}")
+    assert file is not None
+    return shown_path(file)

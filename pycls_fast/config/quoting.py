@@ -1,6 +1,9 @@
-"""Quotes around values that Hydra's grammar would not read as they are."""
+"""Values as they are typed: quotes around those that Hydra's grammar would not read as they are."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
@@ -26,6 +29,19 @@ def quote_value(override: str) -> str:
     return quoted if _is_read(quoted) else override
 
 
+def as_typed(value: Any) -> str:
+    """A plain value as the command line takes it: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_typed, value)) + "]"
+    return str(value)
+
+
 def _is_read(override: str) -> bool:
     try:
         OverridesParser.create().parse_overrides([override])
@@ -35,7 +51,8 @@ def _is_read(override: str) -> bool:
 
 
 def _quoted(item: str) -> str:
-    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    # Hydra takes a backslash for one that escapes only in front of a quote, so one at the end is doubled, too.
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), item) + '"'
 
 
 def _split(text: str) -> list[str]:

@@ -67,6 +67,18 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _bare_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false, and a bare `on` as true."""
+    return "off" if value is False else value
+
+
+def _bare_off_on(value: Any) -> Any:
+    return "on" if value is True else _bare_off(value)
+
+
+_Off, _OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
+
+
 class Section(BaseModel):
     """A group of keys; what every part of the configuration inherits."""
 
@@ -167,7 +179,7 @@ class Data(Section):
     image_column: Text | None = None
     label_column: Text = "label"
     hub_config: Text | None = None
-    index_cache: Text = "auto"
+    index_cache: Annotated[Text, _Off] = "auto"
     shard_cache: Text | None = None
     shard_cache_gib: PositiveFloat | None = None
     shuffle: Literal["auto", "full", "blocks"] = "auto"
@@ -438,10 +450,10 @@ class Speed(Section):
     patches: Literal["convolution", "product"] | None = None
     convolution: Literal["torch", "products"] | None = None
     allocator: Literal["default", "keep"] | None = None
-    compile: Literal["off", "blocks", "model"] | None = None
+    compile: Annotated[Literal["off", "blocks", "model"] | None, _Off] = None
     compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
     optimizer: Literal["loop", "foreach", "fused"] | None = None
-    optimizer_compile: Literal["off", "on"] | None = None
+    optimizer_compile: Annotated[Literal["off", "on"] | None, _OffOn] = None
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
     decode: Literal["pillow", "simplejpeg", "region"] | None = None
@@ -453,8 +465,8 @@ class Speed(Section):
     metrics: Literal["step", "interval"] | None = None
     sequence_padding: Literal["none", "8", "64"] | None = None
     cross_entropy: Literal["plain", "fused"] | None = None
-    cuda_graphs: Literal["off", "on"] | None = None
-    recompute: Literal["off", "full", "selective"] | None = None
+    cuda_graphs: Annotated[Literal["off", "on"] | None, _OffOn] = None
+    recompute: Annotated[Literal["off", "full", "selective"] | None, _Off] = None
     activation_offload: Literal["none", "cpu"] | None = None
     activation_compression: Literal["none", "8bit"] | None = None
     param_offload: Literal["none", "cpu"] | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
 from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain
@@ -55,6 +56,17 @@ def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
     flags = [part for folder in more[:1] for part in ("--config-dir", folder)]
     typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
     return [*flags, "--config-name", str(settings.job.config_name).removesuffix(".yaml")], typed
+
+
+def command_alone() -> list[str] | None:
+    """Options and overrides that start this run of a `--multirun` by itself, without its `run_dir`; None elsewhere."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    flags, typed = same_command(options=Section)
+    # What Hydra knows of its sweep alone.
+    number = str(HydraConfig.get().job.num)
+    known = [override.removeprefix("++").replace("${hydra:job.num}", number) for override in typed]
+    return [*flags, *(override for override in known if _key(override) != "run_dir")]
 
 
 def config_folders() -> list[Path]:

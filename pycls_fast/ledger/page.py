@@ -74,6 +74,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             f"<div class='scroll'>{_table(record)}</div>",
             f"<p class='quiet'>{escape(record['rule'])}</p>",
             _list("Notes", [(arm["name"], arm["note"]) for arm in record["arms"] if arm["note"]]),
+            _list("Not measured", list(record["unmeasured"].items())),
             _list("Not run here", [(arm["name"], arm["reason"]) for arm in record["arms"] if arm["reason"]]),
             "<h2>Made with</h2>",
             f"<p><code>{escape(record['command'])}</code></p><p class='quiet'>{escape(versions)}</p>",

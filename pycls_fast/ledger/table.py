@@ -119,7 +119,8 @@ def markdown(record: Mapping[str, Any]) -> str:
     ]
     notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
     missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]
-    for title, items in (("Notes", notes), ("Not run here", missing)):
+    failed = [f"- {what}: {reason}" for what, reason in record["unmeasured"].items()]
+    for title, items in (("Notes", notes), ("Not measured", failed), ("Not run here", missing)):
         if items:
             lines += ["", f"## {title}", "", *items]
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import one_of
 from pycls_fast.models.products import autocast_dtype
 
 ConvolutionName = Literal["torch", "products"]
@@ -176,8 +176,7 @@ def compute_convolutions(network: nn.Module, kernel: ConvolutionName) -> None:
     Raises:
         UserError: an unknown kernel.
     """
-    if kernel not in CONVOLUTION:
-        raise UserError(f"convolution: must be one of {', '.join(CONVOLUTION)}; got {kernel}")
+    one_of("convolution", kernel, CONVOLUTION)
     for module in list(network.modules()):
         for name, layer in module.named_children():
             if isinstance(layer, nn.Conv2d) and type(layer) is not CONVOLUTION[kernel]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.gelu import GELU, GeluName
 from pycls_fast.models.init import lecun_normal_
@@ -39,8 +39,7 @@ def batch_dimension(layout: Layout) -> int:
     Raises:
         UserError: an unknown layout.
     """
-    if layout not in get_args(Layout):
-        raise UserError(f"layout: must be one of {', '.join(get_args(Layout))}; got {layout}")
+    one_of("layout", layout, get_args(Layout))
     return 1 if layout == "batch_second" else 0
 
 
@@ -72,8 +71,7 @@ class DropPath(nn.Module):
         super().__init__()
         if not 0.0 <= rate < 1.0:
             raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
-        if compute not in get_args(DropPathCompute):
-            raise UserError(f"drop_path_compute: must be one of {', '.join(get_args(DropPathCompute))}; got {compute}")
+        one_of("drop_path_compute", compute, get_args(DropPathCompute))
         self.rate = rate
         self.batch_dim = batch_dim
         self.compute = compute
@@ -138,8 +136,7 @@ def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> l
     Raises:
         UserError: an unknown rule.
     """
-    if rule not in get_args(DropPathRule):
-        raise UserError(f"drop_path_rule: must be one of {', '.join(get_args(DropPathRule))}; got {rule}")
+    one_of("drop_path_rule", rule, get_args(DropPathRule))
     if rule == "constant":
         return [rate] * depth
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
@@ -170,8 +167,7 @@ class PatchStem(nn.Module):
         patches: Patches = "convolution",
     ) -> None:
         super().__init__()
-        if patches not in get_args(Patches):
-            raise UserError(f"patches: must be one of {', '.join(get_args(Patches))}; got {patches}")
+        one_of("patches", patches, get_args(Patches))
         self.batch_dim = batch_dimension(layout)
         self.patch_size = patch_size
         self.cut = patches == "product"
@@ -344,10 +340,8 @@ class Attention(nn.Module):
         super().__init__()
         if width % heads:
             raise UserError(f"heads: the width {width} must be a multiple of it; got {heads}")
-        if attention not in ATTENTION:
-            raise UserError(f"attention: must be one of {', '.join(ATTENTION)}; got {attention}")
-        if qkv not in get_args(Qkv):
-            raise UserError(f"qkv: must be one of {', '.join(get_args(Qkv))}; got {qkv}")
+        one_of("attention", attention, ATTENTION)
+        one_of("qkv", qkv, get_args(Qkv))
         self.heads = heads
         self.fused = qkv == "fused"
         self.batch_dim = batch_dimension(layout)
@@ -438,8 +432,7 @@ class Mlp(nn.Module):
         self, width: int, hidden_width: int, *, linear: LinearName = "torch", gelu: GeluName = "torch"
     ) -> None:
         super().__init__()
-        if gelu not in GELU:
-            raise UserError(f"gelu: must be one of {', '.join(GELU)}; got {gelu}")
+        one_of("gelu", gelu, GELU)
         self.gelu = GELU[gelu]
         self.fc1 = linear_layer(width, hidden_width, linear)
         self.fc2 = linear_layer(hidden_width, width, linear)

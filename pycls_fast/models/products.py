@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import one_of
 
 LinearName = Literal["torch", "products"]
 
@@ -174,6 +174,5 @@ def linear_layer(in_width: int, out_width: int, kernel: LinearName) -> nn.Linear
     Raises:
         UserError: an unknown kernel.
     """
-    if kernel not in LINEAR:
-        raise UserError(f"linear: must be one of {', '.join(LINEAR)}; got {kernel}")
+    one_of("linear", kernel, LINEAR)
     return nn.Linear(in_width, out_width) if kernel == "torch" else ProductsLinear(in_width, out_width)

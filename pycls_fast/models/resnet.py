@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
 from pycls_fast.models.layers import DropPath, drop_path_rates
 from pycls_fast.models.max_pool import MaxPool2d
@@ -186,8 +186,7 @@ class ConvStem(nn.Module):
 
     def __init__(self, in_channels: int, kind: Stem) -> None:
         super().__init__()
-        if kind not in get_args(Stem):
-            raise UserError(f"stem: must be one of {', '.join(get_args(Stem))}; got {kind}")
+        one_of("stem", kind, get_args(Stem))
         self.deep = nn.ModuleList()
         """What the deep stem alone has before the last convolution."""
         if kind == "deep":
@@ -248,10 +247,8 @@ class ResNet(Network):
         convolution: ConvolutionName = "torch",
     ) -> None:
         super().__init__()
-        if depth not in LAYOUTS:
-            raise UserError(f"depth: must be one of {', '.join(map(str, LAYOUTS))}; got {depth}")
-        if shortcut not in get_args(ShortcutKind):
-            raise UserError(f"shortcut: must be one of {', '.join(get_args(ShortcutKind))}; got {shortcut}")
+        one_of("depth", depth, LAYOUTS)
+        one_of("shortcut", shortcut, get_args(ShortcutKind))
         if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
             raise UserError(f"groups: depth {depth} has no bottleneck blocks to group or widen; use depth 50 or more")
         self.zero_init_last_gamma = zero_init_last_gamma

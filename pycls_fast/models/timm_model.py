@@ -137,8 +137,10 @@ class TimmModel(Network):
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None:
                 raise
-            key = {"drop_path_rate": "model.drop_path"}.get(unknown[1], f"model.options.{unknown[1]}")
-            raise UserError(f"{key}: timm's {self.name} does not take it; leave it out") from error
+            key, way_out = f"model.options.{unknown[1]}", f"leave it out (~model.options.{unknown[1]})"
+            if unknown[1] == "drop_path_rate":
+                key, way_out = "model.drop_path", "use model.drop_path=0"
+            raise UserError(f"{key}: timm's {self.name} does not take it; {way_out}") from error
         except AssertionError as error:
             raise UserError(f"model.options: timm's {self.name} refuses {self.arguments} ({error})") from error
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.attention import AttentionName
 from pycls_fast.models.gelu import GeluName
 from pycls_fast.models.init import lecun_normal_
@@ -357,5 +357,5 @@ def _zero(head: nn.Linear) -> None:
 
 
 def _check_name(key: str, value: str | None, names: object, *, optional: bool = False) -> None:
-    if value not in get_args(names) and not (optional and value is None):
-        raise UserError(f"{key}: must be one of {', '.join(get_args(names))}; got {value}")
+    if value is not None or not optional:
+        one_of(key, value, get_args(names))

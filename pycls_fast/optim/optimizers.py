@@ -1,6 +1,6 @@
 """Optimizers: the mathematics by name, the implementation (`loop`, `foreach`, `fused`) by switch.
 
-Which implementations an optimizer has is in `IMPLEMENTATIONS`. None of them reads a value from the device: that is why
+Which implementations an optimizer has is in `speed.OPTIMIZERS`. None of them reads a value from the device: that is why
 Adafactor is not torch's, which asks for two norms of every tensor on the host at every step.
 """
 

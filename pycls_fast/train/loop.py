@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pycls_fast import build
+from pycls_fast.config import command_alone
 from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
@@ -273,12 +274,18 @@ class Loop:
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
             run.display.note(f"go on with: {self._same_command()}")
+            if command_alone() is not None:
+                run.display.note("that is this run of the sweep; start the others again that have not finished")
         return STOPPED
 
     def _same_command(self) -> str:
         run = self.run
-        command = environment_command()
-        if run.config.run_dir is None:
+        command, alone = environment_command(), command_alone()
+        if alone is not None and sys.argv[0] in sys.orig_argv:
+            # Of a sweep this run alone: the whole of it would begin anew, or be refused for the folder.
+            program = sys.orig_argv[1 : sys.orig_argv.index(sys.argv[0]) + 1]
+            command = shlex.join(["python", *program, *alone])
+        if run.config.run_dir is None or alone is not None:
             command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
         if run.config.resume != "auto":
             # Else it would go back to where it began, or refuse the folder.

@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.build import Switches
 from pycls_fast.config import saved_config
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, prepare_model
@@ -59,9 +59,9 @@ def restore(
     Raises:
         UserError: no such weights, weights that do not say what they are of, or a device that is not there.
     """
-    _check("which", which, ("auto", "model", "ema"))
-    _check("device", device, ("auto", "cpu", "cuda"))
-    _check("precision", precision, PRECISIONS)
+    one_of("which", which, ("auto", "model", "ema"))
+    one_of("device", device, ("auto", "cpu", "cuda"))
+    one_of("precision", precision, PRECISIONS)
     if foreign.is_hub(str(source)):
         raise UserError(
             f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
@@ -79,11 +79,6 @@ def restore(
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
         build.lower(config, network, world.device)
     return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
-
-
-def _check(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{key}: must be one of {', '.join(allowed)}; got {value}")
 
 
 def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:

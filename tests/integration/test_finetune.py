@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
-from pycls_fast.config.compose import load_run_config
+from pycls_fast.config.saved import load_run_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.evaluation import Predictions

@@ -254,6 +254,26 @@ def test_the_command_that_goes_on_resumes_the_folder(
         assert how.endswith(f"{environment_command()}{added}")
 
 
+def test_the_command_that_goes_on_with_a_run_of_a_sweep(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sweep's own would be refused with one folder for all its runs."""
+
+    def stop(loop: Loop) -> None:
+        raise Stopped
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Loop, "_stop_if_asked", stop)
+    monkeypatch.setattr("pycls_fast.train.loop.command_alone", lambda: ["--config-name", "vit_digits", "seed=1"])
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-u", "train.py", "--multirun", "seed=0,1"])
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert train(load_config("vit_digits", [*TINY, f"data.root={digits}", "schedule.max_steps=1"])) == 3
+    lines = capsys.readouterr().out.splitlines()
+    (run_dir,) = Path("runs/vit_digits").iterdir()
+    assert f"go on with: python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
+    assert any("start the others again" in line for line in lines)
+
+
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=2"]
     train(load_config("vit_digits", overrides))

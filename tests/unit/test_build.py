@@ -122,7 +122,7 @@ class TestModel:
         source = SyntheticSource(4, 8, 6, 0)
         assert build.num_classes(vit(), source) == 6
         assert build.num_classes(vit("model.num_classes=9"), source) == 9
-        with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for data with 6 classes; leave it out"):
+        with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for data with 6 classes; use"):
             build.num_classes(vit("model.num_classes=5"), source)
 
 

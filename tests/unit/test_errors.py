@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -23,3 +23,9 @@ def test_it_survives_a_pickle(lines: tuple[str, ...]) -> None:
 def test_it_needs_a_line() -> None:
     with pytest.raises(ValueError, match="at least one line"):
         UserError()
+
+
+def test_one_of_the_names_that_there_are() -> None:
+    one_of("depth", 18, {18: "a", 50: "b"})
+    with pytest.raises(UserError, match=r"^depth: must be one of 18, 50; got 20$"):
+        one_of("depth", 20, {18: "a", 50: "b"})

@@ -60,7 +60,7 @@ def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
             chosen.chosen(),
             device,
             config["optim"]["name"],
-            in_16_bits=level.compute != "float32" and not level.float8,
+            in_16_bits=level.in_16_bits,
             sharded=config["parallel"]["name"] in DTENSORS,
         )
     except (UserError, KeyError, ValueError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from pycls_fast.config.help import help_text
 from tests.integration.runs import ROOT, command, environment, run_process
+from tests.unit.config.conftest import Tool
 
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
@@ -21,6 +25,17 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
     assert "split=val" in text
     assert "Evaluate a checkpoint" in text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["knn_net", "ledger", "lr_find", "prepare_data", "test_net", "time_net"])
+def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
+    """Each key with its default."""
+    options = importlib.import_module(f"tools.{name}").Options
+    printed = re.findall(r"^  (\w+=\S+)", help_text("", options, []).partition("\nexperiments")[0], flags=re.MULTILINE)
+    assert len(printed) == len(options.model_fields)
+    status, lines, calls = tool(*printed, options=options)
+    assert (status, lines) == (0, [])
+    assert calls[0][1] == options()
 
 
 @pytest.mark.parametrize(("tool", "page"), [("model_zoo", "MODEL_ZOO.md"), ("switch_cards", "switches.md")])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pycls_fast.config import load_config, load_run_config
+from pycls_fast.config import RunConfig, load_config, load_run_config, messages
 from pycls_fast.errors import UserError
 
 HERE = "(the command line)"
@@ -42,6 +42,17 @@ ONE_MISTAKE = [
     (["+optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["++optim.lrr=1"], f"optim.lrr: unknown key; did you mean optim.lr? {HERE}"),
     (["hydra.foo=1"], "hydra.foo: unknown key; Hydra has no such setting"),
+    # By their usual names, or in another order.
+    (["data.batch_size=4"], f"data.batch_size: unknown key; did you mean data.global_batch_size? {HERE}"),
+    (["batch_size=4"], f"batch_size: unknown key; did you mean data.global_batch_size? {HERE}"),
+    (["optim.learning_rate=1"], f"optim.learning_rate: unknown key; did you mean optim.lr? {HERE}"),
+    (["data.size_image=8"], f"data.size_image: unknown key; did you mean data.image_size? {HERE}"),
+    (
+        ["runtime.device=gpu"],
+        f'runtime.device: must be one of auto, cpu, cuda; got "gpu"; did you mean cuda? {HERE}',
+    ),
+    (["precision=bf16_amp"], "precision=bf16_amp: no such file in configs/precision; did you mean amp_bf16?"),
+    (["augment=augment_auto"], "augment=augment_auto: no such file in configs/augment; did you mean auto_augment?"),
     # Keys of another kind.
     (
         ["model.shortcut=pool"],
@@ -147,7 +158,7 @@ ONE_MISTAKE = [
     ),
     (
         ["schedule.step_epochs=3"],
-        f"schedule.step_epochs: is for schedule=step; leave it out with schedule=cosine {HERE}",
+        f"schedule.step_epochs: is for schedule=step; use schedule.step_epochs=null with schedule=cosine {HERE}",
     ),
     (
         ["loss=bce", "loss.bce_threshold=0.2", "loss.class_weights=balanced"],
@@ -160,7 +171,7 @@ ONE_MISTAKE = [
     ),
     (
         ["loss.bce_threshold=0.2"],
-        f"loss.bce_threshold: is for loss=bce; leave it out with loss=cross_entropy {HERE}",
+        f"loss.bce_threshold: is for loss=bce; use loss.bce_threshold=null with loss=cross_entropy {HERE}",
     ),
     (
         ["augment.scale=[0.5,0.1]"],
@@ -285,6 +296,39 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
     assert load_config("vit_digits", ['data.root="3"']).data.root == "3"
     assert load_config("vit_digits", ["optim.betas=[0.9,0.95]"]).optim.model_dump()["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "ways"),
+    [
+        # Set by the experiment's or the model's file, not by who typed the command.
+        ("torchvision_resnet50_v1", ["schedule=cosine"], "schedule.step_epochs=null"),
+        ("rsb_a1", ["loss=cross_entropy"], "loss.bce_threshold=null"),
+        ("rsb_a3", ["model=vit_s16"], "data.image_size_schedule=[]"),
+        ("vit_c_1gf", ["model.stem=patch"], "model.stem_widths=[] model.stem_strides=[]"),
+        ("vit_s16", ["data.val=x", "data.train=x", "data.source=folder"], "data.train=null"),
+        ("resnet18", ["optim.trainable=head", "parallel.sync_batchnorm=true"], "parallel.sync_batchnorm=false"),
+        ("vit_s16", ["parallel.sync_batchnorm=true"], "parallel.sync_batchnorm=false"),
+        ("vit_s16", ["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree=null"),
+        ("vit_s16", ["parallel=ddp", "parallel.reshard_after_forward=false"], "parallel.reshard_after_forward=true"),
+    ],
+)
+def test_what_a_file_has_set_can_be_undone_as_the_line_says(name: str, overrides: list[str], ways: str) -> None:
+    (line,) = [line for line in mistakes(name, overrides) if ways in line]
+    assert line not in mistakes(name, [*overrides, *ways.split()])
+
+
+def mistakes(name: str, overrides: list[str]) -> tuple[str, ...]:
+    try:
+        load_config(name, ["data.root=x", *overrides])
+    except UserError as error:
+        return error.lines
+    return ()
+
+
+def test_usual_names_stand_for_keys_that_exist() -> None:
+    assert set(messages._USUAL_KEYS.values()) <= messages.known_keys(RunConfig)
+    assert not set(messages._USUAL_KEYS) & {key.rpartition(".")[2] for key in messages.known_keys(RunConfig)}
 
 
 def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:

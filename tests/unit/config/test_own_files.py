@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, Section, command_line, load_config
+from pycls_fast.config import RunConfig, command_alone, command_line, load_config
 from pycls_fast.errors import UserError
-
-Tool = Callable[..., tuple[int, list[str], list[tuple[RunConfig, Any]]]]
-
-
-class Options(Section):
-    """What a tool could ask for."""
-
-    split: str = "val"
-    steps: int = 3
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Tool]:
-    """Runs a tool in this process: status, lines on standard error, and what it was called with."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str, **settings: Any) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
-        calls: list[tuple[RunConfig, Any]] = []
-
-        def main(config: RunConfig, options: Any) -> int:
-            calls.append((config, options))
-            return 0
-
-        monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            command_line(main, options=Options, **settings)
-        assert isinstance(stopped.value.code, int)
-        return stopped.value.code, capsys.readouterr().err.splitlines(), calls
-
-    yield run
-    GlobalHydra.instance().clear()
+from tests.unit.config.conftest import Options, Tool
 
 
 @pytest.mark.parametrize(
@@ -122,6 +92,27 @@ def test_a_mistake_in_an_own_group_names_the_file_though_it_was_chosen_on_the_co
     status, lines, calls = tool("--config-dir", ".", "model=tiny")
     assert (status, lines) == (0, [])
     assert calls[0][0].model.model_dump()["width"] == 8
+
+
+def test_off_and_on_need_no_quotes(tool: Tool, tmp_path: Path) -> None:
+    """To YAML they are booleans."""
+    speed = "compile: off, recompute: off, cuda_graphs: on, optimizer_compile: off"
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [vit_digits, _self_]\nspeed: {{{speed}}}\ndata: {{index_cache: off}}\n"
+    )
+    status, lines, calls = tool("--config-dir", ".", "--config-name", "mine")
+    assert (status, lines) == (0, [])
+    chosen, data = calls[0][0].speed, calls[0][0].data
+    assert (chosen.compile, chosen.recompute, chosen.cuda_graphs, chosen.optimizer_compile) == (
+        "off",
+        "off",
+        "on",
+        "off",
+    )
+    assert data.index_cache == "off"
+    for mistake in ("speed.compile=true", "data.index_cache=true"):
+        status, (line,), _ = tool(mistake)
+        assert (status, "; got true" in line) == (2, True)
 
 
 def test_a_folder_of_configurations_for_load_config(tmp_path: Path) -> None:
@@ -221,6 +212,57 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
     )
 
 
+@pytest.mark.parametrize("name", ["deit_s16", "rsb_a1", "rsb_a3", "torchvision_vit_b16", "vit_p_1gf", "vit_cifar10"])
+def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -> None:
+    """After `augment=none` nothing is left that no note names, and what the notes say takes it away."""
+    arguments = ["--config-name", name, "data.root=/nowhere", "augment=none"]
+    status, lines, calls = tool(*arguments)
+    assert (status, {line.partition(": ")[0] for line in lines}) == (0, {"note"})
+    left = calls[0][0].augment
+    off = {"rand_augment": None, "mixup_alpha": 0, "cutmix_alpha": 0, "repeats": 1}
+    kept = [key for key, value in off.items() if getattr(left, key) != value]
+    assert kept
+    for key in kept:
+        assert sum(f" {key}=" in line for line in lines) == 1
+    ways = [way for line in lines for way in shlex.split(line.partition("; for that file's: ")[2])]
+    status, lines, calls = tool(*arguments, *ways)
+    assert (status, lines) == (0, [])
+    assert calls[0][0].augment == load_config("vit_ti16", ["data.root=/nowhere", "augment=none"]).augment
+
+
+def test_two_policies_are_refused_with_the_ways_out(tool: Tool) -> None:
+    arguments = ["--config-name", "vit_cifar10", "data.root=/nowhere", "augment=trivial"]
+    status, lines, _ = tool(*arguments)
+    assert (status, lines) == (
+        2,
+        [
+            "error: augment.trivial_augment: one policy at a time, and augment.rand_augment is set, too; use "
+            "augment.rand_augment=null or augment.trivial_augment=false (configs/augment/trivial.yaml)"
+        ],
+    )
+    for way in ("augment.rand_augment=null", "augment.trivial_augment=false"):
+        assert tool(*arguments, way)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "own", "named", "still"),
+    [
+        ("optim: lion", "optim: {weight_decay: 10}", ["lr, weight_decay, lr_batch_size"], ["lr, lr_batch_size"]),
+        ("augment: none", "augment: {repeats: 2}", ["repeats=3"], []),
+    ],
+)
+def test_what_an_own_file_keeps_for_a_group_that_it_chooses_is_named(
+    tool: Tool, tmp_path: Path, group: str, own: str, named: list[str], still: list[str]
+) -> None:
+    (tmp_path / "base.yaml").write_text("defaults: [vit_s16, _self_]\naugment: {repeats: 3}\ndata: {root: x}\n")
+    file = tmp_path / "own.yaml"
+    # What stands beside the choice is meant for it.
+    for text, keys in (("", named), (own, still)):
+        file.write_text(f"defaults: [base, {{override /{group}}}, _self_]\n{text}\n")
+        status, lines, _ = tool("--config-dir", ".", "--config-name", "own")
+        assert (status, [line.split(": ")[2] for line in lines]) == (0, keys)
+
+
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
     status, lines, calls = tool("--multirun", "seed=1,2", "optim=adamw,sgd", "~optim.clip_norm")
     assert (status, {line.split(":")[0] for line in lines}) == (0, {"note"})
@@ -281,8 +323,39 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
 
 
+def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
+    """Its command makes its configuration, whatever Hydra alone knew of it."""
+    seen: list[list[str] | None] = []
+
+    def look(options: object) -> bool:
+        seen.append(command_alone())
+        return True
+
+    arguments = ["seed=1,2", "optim=sgd", "data.root=/photos (${hydra:job.num})", "run_dir=out/${hydra:job.num}"]
+    _, _, calls = tool("--config-name", "resnet_digits", "-m", *arguments, needs_data=look)
+    assert len(calls) == 2
+    for (config, _), command in zip(calls, list(seen), strict=True):
+        assert command is not None
+        status, _, again = tool(*command, f"run_dir={config.run_dir}", needs_data=look)
+        assert (status, [config for config, _ in again]) == (0, [config])
+    assert seen[2:] == [None, None]
+
+
 @pytest.mark.parametrize(
-    "value", ["/photos (2024)", "/data/size=224", "a#b", "train-{000000..000146}.tar", "it's", 'a"b(', "plain", "50%"]
+    "value",
+    [
+        "/photos (2024)",
+        "/data/size=224",
+        "a#b",
+        "train-{000000..000146}.tar",
+        "it's",
+        'a"b(',
+        "plain",
+        "50%",
+        r"/a\b (1)",
+        "\\\\a (\\\\b\\",
+        r'a\"b (\\"',
+    ],
 )
 def test_values_that_hydra_would_not_read(value: str) -> None:
     config = load_config("vit_digits", [f"data.train={value}", "data.root=x", "data.source=tar"])

@@ -94,6 +94,41 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
     assert caught.value.lines == (f'seed: must be a whole number; got "five" ({file})',)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "speed.compile=off",
+        "data.root=/photos #1",
+        "data.root=/photos: 2024",
+        "data.root=/photos (2024)",
+        'data.root="3"',
+        "data.root=/a\\b (1)",
+        "optim.lr=1e-4",
+        "data.mean=[0.1,0.2,0.3]",
+        "augment={rand_augment: {num_ops: 1}}",
+        "~optim.clip_norm",
+        "runtime.threads=null",
+        "seed=${data.image_size}",
+        "model=resnet_digits",
+    ],
+)
+def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, override: str) -> None:
+    # No switch is set by hand, which reading back would leave out.
+    base = ["data.source=folder", "data.root=x", "speed.compile=null"]
+    values = load_config("vit_digits", base).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    overrides = ["data.train=null", override]
+    composed = load_config("vit_digits", [*base, *overrides])
+    assert load_run_config(tmp_path, overrides) == composed
+
+
+def test_several_values_are_no_value(run_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"^seed=1,2: several values; write a list as seed=\[\.\.\.\]"):
+        load_run_config(run_dir, ["seed=1,2"])
+    with pytest.raises(UserError, match=r"^~optim.nope: there is no optim.nope to delete$"):
+        load_run_config(run_dir, ["~optim.nope"])
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("name", "overrides"),

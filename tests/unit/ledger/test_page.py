@@ -57,6 +57,7 @@ def record() -> Record:
         "ladder": {"description": "a & b", "source": "someone, 2022"}, "rule": "the rule",
         "settings": {"seeds": 3, "rounds": 3, "mode": "one_at_a_time", "numerics_steps": 20}, "device": "cpu",
         "environment": {"processor": "P", "cpu_count": 2}, "versions": {"torch": "2"}, "model": {"image_size": 224},
+        "unmeasured": {},
         "gradients": {
             "total": {"exponents": {"-30": 5, "-10": 9}, "below_subnormal": 0.3, "below_subnormal_scaled": 0.0,
                       "updates_lost_float16": 0.2, "updates_lost_bfloat16": 0.4},
@@ -188,6 +189,14 @@ def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
 def test_gradients_that_are_all_zero(record: Record) -> None:
     record["gradients"]["total"]["exponents"] = {}
     assert "gradients" in {chart.name for chart in charts(record)}
+
+
+def test_a_measurement_that_failed_is_told_with_its_reason(record: Record) -> None:
+    assert "Not measured" not in page(record, []) + markdown(record)
+    record["unmeasured"] = {"lean: rounding": "killed by signal 9 <(>"}
+    assert "<h2>Not measured</h2>" in page(record, [])
+    assert "killed by signal 9 &lt;(&gt;" in page(record, [])
+    assert "## Not measured\n\n- lean: rounding: killed by signal 9" in markdown(record)
 
 
 def test_what_was_not_measured_has_no_chart(record: Record) -> None:

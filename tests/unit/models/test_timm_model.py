@@ -90,7 +90,7 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
         ("resnet51x", {}, r"model.name: timm .* has no model resnet51x; did you mean "),
         ("resnet18.nowhere", {}, r"model.name: Invalid pretrained tag .*; leave the part behind the dot out"),
         ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
-        ("vgg11", {"drop_path": 0.1}, "model.drop_path: timm's vgg11 does not take it; leave it out"),
+        ("vgg11", {"drop_path": 0.1}, "model.drop_path: timm's vgg11 does not take it; use model.drop_path=0"),
         ("resnet18", {"options": {"depth": 3}}, "model.options.depth: timm's resnet18 does not take it"),
     ],
 )

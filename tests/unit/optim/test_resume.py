@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,7 @@ CPU = torch.device("cpu")
 EVERY = [
     (name, implementation) for name, there in OPTIMIZERS.items() for implementation in there if name != "adamw8bit"
 ]
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="needs a C++ compiler"
-)
+needs_compiler = pytest.mark.skipif(not build.device.has_compiler(), reason="needs a C++ compiler")
 
 # Rates for a network of this size on the digits.
 RATES = {"sgd": 0.1, "adamw": 1e-2, "lamb": 1e-1, "lion": 5e-3, "adafactor": 1e-2, "muon": 1e-2, "adamw8bit": 1e-2}
@@ -187,17 +183,21 @@ def test_eight_bits_resume_and_learn() -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
-def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+@pytest.mark.parametrize("missing", ["the compiler", "Python.h"])
+def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str) -> None:
+    if missing == "Python.h":
+        monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    else:
+        monkeypatch.setattr("shutil.which", lambda _: None)
+    needs = "needs a C++ compiler and Python's headers on a CPU and did not find both; install g++ and python3-dev, or"
     for overrides, line in [
         (
             ["optim=adamw", "speed.optimizer_compile=on"],
-            "speed.optimizer_compile: on needs a C++ compiler on a CPU and found none; install g++ or use "
-            "speed.optimizer_compile=off",
+            f"speed.optimizer_compile: on {needs} use speed.optimizer_compile=off",
         ),
         (
             ["optim=adamw8bit"],
-            "optim.name: adamw8bit needs a C++ compiler on a CPU and found none; install g++ or use optim=adamw",
+            f"optim.name: adamw8bit {needs} use optim=adamw",
         ),
     ]:
         with pytest.raises(UserError) as caught:

@@ -19,6 +19,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.options_line import read_options
+from pycls_fast.config.saved import of_weights
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import export
@@ -203,6 +204,15 @@ def test_the_weights_that_were_asked_for(tmp_path: Path) -> None:
         tensors = load_file(tmp_path / which / "model.safetensors")
         head: object = pycls_fast.load(run, which=which).network.head.weight  # type: ignore[union-attr]
         assert torch.equal(tensors["head.weight"], head)  # type: ignore[arg-type]
+
+
+def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) -> None:
+    """From the checkpoint and the file themselves: there is no `config.yaml`."""
+    write(run_dir, tmp_path / "net.safetensors")
+    for source in (run_dir, run_dir / "checkpoints" / "step_000000007", tmp_path / "net.safetensors"):
+        found = of_weights([f"weights={source}"])
+        assert found is not None
+        assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
 
 
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:

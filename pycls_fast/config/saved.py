@@ -1,0 +1,239 @@
+"""The configuration that a run was made with: in its folder, in each of its checkpoints, in what was exported of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from pycls_fast.config import messages
+from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
+from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain, no_such_file, unreadable
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Plain values as they were written, and the file that they are in."""
+
+    values: Mapping[str, Any]
+    file: Path
+    name: str
+    """Of the experiment, where the values do not say it."""
+
+
+def of_weights(overrides: Sequence[str]) -> Saved | None:
+    """The configuration that comes with what `weights=` names; None where nothing does (files of other projects).
+
+    Raises:
+        UserError: an argument that cannot be read, or a record that is damaged.
+    """
+    given = [override for override in overrides if override.lstrip("+").partition("=")[0] == "weights"]
+    if not given:
+        return None
+    (parsed,) = _parsed(given[-1:])
+    value = parsed.value()
+    sources = [getattr(item, "text", item) for item in value.list] if isinstance(value, ChoiceSweep) else [value]
+    found = (_of_source(_resolved(str(source))) for source in sources)
+    return next((saved for saved in found if saved is not None), None)
+
+
+def _resolved(value: str) -> Path:
+    try:
+        return Path(OmegaConf.create({"weights": value})["weights"]).expanduser()
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"weights: {value} cannot be resolved before the configuration is found, which comes from there; write the "
+            "path, or name an experiment with --config-name (the command line)"
+        ) from error
+
+
+def _of_source(source: Path) -> Saved | None:
+    # Where links lead, and where they are: the one named `best` is in its run folder, a folder on another disk is not.
+    path = source.resolve()
+    if not path.exists():
+        return None  # A hub's name, or a mistake that who opens it tells.
+    file = path / "model.safetensors" if (path / "config.json").is_file() else path
+    if file.suffix == ".safetensors" and file.is_file():
+        values = _in_header(file)
+        if values is not None:
+            return Saved(values, file, file.stem)
+    if (path / "config.yaml").is_file():
+        return of_run(path)
+    # A checkpoint; else the one that a folder of checkpoints stands for.
+    for checkpoint in _checkpoints(path):
+        if (checkpoint / "state.json").is_file():
+            return Saved(_in_state(checkpoint / "state.json"), checkpoint / "state.json", checkpoint.name)
+    # Something else in a run folder or in its checkpoints/.
+    nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
+    run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
+    return None if run_dir is None else of_run(run_dir)
+
+
+def _checkpoints(path: Path) -> Iterator[Path]:
+    yield path
+    for folder in (path / "checkpoints", path):
+        yield folder / "best"
+        yield from sorted(folder.glob("step_*"), key=lambda step: (len(step.name), step.name), reverse=True)
+
+
+def _in_header(file: Path) -> dict[str, Any] | None:
+    """Of a safetensors file: the length of a JSON text in 8 bytes, and the text."""
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        text = header.get("__metadata__", {}).get("config")
+        values = None if text is None else json.loads(text)
+    except (OSError, ValueError, AttributeError, OverflowError, MemoryError):
+        return None  # Who reads the tensors tells of it.
+    return values if isinstance(values, dict) else None
+
+
+def _in_state(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"weights: {file} cannot be read ({type(error).__name__}); take another checkpoint") from error
+    assert isinstance(values, dict)
+    return values
+
+
+def of_run(run_dir: Path) -> Saved:
+    """What a run folder's `config.yaml` holds.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: holds no keys; it is no run's")
+    return Saved(values, file, run_dir.name)
+
+
+def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
+    """A configuration from the plain values that a checkpoint or an exported file holds; no combination is checked.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: one line per value that this version does not know.
+    """
+    try:
+        return RunConfig.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
+
+
+def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run folder was made with, with overrides.
+
+    Of `speed` only the preset: the file has the switches that were in force on the run's device, with its compiler and
+    in training, which another place may not have.
+
+    Raises:
+        UserError: no such run, or a mistake in an override.
+    """
+    return check(compose_saved(of_run(run_dir), overrides))
+
+
+def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
+    """What `check` takes, from what was saved: `group=name` replaces a group, `key=value` a value, `~key` takes it out.
+
+    See `load_run_config` for what is left out.
+
+    Raises:
+        UserError: an override that cannot be read.
+    """
+    values = dict(saved.values)
+    config_name = str(values.pop("config_name", saved.name))
+    if isinstance(values.get("speed"), dict):
+        values["speed"] = {key: value for key, value in values["speed"].items() if key == "preset"}
+    names = groups([CONFIGS])
+    choices: dict[str, str] = {}
+    changes: list[Override] = []
+    for override in _parsed(overrides):
+        name, value = override.key_or_group, override.value()
+        if override.is_sweep_override():
+            typed = str(override.input_line).removeprefix("++")
+            raise UserError(f"{typed}: several values; write a list as {name}=[...] (the command line)")
+        if name not in names or isinstance(value, dict) or override.is_delete():
+            changes.append(override)
+            continue
+        if not (CONFIGS / name / f"{value}.yaml").is_file():
+            raise no_such_file(name, str(value), [CONFIGS])
+        choices[name] = str(value)
+    try:
+        merged = _with_groups(values, choices)
+        for override in changes:
+            _change(merged, override)
+    except COMPOSE_ERRORS as error:
+        raise explain(error, [CONFIGS]) from error
+    composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=saved.file)
+    return dataclasses.replace(composed, values=composed.resolve(merged))
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    """By Hydra's grammar, so that a value means the same as where Hydra composes."""
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise unreadable(override, [])
+    try:
+        return OverridesParser.create().parse_overrides(as_hydra_overrides(overrides, [CONFIGS]))
+    except COMPOSE_ERRORS as error:
+        raise explain(error, []) from error
+
+
+def _change(values: DictConfig, override: Override) -> None:
+    key = override.key_or_group
+    if not override.is_delete():
+        OmegaConf.update(values, key, override.value(), merge=True, force_add=True)
+        return
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(values, parent) if parent else values
+    if not isinstance(section, DictConfig) or name not in section:
+        raise UserError(f"~{key}: there is no {key} to delete")
+    del section[name]
+
+
+def _with_groups(values: Mapping[str, Any], choices: dict[str, str]) -> DictConfig:
+    """Saved values with groups replaced by the chosen files; one of the whole configuration may choose others."""
+    files = {name: CONFIGS / name / f"{choice}.yaml" for name, choice in choices.items()}
+    contents = {name: _plain(name, file) for name, file in files.items()}
+    whole = [contents.pop(name) for name, file in files.items() if is_global(file)]
+    for content in whole:
+        for entry in content.pop("defaults", []):
+            for override, choice in entry.items():
+                name = str(override).removeprefix("override ").lstrip("/")
+                if name not in choices:
+                    choices[name] = str(choice)
+                    contents[name] = _plain(name, CONFIGS / name / f"{choice}.yaml")
+    kept = {name: value for name, value in values.items() if name not in choices}
+    merged = OmegaConf.merge(OmegaConf.create({**kept, **contents}), *whole)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _plain(group: str, file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise no_such_file(group, file.stem, [CONFIGS])
+    content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    assert isinstance(content, dict)
+    return content

@@ -1,0 +1,143 @@
+"""Tools that score weights take the configuration that the weights bring along, or say why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config.schema import Speed
+from tests.unit.config.conftest import Options, Tool
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_config("vit_digits", ["seed=5", "data.image_size=20", "optim=sgd"])
+
+
+def header(values: object) -> bytes:
+    """Of a safetensors file without tensors."""
+    text = json.dumps({"__metadata__": {"config": json.dumps(values)}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.fixture
+def home(tmp_path: Path, config: RunConfig) -> Path:
+    """A run with a checkpoint, the checkpoint elsewhere, and what was exported."""
+    values = config.model_dump(mode="json")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for folder in (checkpoints / "step_000000007", tmp_path / "copied", tmp_path / "moved" / "step_000000007"):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": 7, "config": values}))
+    (checkpoints / "best").symlink_to("step_000000007", target_is_directory=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    exported = {key: value for key, value in values.items() if key not in ("run_dir", "resume", "weights")}
+    (tmp_path / "exported.safetensors").write_bytes(header(exported))
+    # A folder as timm keeps it.
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "config.json").write_text("{}")
+    (tmp_path / "timm" / "model.safetensors").write_bytes(header(exported))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("here", "source"),
+    [
+        (".", "run"),
+        (".", "./run/checkpoints"),
+        (".", "run/checkpoints/best"),
+        (".", "copied"),
+        (".", "moved"),
+        (".", "exported.safetensors"),
+        (".", "timm"),
+        (".", "${oc.env:PYCLS_FAST_RUN}"),
+        (".", '"run"'),
+        ("run", "."),
+        ("run/checkpoints", "best"),
+        ("run/checkpoints", "."),
+        ("copied", "."),
+    ],
+)
+def test_weights_bring_their_configuration_from_wherever_they_are(
+    tool: Tool, home: Path, config: RunConfig, here: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCLS_FAST_RUN", str(home / "run"))
+    monkeypatch.chdir(home / here)
+    status, lines, calls = tool(f"weights={source}", "steps=4", config_of_weights=True)
+    assert (status, lines) == (0, [])
+    [(read, options)] = calls
+    named = str(home / "run") if "oc.env" in source else source.strip('"')
+    assert read == config.model_copy(update={"speed": Speed(preset=config.speed.preset), "weights": named})
+    assert options == Options(steps=4)
+
+
+@pytest.mark.parametrize(
+    ("source", "flags"),
+    [
+        ("run", ["-m", "seed=0,1"]),
+        ("exported.safetensors", ["--multirun"]),
+        ("copied", ["--cfg", "job"]),
+        ("run", ["--config-dir=."]),
+        ("elsewhere.pth,run", ["--multirun"]),
+    ],
+)
+def test_no_other_configuration_is_taken_in_silence(
+    tool: Tool, home: Path, source: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    status, lines, calls = tool(f"weights={source}", *flags, config_of_weights=True)
+    assert (status, len(lines), calls) == (2, 1, [])
+    assert lines[0].startswith(f"error: {flags[0].partition('=')[0]}: does not go with the configuration that weights=")
+    assert lines[0].endswith("; leave it out, or name an experiment with --config-name")
+
+
+def test_an_experiment_that_is_named_is_taken(tool: Tool, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    status, _, calls = tool("weights=run", "-m", "--config-name", "resnet_digits", config_of_weights=True)
+    assert (status, calls[0][0].config_name) == (0, "resnet_digits")
+
+
+def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "other").mkdir()
+    (home / "other" / "net.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")
+    (home / "other" / "net.pth").touch()
+    monkeypatch.chdir(home)
+    for source in ("other/net.safetensors", "other/net.pth", "timm:resnet18", "nowhere"):
+        status, _, calls = tool(f"weights={source}", config_of_weights=True)
+        assert (status, calls[0][0].config_name, calls[0][0].seed) == (0, "vit_digits", 0)
+    # A name is no file in the folder of a run.
+    monkeypatch.chdir(home / "run")
+    assert tool("weights=timm:resnet18", config_of_weights=True)[2][0][0].seed == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "line"),
+    [
+        ("copied/state.json", "{", "weights: {file} cannot be read (JSONDecodeError); take another checkpoint"),
+        ("copied/state.json", "{}", "weights: {file} cannot be read (KeyError); take another checkpoint"),
+        ("run/config.yaml", "", "{file}: holds no keys; it is no run's"),
+        ("run/config.yaml", "\t", "{file}: cannot be read (while scanning for the next token found character"),
+    ],
+)
+def test_a_damaged_record_is_named(
+    tool: Tool, home: Path, file: str, text: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / file).write_text(text)
+    monkeypatch.chdir(home)
+    status, lines, _ = tool(f"weights={file.partition('/')[0]}", config_of_weights=True)
+    assert (status, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"error: {line.format(file=home / file)}")
+
+
+def test_a_path_that_depends_on_the_configuration_is_refused(tool: Tool) -> None:
+    status, lines, _ = tool("weights=runs/${seed}", config_of_weights=True)
+    assert (status, lines) == (
+        2,
+        [
+            "error: weights: runs/${seed} cannot be resolved before the configuration is found, which comes from "
+            "there; write the path, or name an experiment with --config-name (the command line)"
+        ],
+    )
