@@ -27,6 +27,7 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.network import Network
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
@@ -186,8 +187,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         output: the JSON file; None for one in `run_dir`, else in `gradients/`.
 
     Raises:
-        UserError: a precision whose gradients have been rounded already, several ranks, an `output` that cannot be
-            written, or what training would refuse.
+        UserError: a precision whose gradients have been rounded already, several ranks, a recorded step, an `output`
+            that cannot be written, or what training would refuse.
     """
     level = build.level(config)
     if level.compute == "float16" or level.weights != "float32":
@@ -197,6 +198,10 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
     with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
+        if build.switches(config, world.device)[SwitchName.CUDA_GRAPHS] == "on":
+            raise UserError(
+                "speed.cuda_graphs: on replays steps without Python, which counts them; use speed.cuda_graphs=off"
+            )
         file = _output_file(config, output)
         display = Display(speaks=True, mode="plain")
         parts = build_parts(config, world, display)

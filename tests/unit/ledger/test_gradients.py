@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.gradients import LayerCounts, Watch, count_gradients
+from pycls_fast.speed import SwitchName
 from tests.integration.runs import TINY, command, run_process
 
 CPU = torch.device("cpu")
@@ -99,6 +101,16 @@ def test_a_short_training(tmp_path: Path, digits: Path) -> None:
             load_config("vit_digits", [*overrides, "precision=fp16_master"]),
             steps=1, warmup_steps=0, loss_scale=1, output=str(output),
         )  # fmt: skip
+
+
+def test_a_recorded_step_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digits: Path) -> None:
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0"])
+    here = build.switches(config, CPU)
+    on = {**here, SwitchName.CUDA_GRAPHS: "on"}
+    monkeypatch.setattr(build, "switches", lambda config, device: on)
+    with pytest.raises(UserError, match="use speed.cuda_graphs=off"):
+        count_gradients(config, steps=1, warmup_steps=1, loss_scale=1.0, output=str(tmp_path / "g.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command(tmp_path: Path, digits: Path) -> None:
