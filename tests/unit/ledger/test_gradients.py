@@ -108,7 +108,7 @@ def test_a_recorded_step_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     here = build.switches(config, CPU)
     on = {**here, SwitchName.CUDA_GRAPHS: "on"}
     monkeypatch.setattr(build, "switches", lambda config, device: on)
-    with pytest.raises(UserError, match="use speed.cuda_graphs=off"):
+    with pytest.raises(UserError, match=r"use speed\.cuda_graphs=off"):
         count_gradients(config, steps=1, warmup_steps=1, loss_scale=1.0, output=str(tmp_path / "g.json"))
     assert list(tmp_path.iterdir()) == []
 
