@@ -239,8 +239,6 @@ def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "com
 
 
 def _not_ours(path: Path) -> str | None:
-    if path.suffix == ".pt":
-        return f"{path}: a checkpoint of an earlier version, for weights=; training cannot go on from it"
     if not path.exists():
         return f"{path}: no such checkpoint"
     if not path.is_dir() or not (path / ".metadata").is_file():

@@ -93,7 +93,6 @@ def resume(run: Run, *, restarted: bool = False) -> None:
     if opened is None and named is not None:
         opened = checkpoint.open_checkpoint(named, run.world)
     if opened is None:
-        _refuse_earlier_version(run)
         if run.world.is_main and run.folder.has_run:
             # Killed before its first checkpoint: all of it is done again.
             run.folder.create()
@@ -129,15 +128,6 @@ def _has_gone_on_from(run: Run, named: Path) -> bool:
         return False
     asked = (record.get("asked") for record in run.folder.records() if record.get("event") == "resumed")
     return run.world.from_main(run.world.is_main and str(named) in asked)
-
-
-def _refuse_earlier_version(run: Run) -> None:
-    old = sorted(run.folder.checkpoints.glob("step_*.pt"))
-    if old:
-        raise UserError(
-            f"run_dir: {old[-1]} is a checkpoint of an earlier version, which training cannot go on from; choose "
-            f"another run_dir (weights={old[-1]} takes its weights)"
-        )
 
 
 def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:

@@ -34,7 +34,6 @@ class Contents:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
-    shortcut: ShortcutKind | None = None
     antialiased: bool = False
 
 
@@ -178,7 +177,6 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     """The one set of weights to take out of what a training script saved."""
     if not isinstance(loaded, Mapping):
         raise UserError(f"weights: {path} holds a {type(loaded).__name__} and no weights by name")
-    ours = loaded.get("format") == 1
     part = _choose_part(loaded)
     state = loaded[part] if part else loaded
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
@@ -187,13 +185,7 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     # torch's wrappers put their own name in front, one before the other.
     while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return Contents(
-        tensors,
-        part=part,
-        classes=tuple(loaded["classes"]) if ours and "classes" in loaded else None,
-        step=loaded.get("step") if ours else None,
-        shortcut=loaded["config"]["model"].get("shortcut") if ours and "config" in loaded else None,
-    )
+    return Contents(tensors, part=part)
 
 
 def _choose_part(loaded: Mapping[str, Any]) -> str:
@@ -247,7 +239,7 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     norm: NormPlace | None = None
     if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
         norm = "after_pool" if "fc_norm.weight" in state else "every_token"
-    shortcut = contents.shortcut
+    shortcut: ShortcutKind | None = None
     if layout in (torchvision.RESNET, pycls.RESNET):
         shortcut = torchvision.resnet_shortcut(state)
     return ReadWeights(

@@ -94,14 +94,6 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
 
 
-def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    old = {"format": 1, "step": 3, "model": {n: v + 2 for n, v in network().state_dict().items()}, "ema": None}
-    torch.save({**old, "classes": list(CLASSES), "config": CONFIG.model_dump(mode="json")}, tmp_path / "best.pt")
-    loaded = network()
-    assert load_weights(loaded, tmp_path, classes=CLASSES).step == 3
-    assert all(torch.equal(old["model"][n], v) for n, v in loaded.state_dict().items())  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
