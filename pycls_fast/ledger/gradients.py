@@ -30,11 +30,11 @@ from pycls_fast.models import complexity
 from pycls_fast.network import Network
 from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, environment, environment_command, versions
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run import make_step
-from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, from 2^HIGH on as 2^HIGH."""

@@ -23,9 +23,9 @@ from pycls_fast.ledger.records import write_record
 from pycls_fast.losses import Targets
 from pycls_fast.parallel import prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run import make_step
 from pycls_fast.train.step import Step
 
 

@@ -84,7 +84,7 @@ def load_weights(
     """
     found = find_weights(source)
     state = network.state_dict() if into is None else into.state_dict()
-    ours = _opened(found, world)
+    ours = opened(found, world)
     model = {} if ours is None or ours.config is None else ours.config.get("model", {})
     if ours is not None:
         check_same_model(network, model, str(found), fresh_head=not _has_head(ours, network, classes))
@@ -139,8 +139,16 @@ def find_checkpoint(path: Path) -> Path:
     return found.resolve()
 
 
-def _opened(found: Path | str, world: World) -> Weights | None:
-    """A checkpoint of ours, or a safetensors file of anyone's; None: a file that is read whole in any case."""
+def opened(found: Path | str, world: World = ALONE) -> Weights | None:
+    """A checkpoint of ours, or a safetensors file of anyone's; None: a hub's name, or a file that is read whole anyway.
+
+    Args:
+        found: by `find_weights`.
+        world: the ranks, which all call this.
+
+    Raises:
+        UserError: see `open_weights`.
+    """
     if isinstance(found, str) or (found.is_file() and found.suffix != ".safetensors"):
         return None
     return open_weights(found, world=world)
@@ -187,17 +195,17 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
     """
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
-    opened = checkpoint.open_checkpoint(path, world)
-    chosen = _choose(kind, path, has_ema=bool(opened.part("ema")))
+    saved = checkpoint.open_checkpoint(path, world)
+    chosen = _choose(kind, path, has_ema=bool(saved.part("ema")))
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
-        opened.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
+        saved.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
 
     return Weights(
-        Origin(path, chosen, opened.plain["step"]),
-        opened.part(chosen),
-        tuple(opened.plain["classes"]),
-        opened.plain["config"],
+        Origin(path, chosen, saved.plain["step"]),
+        saved.part(chosen),
+        tuple(saved.plain["classes"]),
+        saved.plain["config"],
         fill,
     )
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -23,3 +23,8 @@ def test_it_survives_a_pickle(lines: tuple[str, ...]) -> None:
 def test_it_needs_a_line() -> None:
     with pytest.raises(ValueError, match="at least one line"):
         UserError()
+
+
+@pytest.mark.parametrize(("text", "line"), [("a\nb", "a"), ("\n  \nb", "b"), ("", "OSError"), ("\n", "OSError")])
+def test_the_first_line_of_any_error(text: str, line: str) -> None:
+    assert first_line(OSError(text)) == line

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.resnet import ShortcutKind
 
@@ -166,8 +166,7 @@ def _read_torch(path: Path) -> Any:
             f"({reason.strip() or 'damaged'})"
         ) from error
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line})") from error
+        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line(error)})") from error
 
 
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
@@ -225,10 +224,9 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
         return fetch()
     except Exception as error:  # hubs and what they are built on raise dozens of kinds
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"weights: {source} could not be had ({first_line}); without a network, download the file elsewhere and "
-            "give its path"
+            f"weights: {source} could not be had ({first_line(error)}); without a network, download the file elsewhere "
+            "and give its path"
         ) from error
 
 

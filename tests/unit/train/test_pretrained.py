@@ -74,8 +74,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "heads": ("vit", {**SIZES, **VIT}, {"heads": 2}, "model.heads=3"),
     "norm_eps": ("vit", {**SIZES, **VIT}, {"norm_eps": 1e-2}, "model.norm_eps=1e-06"),
     "stem_strides": ("vit", {**SIZES, **VIT}, {"stem_strides": (4, 2)}, "model.stem_strides=[2,4]"),
-    "name": ("timm", TIMM, {"name": "test_resnet.tag", "options": {"act_layer": "silu"}}, "model.options={act_layer:"),
-    "options": ("timm", {**TIMM, "options": {}}, {"options": {"act_layer": "silu"}}, "model.options={}"),
+    "name": ("timm", TIMM, {"name": "resnet10t"}, "model.name=test_resnet"),
+    "options": ("timm", TIMM, {"name": "test_resnet.r160_in1k", "options": {}}, "model.options={act_layer:relu}"),
     "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled"),
     "classifier_norm": (
         "vit", {**SIZES, **VIT}, {"classifier_norm": "before_pool"}, "model.classifier_norm=after_pool",
