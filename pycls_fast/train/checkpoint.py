@@ -187,7 +187,7 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     Raises:
         UserError: there are some, and none is whole: to begin again in that folder would retire the new ones instead.
     """
-    damaged = []
+    damaged: list[str] = []
     for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
         opened = _open(path, world)
         if isinstance(opened, Checkpoint):

@@ -54,7 +54,7 @@ def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
     block: Any = network.blocks[0]
     found: dict[str, Any] = {"heads": block.attention.heads, "norm_eps": network.norm.eps}
     if isinstance(network.stem, TokenConvStem):
-        found["stem_strides"] = [conv.stride[0] for conv in network.stem.convs]  # type: ignore[index,union-attr]
+        found["stem_strides"] = [conv.stride[0] for conv in network.stem.convs]  # type: ignore[index]
     if not fresh_head:
         found["classifier"] = network.classifier
         found["classifier_norm"] = _classifier_norm(network.classifier, network.classifier_norm)
