@@ -29,7 +29,7 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
     wrong = [
         f"weights: {source} was trained with model.{key}={_typed(before[key])} and the model has {_typed(now[key])}, "
-        f"which computes something else with the same tensors; use model.{key}={_typed(before[key])}"
+        f"which computes something else with the same tensors; use {_way_out(key, before)}"
         for key in now
         if key in before and before[key] != now[key]
     ]
@@ -83,6 +83,12 @@ def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict
     left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
     computing = {key: value for key, value in options.items() if "drop" not in key and key not in left_out}
     return {"name": name.partition(".")[0], "options": computing}
+
+
+def _way_out(key: str, before: Mapping[str, Any]) -> str:
+    # Other classifiers than the token's leave it away unless told.
+    beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
+    return f"model.{key}={_typed(before[key])}{beside}"
 
 
 def _typed(value: Any) -> str:

@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "stem_strides": ("vit", {**SIZES, **VIT}, {"stem_strides": (4, 2)}, "model.stem_strides=[2,4]"),
     "name": ("timm", TIMM, {"name": "resnet10t"}, "model.name=test_resnet"),
     "options": ("timm", TIMM, {"name": "test_resnet.r160_in1k", "options": {}}, "model.options={act_layer:relu}"),
-    "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled"),
+    "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled model.class_token=true"),
     "classifier_norm": (
         "vit", {**SIZES, **VIT}, {"classifier_norm": "before_pool"}, "model.classifier_norm=after_pool",
     ),
