@@ -64,7 +64,7 @@ def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
 def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
     """The same, as a configuration says it; of a network of another kind the tensors differ."""
     if model.get("kind") == "timm":
-        return _of_timm(model["name"], model["options"], fresh_head=fresh_head)
+        return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
     found = dict(model)
     if "stem_strides" in model:
         found["stem_strides"] = list(model["stem_strides"])
