@@ -25,7 +25,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.statistics import paired_ratio, spread
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State
-from pycls_fast.train.run_folder import environment, versions
+from pycls_fast.train.environment import environment, versions
 from pycls_fast.train.saving import Saver
 
 

@@ -34,8 +34,8 @@ from pycls_fast.ledger.parts import Trainer, synthetic_batch
 from pycls_fast.ledger.statistics import Ratio, paired_ratio, spread
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.run import make_step
-from pycls_fast.train.run_folder import environment, versions
+from pycls_fast.train.building import make_step
+from pycls_fast.train.environment import environment, versions
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CLASSES = 1000

@@ -42,7 +42,7 @@ from pycls_fast.data.pictures import DECODERS, Interpolation
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.ledger.statistics import paired_ratio, spread
-from pycls_fast.train.run_folder import environment, versions
+from pycls_fast.train.environment import environment, versions
 
 SIZE, SHORT_SIDE = 224, 320
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

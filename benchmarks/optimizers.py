@@ -25,7 +25,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.clocks import synchronize
 from pycls_fast.ledger.statistics import paired_ratio, spread
 from pycls_fast.speed import COMPILABLE, OPTIMIZERS, SwitchName
-from pycls_fast.train.run_folder import device_name, environment, versions
+from pycls_fast.train.environment import device_name, environment, versions
 
 WARMUP = 3
 

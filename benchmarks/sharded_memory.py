@@ -32,8 +32,8 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.timing import synthetic_batch
 from pycls_fast.optim import local
 from pycls_fast.parallel import prepare_model
+from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import make_step
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "sharded_memory.md"
 STRATEGIES = {

@@ -26,7 +26,7 @@ from pycls_fast.ledger.parts import Turn
 from pycls_fast.ledger.records import part_record, write_record
 from pycls_fast.models import complexity
 from pycls_fast.parallel import World
-from pycls_fast.train.run_folder import device_name, environment, versions
+from pycls_fast.train.environment import device_name, environment, versions
 
 CLASSES = 1000
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, its kind where it says nothing."""
+    return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+
+
 class UserError(Exception):
     """A mistake in the configuration, the data or the machine's set-up that the user can mend.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pycls_fast.config import RunConfig
-from pycls_fast.train.run_folder import environment
+from pycls_fast.train.environment import environment
 
 # Of those that changed, in a message.
 _MOST_KEYS = 5

@@ -30,9 +30,9 @@ from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, environment, environment_command, versions
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, from 2^HIGH on as 2^HIGH."""

@@ -17,8 +17,9 @@ from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.statistics import mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
+from pycls_fast.train.environment import environment, environment_command, versions
 from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.run_folder import RunFolder, environment, environment_command, versions
+from pycls_fast.train.run_folder import RunFolder
 
 IMAGENET_TRAINING_IMAGES = 1_281_167
 FORMAT = 1

@@ -36,11 +36,11 @@ from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, environment, environment_command, versions
 from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.output_file import output_file
-from pycls_fast.train.run import make_step
-from pycls_fast.train.run_folder import device_name, environment, environment_command, versions
 
 Mode = Literal["model", "loader", "both", "all"]
 

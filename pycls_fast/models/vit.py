@@ -211,7 +211,7 @@ class VisionTransformer(Network):
             raise UserError("class_token: classifier=token reads it; use class_token=true or classifier=pooled")
         self.image_size = image_size
         self.classifier = classifier
-        self.classifier_norm = classifier_norm or ("before_pool" if classifier == "map" else "after_pool")
+        self.classifier_norm = classifier_norm or default_classifier_norm(classifier)
         self.position_tokens = position_tokens
         self.extra_tokens = has_token + registers
         self.batch_dim = batch_dimension(layout)
@@ -340,6 +340,11 @@ class VisionTransformer(Network):
             features_BND = self.norm(features_BND)
         pooled_BD = features_BND.mean(dim=token_dim) if self.pooling is None else self.pooling(features_BND)
         return pooled_BD if before else self.norm(pooled_BD)
+
+
+def default_classifier_norm(classifier: Classifier) -> ClassifierNorm:
+    """Where the final norm is if nothing says so."""
+    return "before_pool" if classifier == "map" else "after_pool"
 
 
 def _reset(module: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
 from pycls_fast.parallel import FlatShards, World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
-from pycls_fast.train.weights import load_weights
+from pycls_fast.train.weights import Loaded, load_weights
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """`config` has numbers where the given one left them to the data or the weights."""
 
@@ -39,8 +41,14 @@ class Parts:
     steps_per_epoch: int
 
 
-def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
+def build_parts(config: RunConfig, world: World, display: Display, gone_on_from: Checkpoint | None = None) -> Parts:
     """Build every part, in the order that each needs the ones before it.
+
+    Args:
+        config: of the run.
+        world: the ranks, which all call this.
+        display: what was loaded is told there.
+        gone_on_from: the checkpoint that will be loaded over the initial values: what `weights` names is not needed.
 
     Raises:
         UserError: anything in the configuration, the data or the machine that stands in the way.
@@ -49,7 +57,7 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world)
+    config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
     steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
     if steps_per_epoch == 0:
         raise UserError(
@@ -61,7 +69,7 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
     network = build.model(config, classes, switches, empty=sharded)
 
     def load(filled: Network | FlatShards) -> None:
-        if config.weights is None:
+        if config.weights is None or gone_on_from is not None:
             return
         flat = filled if isinstance(filled, FlatShards) else None
         origin = load_weights(
@@ -83,6 +91,29 @@ def build_parts(config: RunConfig, world: World, display: Display) -> Parts:
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+
+
+def load_network(
+    config: RunConfig,
+    source: str | Path,
+    data: Source,
+    world: World,
+    switches: build.Switches,
+    *,
+    for_training: bool,
+) -> tuple[Network, Loaded]:
+    """The network with saved weights, on its device and in the precision's format, and where they came from.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    network = build.model(config, build.num_classes(config, data), switches)
+    origin = load_weights(
+        network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
+    )
+    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    build.lower(config, network, world.device)
+    return network, origin
 
 
 def make_step(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.parallel import World
 from pycls_fast.train import checkpoint_files as files
 from pycls_fast.train import checkpoint_tensors as tensors
@@ -140,14 +140,10 @@ class Checkpoint:
         Raises:
             UserError: names the first that differs.
         """
-        here = {path: spec.shape for path, spec in self.specs.items()}
-        there = {path: tuple(tensor.shape) for path, tensor in into.items()}
-        wrong = sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
-        if wrong:
-            raise UserError(
-                f"{self.path}: does not fit this run: {len(wrong)} tensors differ, the first is {wrong[0]} with shape "
-                f"{here.get(wrong[0])} there and {there.get(wrong[0])} here"
-            )
+        saved = {path: spec.shape for path, spec in self.specs.items()}
+        wrong = tensors.differing(saved, {path: tensor.shape for path, tensor in into.items()})
+        if wrong is not None:
+            raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
     def like(self, model: Tensors) -> Tensors:
         """Empty tensors, by path, for what is saved under the parameters' names besides them (optimizer, compression).
@@ -184,12 +180,26 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> Checkpoint | None:
-    """The newest checkpoint that is whole; `warn` is told of each one passed over. All ranks call this."""
+    """The newest checkpoint that is whole, None where there is none at all; `warn` is told of each one passed over.
+
+    All ranks call this.
+
+    Raises:
+        UserError: there are some, and none is whole: to begin again in that folder would retire the new ones instead.
+    """
+    damaged: list[str] = []
     for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
         opened = _open(path, world)
         if isinstance(opened, Checkpoint):
+            for line in damaged:
+                warn(f"{line}; taking the one before it")
             return opened
-        warn(f"{opened}; taking the one before it")
+        damaged.append(opened)
+    if damaged:
+        raise UserError(
+            *damaged,
+            f"run_dir: none of the checkpoints in {folder} can be gone on from; mend one, or begin in another run_dir",
+        )
     return None
 
 
@@ -239,8 +249,6 @@ def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "com
 
 
 def _not_ours(path: Path) -> str | None:
-    if path.suffix == ".pt":
-        return f"{path}: a checkpoint of an earlier version, for weights=; training cannot go on from it"
     if not path.exists():
         return f"{path}: no such checkpoint"
     if not path.is_dir() or not (path / ".metadata").is_file():
@@ -257,4 +265,4 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)

@@ -11,7 +11,7 @@ import importlib
 import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,18 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def differing(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
+    """How many names have no shape, or another one, on the other side, and the first of them; None: all fit."""
+    mine, saved = ({name: tuple(shape) for name, shape in shapes.items()} for shapes in (here, there))
+    wrong = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
+    if not wrong:
+        return None
+    first = wrong[0]
+    return (
+        f"{len(wrong)} tensors differ, the first is {first} with shape {saved.get(first)} there and {mine.get(first)}"
+    )
 
 
 def split(state: State) -> tuple[Tensors, State]:

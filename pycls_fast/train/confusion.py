@@ -11,6 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pycls_fast.train.output_file import whole
+
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
 _PAIRS = 20
@@ -50,12 +52,10 @@ def draw_confusion(counts_KK: np.ndarray, classes: Sequence[str], path: Path, ti
     if count <= _WITH_NUMBERS:
         _write_numbers(axes, counts_KK, share_KK)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    temporary = path.with_name(f".{path.name}")
-    with warnings.catch_warnings():
+    with whole(path) as temporary, warnings.catch_warnings():
         # A name may have characters that the font draws as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
 
 
 def _label(axes: Axes, names: Sequence[str]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pycls_fast.train.output_file import whole
+
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw the four panels from lines of `metrics.jsonl`; values that are null are left out."""
@@ -41,9 +43,8 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
             axes.legend(fontsize=8)
     speed.set_ylim(bottom=0)
     # Rank 0 may be killed while it draws; a half-written picture should not replace a whole one.
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
 
 
 def _kinds(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from torch import nn
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
+from pycls_fast.train.output_file import whole
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Predictions:
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file whole or not at all."""
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as stream:
+        with whole(file) as temporary, temporary.open("wb") as stream:
             np.savez_compressed(
                 stream,
                 indices=self.indices_N,
@@ -44,7 +43,6 @@ class Predictions:
                 predicted=self.predicted_N,
                 losses=self.losses_N,
             )
-        temporary.replace(file)
 
     @classmethod
     def load(cls, file: Path) -> Predictions:

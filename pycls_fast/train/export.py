@@ -19,9 +19,23 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.errors import UserError
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.display import human
+from pycls_fast.train.environment import versions
 from pycls_fast.train.restore import restore
-from pycls_fast.train.run_folder import versions
 from pycls_fast.train.weights import Weights, find_checkpoint, open_weights
+
+PATHS = (
+    "run_dir",
+    "resume",
+    "weights",
+    "data.root",
+    "data.train",
+    "data.val",
+    "data.index_cache",
+    "data.shard_cache",
+    "data.eval_root",
+    "data.wnids",
+)
+"""Keys whose values may name places on the machine of the run."""
 
 # Of one file of protocol buffers; a little is left for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
@@ -173,5 +187,5 @@ def _about(weights: Weights) -> dict[str, str]:
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration for other machines and people."""
-    kept = {key: value for key, value in config.items() if key not in ("run_dir", "resume", "weights")}
-    return kept | {"data": {key: value for key, value in config["data"].items() if key != "root"}}
+    kept = {key: value for key, value in config.items() if key not in PATHS}
+    return kept | {"data": {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}}

@@ -18,13 +18,12 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
-from pycls_fast.parallel import World, prepare_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.parallel import World
+from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
-from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import load_weights
 
 _CHUNK = 1024
 
@@ -99,16 +98,17 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
         config = normalized(build.by_size(config, len(train), world), world)
-        classes = build.num_classes(config, train)
-        network = build.model(config, classes, switches)
-        origin = load_weights(network, weights, classes=train.classes, allow=config.weights_allow, world=world)
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        build.lower(config, network, world.device)
+        network, origin = load_network(config, weights, train, world, switches, for_training=True)
         with display:
             memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
             features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
         votes_NK = knn_votes(
-            features_ND, memory_MD, labels_M, classes=classes, k=min(k, len(labels_M)), temperature=temperature
+            features_ND,
+            memory_MD,
+            labels_M,
+            classes=build.num_classes(config, train),
+            k=min(k, len(labels_M)),
+            temperature=temperature,
         )
         place_N = places(votes_NK, labels_N)
         top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))

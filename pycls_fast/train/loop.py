@@ -24,10 +24,10 @@ from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, environment_command
 from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.run import Run, start_run, summary
-from pycls_fast.train.run_folder import device_name, environment_command
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
 
@@ -62,16 +62,21 @@ def _train(config: RunConfig, world: World) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
         run = start_run(config, world, display)
-        board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-        with run.folder, display, board, run.saver:
-            try:
-                return Loop(run, stop, board).run_to_end()
-            except torch.OutOfMemoryError as error:
-                raise UserError(
-                    f"data.global_batch_size: {config.data.global_batch_size} does not fit the memory of "
-                    f"{world.size} x {device_name(world.device)}; raise optim.accumulation_steps (the same result in "
-                    "smaller parts), or lower the batch or the model; the checkpoints before it are kept"
-                ) from error
+        with run.folder:
+            board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
+            with display, board, run.saver:
+                return _run_to_end(run, stop, board)
+
+
+def _run_to_end(run: Run, stop: StopRequest, board: Board) -> int:
+    try:
+        return Loop(run, stop, board).run_to_end()
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"data.global_batch_size: {run.config.data.global_batch_size} does not fit the memory of "
+            f"{run.world.size} x {device_name(run.world.device)}; raise optim.accumulation_steps (the same result in "
+            "smaller parts), or lower the batch or the model; the checkpoints before it are kept"
+        ) from error
 
 
 class Loop:

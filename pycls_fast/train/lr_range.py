@@ -25,9 +25,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import environment
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file, write_json
-from pycls_fast.train.run_folder import environment
+from pycls_fast.train.output_file import output_file, whole, write_json
 
 _SMOOTHING = 0.9
 # A smoothed loss of so many times the lowest one will not come back.
@@ -133,7 +133,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 "lowest": verdict.lowest,
                 "diverges": verdict.diverges,
                 "lr": done,
-                "loss": [loss if math.isfinite(loss) else None for loss in losses],
+                "loss": losses,
                 "environment": environment(world.device, world.size),
             }
             write_json(file, record)
@@ -179,6 +179,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     try:
-        figure.savefig(path, dpi=110, format="png")
+        with whole(path) as temporary:
+            figure.savefig(temporary, dpi=110, format="png")
     except OSError as error:
         raise UserError(f"output: {path} could not be written ({error.strerror})") from error

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models import foreign
+from pycls_fast.models.foreign.preprocessing import three
 from pycls_fast.parallel import World
-from pycls_fast.train.checkpoint import ALONE
-from pycls_fast.train.weights import find_weights, open_weights
+from pycls_fast.train.checkpoint import ALONE, Checkpoint
+from pycls_fast.train.weights import find_weights, opened
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 
@@ -17,8 +19,11 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def normalized(config: RunConfig, world: World) -> RunConfig:
+def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with the mean and standard deviation of its weights, where it asks for them and they are known.
+
+    Args:
+        gone_on_from: its values, which were the weights' when the run began, whatever has become of those.
 
     Raises:
         UserError: no such weights.
@@ -26,7 +31,10 @@ def normalized(config: RunConfig, world: World) -> RunConfig:
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}
-    found = None if config.weights is None else statistics(config.weights, world)
+    if gone_on_from is not None:
+        found: Statistics | None = _of_config(gone_on_from.plain["config"])
+    else:
+        found = None if config.weights is None else statistics(config.weights, world)
     if found is not None:
         update |= {"mean": found[0], "std": found[1]}
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
@@ -45,14 +53,12 @@ def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
     path = Path(found)
     if path.suffix == ".npz":
         return _JAX
-    if isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors"):
-        config = open_weights(found, world=world).config
-        if config is not None:
-            return _triple(config["data"]["mean"]), _triple(config["data"]["std"])
+    ours = opened(found, world)
+    if ours is not None and ours.config is not None:
+        return _of_config(ours.config)
     about = foreign.described(found, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 
-def _triple(values: Any) -> tuple[float, float, float]:
-    first, second, third = (float(value) for value in values)
-    return first, second, third
+def _of_config(config: Mapping[str, Any]) -> Statistics:
+    return three(config["data"]["mean"]), three(config["data"]["std"])

@@ -1,10 +1,12 @@
-"""The file that a tool's `output=` names: found to be writable before time is spent, written whole or not at all."""
+"""Files that are written whole or not at all; the one of a tool's `output=` is seen to be writable before the work."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,34 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 
 
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of `file` at the end; of one that cannot be written nothing is left.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def finite(value: Any) -> Any:
+    """The same with null, which JSON has, for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def output_file(output: str | Path, world: World | None = None) -> Path:
-    """The path, its folders made.
+    """The path, its folders made; of a link the path that it leads to.
 
     Args:
         world: where several ranks run: the main one looks, all raise.
@@ -22,6 +50,9 @@ def output_file(output: str | Path, world: World | None = None) -> Path:
         UserError: nothing can be written there.
     """
     file = Path(output).expanduser()
+    if file.is_symlink() and not _is_open_elsewhere(file):
+        # The link stays, and its target is written.
+        file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
     if world is not None:
         problem = world.from_main(problem)
@@ -34,6 +65,8 @@ def _problem(file: Path) -> str | None:
     if file.is_dir():
         return f"output: {file} is a folder; give the path of a file"
     try:
+        if _is_open_elsewhere(file):
+            return None if os.access(file, os.W_OK) else f"output: {file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
         probe.touch()
@@ -43,19 +76,26 @@ def _problem(file: Path) -> str | None:
     return None
 
 
+def _is_open_elsewhere(file: Path) -> bool:
+    """A pipe, a device or one of this process's own files (`/dev/stdout`): another file in its place serves nobody."""
+    named = str(file.absolute()).startswith(("/dev/", "/proc/"))
+    return file.exists() and not file.is_dir() and (named or not file.is_file())
+
+
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write values to a file that `output_file` gave.
+    """Write values to a file that `output_file` gave; numbers that are not finite become null.
 
     Raises:
         UserError: the disk is full, say.
     """
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    text = json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Bytes of a file's name that are no UTF-8 stay JSON's escapes.
+    encoded = text.encode(errors="backslashreplace")
     try:
-        # Bytes of a file's name that are no UTF-8 stay JSON's escapes.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(file)
+        if _is_open_elsewhere(file):
+            file.write_bytes(encoded)
+        else:
+            with whole(file) as temporary:
+                temporary.write_bytes(encoded)
     except OSError as error:
         raise UserError(f"output: {file} could not be written ({error.strerror})") from error
-    finally:
-        temporary.unlink(missing_ok=True)

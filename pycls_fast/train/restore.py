@@ -19,6 +19,7 @@ from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.checkpoint_tensors import differing
 from pycls_fast.train.weights import Origin, Weights, find_checkpoint, open_weights
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
@@ -106,13 +107,9 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
 
 def _fill(network: nn.Module, weights: Weights) -> None:
     state = network.state_dict()
-    here = {name: tuple(value.shape) for name, value in state.items()}
-    there = {name: tuple(spec.shape) for name, spec in weights.specs.items()}
-    wrong = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    if wrong:
-        raise UserError(
-            f"weights: {weights.origin.path} is not of the model that it names: {len(wrong)} tensors differ, the first "
-            f"is {wrong[0]} with shape {there.get(wrong[0])} there and {here.get(wrong[0])} in the model"
-        )
+    saved = {name: spec.shape for name, spec in weights.specs.items()}
+    wrong = differing(saved, {name: value.shape for name, value in state.items()})
+    if wrong is not None:
+        raise UserError(f"weights: {weights.origin.path} is not of the model that it names: {wrong} in the model")
     with torch.no_grad():
         weights.fill(state)

@@ -12,6 +12,8 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.train import checkpoint
+from pycls_fast.train.display import Display
+from pycls_fast.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
@@ -25,6 +27,8 @@ _SAME_ON_RESUME = (
     "data.shuffle",
     "data.shuffle_buffer",
     "data.sampling",
+    "data.split_seed",
+    "augment.repeats",
     "optim.name",
     "optim.ema_decay",
     "optim.min_factored",
@@ -65,35 +69,48 @@ def _new_folder(experiment: str) -> Path:
     raise AssertionError("10,000 runs in a second")
 
 
-def resume(run: Run, *, restarted: bool = False) -> None:
-    """Go on from where the configuration says, if anywhere.
+def find_start(
+    config: RunConfig, folder: RunFolder, world: World, display: Display, *, restarted: bool = False
+) -> checkpoint.Checkpoint | None:
+    """The checkpoint that the configuration says to go on from, open; None where the run begins. All ranks call this.
 
     A run that went on from a checkpoint of another folder goes on from its own newest one when it is started again, so
     that the same command can be given after every stop. A checkpoint of its own, named, is where it goes back to.
 
     Args:
+        config: of the run.
+        folder: of the run, kept for it alone if it is there.
+        world: the ranks.
+        display: told of what is passed over.
         restarted: by torchrun, after a rank failed. Then the newest checkpoint of this run comes first, whatever
             the configuration says of the first start.
 
     Raises:
-        UserError: a checkpoint that is missing, damaged or of another run.
+        UserError: a checkpoint that is missing or damaged, or a folder that has a run where it must have none.
     """
-    setting = run.config.resume
-    named = None if setting in ("auto", "never") else Path(setting).expanduser().absolute()
+    setting, named = config.resume, _named(config)
     opened = None
     if restarted or setting == "auto":
-        opened = checkpoint.newest(run.folder.checkpoints, run.display.warn, run.world)
+        opened = checkpoint.newest(folder.checkpoints, display.warn, world)
     # Asked of rank 0: by the time another rank looks, this run's own files may be there.
-    elif setting == "never" and run.world.from_main(run.folder.has_run):
-        raise UserError(f"run_dir: {run.folder.path} already holds a run; choose another or use resume=auto")
-    elif named is not None and _has_gone_on_from(run, named):
-        opened = checkpoint.newest(run.folder.checkpoints, run.display.warn, run.world)
+    elif setting == "never" and world.from_main(folder.has_run):
+        raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
+    elif named is not None and _has_gone_on_from(folder, world, named):
+        opened = checkpoint.newest(folder.checkpoints, display.warn, world)
         if opened is not None:
-            run.display.note(f"resume: this run has gone on from {named} before; now from its own newest checkpoint")
+            display.note(f"resume: this run has gone on from {named} before; now from its own newest checkpoint")
     if opened is None and named is not None:
-        opened = checkpoint.open_checkpoint(named, run.world)
+        opened = checkpoint.open_checkpoint(named, world)
+    return opened
+
+
+def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
+    """Go on from what `find_start` gave.
+
+    Raises:
+        UserError: a checkpoint of another run.
+    """
     if opened is None:
-        _refuse_earlier_version(run)
         if run.world.is_main and run.folder.has_run:
             # Killed before its first checkpoint: all of it is done again.
             run.folder.create()
@@ -118,26 +135,21 @@ def resume(run: Run, *, restarted: bool = False) -> None:
             run.epoch(run.start_step),
             event="resumed",
             path=str(path),
-            asked=str(named or setting),
+            asked=str(_named(run.config) or run.config.resume),
         )
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
 
 
-def _has_gone_on_from(run: Run, named: Path) -> bool:
+def _named(config: RunConfig) -> Path | None:
+    return None if config.resume in ("auto", "never") else Path(config.resume).expanduser().absolute()
+
+
+def _has_gone_on_from(folder: RunFolder, world: World, named: Path) -> bool:
     """Whether a process before this one opened a checkpoint of another folder by this name; the same on all ranks."""
-    if named.parent.resolve() == run.folder.checkpoints.resolve():
+    if named.parent.resolve() == folder.checkpoints.resolve():
         return False
-    asked = (record.get("asked") for record in run.folder.records() if record.get("event") == "resumed")
-    return run.world.from_main(run.world.is_main and str(named) in asked)
-
-
-def _refuse_earlier_version(run: Run) -> None:
-    old = sorted(run.folder.checkpoints.glob("step_*.pt"))
-    if old:
-        raise UserError(
-            f"run_dir: {old[-1]} is a checkpoint of an earlier version, which training cannot go on from; choose "
-            f"another run_dir (weights={old[-1]} takes its weights)"
-        )
+    asked = (record.get("asked") for record in folder.records() if record.get("event") == "resumed")
+    return world.from_main(world.is_main and str(named) in asked)
 
 
 def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:

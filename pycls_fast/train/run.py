@@ -5,50 +5,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source
 from pycls_fast.errors import UserError
-from pycls_fast.models import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, footprint, plain_name
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
-from pycls_fast.train.building import build_parts
-from pycls_fast.train.building import make_step as make_step
-from pycls_fast.train.display import Display, human
-from pycls_fast.train.resume import choose_run_dir, resume
-from pycls_fast.train.run_folder import RunFolder, device_name, environment, versions
+from pycls_fast.train.building import Parts, build_parts
+from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.introduction import introduce
+from pycls_fast.train.resume import choose_run_dir, find_start, resume
+from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.saving import Saver
-from pycls_fast.train.step import Step
-
-# What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
-_STATE_COPIES = {
-    "sgd": 1.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "adafactor": 0.5, "muon": 1.0, "adamw8bit": 0.5,
-}  # fmt: skip
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(Parts):
     """Everything that training reads and changes."""
 
-    config: RunConfig
     world: World
     folder: RunFolder
     display: Display
-    sources: dict[str, Source]
-    network: Network
-    step: Step
-    switches: build.Switches
-    complexity: Complexity
-    # Parameters of the largest block, which sharded strategies gather whole.
-    largest_unit: int
     saver: Saver
-    steps_per_epoch: int
     total_steps: int
     start_step: int = 0
     saved_step: int | None = None
@@ -174,124 +157,73 @@ class Run:
 
 
 def start_run(config: RunConfig, world: World, display: Display) -> Run:
-    """Build every part, in the order that each needs the ones before it.
+    """Find the checkpoint to go on from, build every part, and write down what the run is; its folder is kept for it.
 
     Raises:
         UserError: anything in the configuration, the data or the machine that stands in the way.
     """
-    parts = build_parts(config, world, display)
     # Named after what was asked for: a restart with fewer ranks finds it, whatever else they change.
     run_dir, restarted = choose_run_dir(config, world)
-    config, sources = parts.config, parts.sources
-    whole = config.schedule.epochs * parts.steps_per_epoch
     folder = RunFolder(run_dir)
-    run = Run(
-        config=config,
-        world=world,
-        folder=folder,
-        display=display,
-        sources=sources,
-        network=parts.network,
-        step=parts.step,
-        switches=parts.switches,
-        complexity=parts.complexity,
-        largest_unit=parts.largest_unit,
-        saver=Saver(
-            folder.checkpoints,
-            world,
-            keep=config.runtime.keep_checkpoints,
-            asynchronous=config.runtime.checkpoint_async,
-        ),
-        steps_per_epoch=parts.steps_per_epoch,
-        total_steps=min(whole, config.schedule.max_steps or whole),
-    )
-    _occupy(run)
-    resume(run, restarted=restarted)
-    # A lower schedule.max_steps takes nothing back.
-    run.total_steps = max(run.total_steps, run.start_step)
-    if world.is_main:
-        run.folder.create()
-    _occupy(run)
-    if world.is_main:
-        resolved = {**config.model_dump(mode="json"), "run_dir": str(run.folder.path)}
-        resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
-        run.folder.write_config(resolved)
-        run.folder.write_json("environment.json", environment(world.device, world.size))
-    _introduce(run)
+    with ExitStack() as stack:
+        if world.is_main and config.run_dir is None:
+            stack.callback(folder.remove_if_empty)
+        # Given back where starting fails.
+        stack.enter_context(folder)
+        _occupy(folder, world)
+        opened = find_start(config, folder, world, display, restarted=restarted)
+        run = _build(config, world, display, folder, opened)
+        resume(run, opened)
+        # A lower schedule.max_steps takes nothing back.
+        run.total_steps = max(run.total_steps, run.start_step)
+        if world.is_main:
+            folder.create()
+        _occupy(folder, world)
+        if world.is_main:
+            resolved = {**run.config.model_dump(mode="json"), "run_dir": str(folder.path)}
+            resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
+            folder.write_config(resolved)
+            folder.write_json("environment.json", environment(world.device, world.size))
+        introduce(run)
+        stack.pop_all()
     return run
 
 
-def _occupy(run: Run) -> None:
+def _build(
+    config: RunConfig, world: World, display: Display, folder: RunFolder, opened: checkpoint.Checkpoint | None
+) -> Run:
+    parts = build_parts(config, world, display, opened)
+    config = parts.config
+    whole = config.schedule.epochs * parts.steps_per_epoch
+    saver = Saver(
+        folder.checkpoints,
+        world,
+        keep=config.runtime.keep_checkpoints,
+        asynchronous=config.runtime.checkpoint_async,
+    )
+    total_steps = min(whole, config.schedule.max_steps or whole)
+    return Run(**vars(parts), world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
+
+
+def _occupy(folder: RunFolder, world: World) -> None:
     """Keep other runs out of the folder, once it is there.
 
     Raises:
-        UserError: one is in there.
+        UserError: one is in there, or it cannot be written to; the same on all ranks.
     """
-    there = run.world.is_main and run.folder.path.is_dir()
-    holder = run.world.from_main(run.folder.occupy() if there else None)
-    if holder is not None:
-        raise UserError(
-            f"run_dir: {run.folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
-        )
+    problem = world.from_main(_problem(folder) if world.is_main else None)
+    if problem is not None:
+        raise UserError(problem)
 
 
-def _introduce(run: Run) -> None:
-    config, world = run.config, run.world
-    train, val = run.sources["train"], run.sources["val"]
-    batch = f"{config.data.global_batch_size}"
-    if world.size * config.optim.accumulation_steps > 1:
-        each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
-        batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
-    parameters = run.complexity.parameters
-    group = run.step.wrapped.shard_group
-    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
-    memory = footprint(
-        parameters,
-        run.largest_unit,
-        state_copies=_STATE_COPIES[config.optim.name] + (run.step.ema is not None),
-        strategy=build.strategy(config, world),
-        degree=1 if group is None else group.size(),
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        compute_bytes=compute_bytes if level.weights != "float32" else 4,
-        autocast_bytes=compute_bytes if level.autocast else 0,
-        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
-    )
-    chosen = "  ".join(
-        f"{switch.name}={run.switches[switch.name]}"
-        for switch in CATALOGUE
-        if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
-    )
-    rows = [
-        ("model", f"{config.model.kind}, {human(parameters)} parameters"),
-        (
-            "one image",
-            f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
-        ),
-        *_trainable_row(run),
-        ("training images", f"{len(train):,} in {len(train.classes)} classes"),
-        ("validation images", f"{len(val):,}"),
-        ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
-        ("global batch", batch),
-        ("preprocessing", build.preprocessing(config)),
-        ("memory per rank", f"{human(memory, 'B')} for weights, gradients and optimizer"),
-        (
-            "device",
-            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
-        ),
-        ("switches", chosen or "all at their reference"),
-        ("run folder", str(run.folder.path)),
-    ]
-    run.display.table(config.config_name, rows)
-    if run.switches[SwitchName.COMPILE] != "off":
-        run.display.note("speed.compile: the first step compiles the network, which takes 20 to 100 s")
-
-
-def _trainable_row(run: Run) -> list[tuple[str, str]]:
-    if "all" in run.config.optim.trainable:
-        return []
-    trained = [parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad]
-    names = ", ".join(run.config.optim.trainable)
-    return [("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors")]
+def _problem(folder: RunFolder) -> str | None:
+    try:
+        holder = folder.occupy()
+    except UserError as error:
+        return str(error)
+    if holder is None:
+        return None
+    return f"run_dir: {folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
 
 
 def summary(

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
-import math
 import os
 import platform
-import shlex
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import yaml
 
-from pycls_fast import __version__
 from pycls_fast.errors import UserError
-
-# What a run computes with, new files included; results and notes may lie beside it.
-_CODE = ("pycls_fast", "tools", "configs")
-_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
+from pycls_fast.train.environment import environment_command
+from pycls_fast.train.output_file import finite, whole
 
 
 class RunFolder:
@@ -61,16 +52,32 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another") from error
+            raise self._cannot_be_written(error) from error
+
+    def remove_if_empty(self) -> None:
+        """Take the folder away again, if nothing has been put into it."""
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def _cannot_be_written(self, error: OSError) -> UserError:
+        return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
 
     def occupy(self, wait_seconds: float = 30.0) -> str | None:
-        """Keep other processes out until the context ends; who is here already, None where nobody is.
+        """Keep other processes out of a folder that is there, until the context ends; who is in it already, or None.
 
         The lock is the process's: a kill leaves nothing of it, and loader workers do not inherit it. A run that is on
         its way out, saving its last step, is waited for.
+
+        Raises:
+            UserError: the folder cannot be written to.
         """
-        until = time.monotonic() + wait_seconds
-        while self._lock is None:
+        try:
+            return self._occupy(time.monotonic() + wait_seconds)
+        except OSError as error:
+            raise self._cannot_be_written(error) from error
+
+    def _occupy(self, until: float) -> str | None:
+        while self._lock is None and self.path.is_dir():
             file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,9 +90,9 @@ class RunFolder:
                 warnings.warn(f"{self.path}: cannot be kept for one run ({error.strerror})", stacklevel=2)
                 ours = True
             if ours:
+                self._lock = file
                 os.truncate(file, 0)
                 os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-                self._lock = file
                 break
             holder = os.read(file, 200).decode(errors="replace")
             os.close(file)
@@ -116,7 +123,7 @@ class RunFolder:
         """One line of `metrics.jsonl`; a value that is not finite is written as null, which JSON has."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         return record
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -142,10 +149,8 @@ class RunFolder:
         self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        with writing(self.path / name):
+        with writing(self.path / name), whole(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
 
 
 @contextmanager
@@ -169,75 +174,3 @@ def _same_file(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def environment_command() -> str:
-    """The command as it was typed (Hydra rewrites `sys.argv`)."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on."""
-    # Ours from the code itself: a checkout that was never installed has no metadata.
-    found = {"python": platform.python_version(), "pycls_fast": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Where the run happens: command, versions, commit, hardware."""
-    return {
-        "command": environment_command(),
-        "versions": versions(),
-        "git": git_state(Path(__file__).parents[2]),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "device": device_name(device),
-        "world_size": world_size,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The accelerator's product name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code and whether it was changed since, or None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
-        )
-        return done.stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--", *_CODE))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _processor() -> str:
-    described = Path("/proc/cpuinfo")
-    if described.is_file():
-        for line in described.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -15,15 +15,15 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
-from pycls_fast.parallel import World, prepare_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.parallel import World
+from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.evaluation import Evaluation, evaluate
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
-from pycls_fast.train.run_folder import device_name, versions
-from pycls_fast.train.weights import find_weights, load_weights, open_weights
+from pycls_fast.train.weights import Loaded, find_weights, opened
 
 
 def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
@@ -39,10 +39,9 @@ def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> E
 
 def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
     """Names of the outputs, which the further sets go by."""
-    named = isinstance(found, Path) and (found.is_dir() or found.suffix == ".safetensors")
-    classes = open_weights(Path(found), world=world).classes if named else None
-    if classes is not None:
-        return classes
+    ours = opened(found, world)
+    if ours is not None and ours.classes is not None:
+        return ours.classes
     # Other projects' files do not name classes; with as many outputs as ImageNet-1k has they are its, in its order.
     if config.model.num_classes in (None, 1000):
         return build.imagenet_wnids()
@@ -92,12 +91,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
         config = normalized(build.by_size(config, len(source), world), world)
-        network = build.model(config, build.num_classes(config, source), switches)
-        origin = load_weights(
-            network, found, classes=source.classes, allow=config.weights_allow, for_training=False, world=world
-        )
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        build.lower(config, network, world.device)
+        network, origin = load_network(config, found, source, world, switches, for_training=False)
         with display:
             display.begin_evaluation(split, len(source))
             result = evaluate(
@@ -110,50 +104,67 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 among=_on_device(scored.among, world),
                 answers_NM=_on_device(scored.answers_NM, world),
             )
-        if not world.is_main:
-            return DONE
-        for name, reason in result.damaged:
-            display.warn(f"{name}: {reason}; not counted")
-        preprocessing = build.preprocessing(config)
-        # The numbers are those of the plain validation images, prepared as published.
-        taken = about is not None and own_preprocessing
-        rows, comparison = _beside(about if taken and split == "val" else None, result.top1)
-        record: dict[str, Any] = {
-            "split": split,
-            "weights": origin.kind,
-            **result.record(),
-            "preprocessing": preprocessing,
-            "rule": scored.rule,
-        }
-        step = "" if origin.step is None else f", step {origin.step}"
-        display.note(f"{origin.path} ({origin.kind} weights{step})")
-        if origin.fitted.adapted or origin.fitted.left_out:
-            display.table("weights", origin.fitted.table())
-        display.table(
-            f"{source.describe()}",
-            [
-                ("split", split),
-                ("top-1", f"{result.top1:.2f}%"),
-                ("top-5", f"{result.top5:.2f}%"),
-                ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
-                ("images", f"{result.count:,}"),
-                ("right is", scored.rule),
-                ("preprocessing", preprocessing + (", as the weights say" if taken else "")),
-                *rows,
-            ],
-        )
-        if file is not None:
-            values = {
-                **record,
-                **comparison,
-                **({} if config.data.eval_set else class_scores(result.predictions, source.classes)),
-                "checkpoint": str(origin.path),
-                "step": origin.step,
-                "config_name": config.config_name,
-                "damaged": [list(item) for item in result.damaged],
-                "world_size": world.size,
-                "device": device_name(world.device),
-                "versions": versions(),
-            }
-            write_json(file, values)
+        if world.is_main:
+            taken = about if own_preprocessing else None
+            comparison = _tell(display, config, split, scored, origin, result, taken)
+            if file is not None:
+                write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
         return DONE
+
+
+def _tell(
+    display: Display,
+    config: RunConfig,
+    split: str,
+    scored: EvalSet,
+    origin: Loaded,
+    result: Evaluation,
+    taken: foreign.Preprocessing | None,
+) -> dict[str, Any]:
+    """Show what was scored; the published number where there is one for this, as a record.
+
+    `taken` is the preprocessing that the weights say, where images were prepared so.
+    """
+    for name, reason in result.damaged:
+        display.warn(f"{name}: {reason}; not counted")
+    # The numbers are those of the plain validation images, prepared as published.
+    rows, comparison = _beside(taken if split == "val" else None, result.top1)
+    step = "" if origin.step is None else f", step {origin.step}"
+    display.note(f"{origin.path} ({origin.kind} weights{step})")
+    if origin.fitted.adapted or origin.fitted.left_out:
+        display.table("weights", origin.fitted.table())
+    display.table(
+        scored.source.describe(),
+        [
+            ("split", split),
+            ("top-1", f"{result.top1:.2f}%"),
+            ("top-5", f"{result.top5:.2f}%"),
+            ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
+            ("images", f"{result.count:,}"),
+            ("right is", scored.rule),
+            ("preprocessing", build.preprocessing(config) + (", as the weights say" if taken is not None else "")),
+            *rows,
+        ],
+    )
+    return comparison
+
+
+def _record(
+    config: RunConfig, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, world: World
+) -> dict[str, Any]:
+    """What the file says."""
+    return {
+        "split": split,
+        "weights": origin.kind,
+        **result.record(),
+        "preprocessing": build.preprocessing(config),
+        "rule": scored.rule,
+        **({} if config.data.eval_set else class_scores(result.predictions, scored.source.classes)),
+        "checkpoint": str(origin.path),
+        "step": origin.step,
+        "config_name": config.config_name,
+        "damaged": [list(item) for item in result.damaged],
+        "world_size": world.size,
+        "device": device_name(world.device),
+        "versions": versions(),
+    }

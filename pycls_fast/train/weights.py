@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.checkpoint_tensors import Spec
 from pycls_fast.train.pretrained import fit_weights, other_class
+from pycls_fast.train.same_model import check_same_model, norm_place
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def load_weights(
     """
     found = find_weights(source)
     state = network.state_dict() if into is None else into.state_dict()
-    ours = _opened(found, world)
-    if ours is not None and ours.config is not None:
-        foreign.check_shortcut(network, ours.config.get("model", {}).get("shortcut"), str(found))
+    ours = opened(found, world)
+    model = {} if ours is None or ours.config is None else ours.config.get("model", {})
+    if ours is not None:
+        check_same_model(network, model, str(found), fresh_head=not _has_head(ours, network, classes))
     if ours is not None and _fits_as_it_is(ours, state, classes):
         with torch.no_grad():
             ours.fill(state)
@@ -93,6 +95,7 @@ def load_weights(
         fitted = foreign.Fitted(str(found), foreign.OURS, kind, step, loaded=list(ours.specs))
     else:
         read = _read_whole(ours) if ours is not None and Path(found).is_dir() else foreign.read_weights(str(found))
+        read = replace(read, norm=norm_place(model) or read.norm)
         fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
@@ -125,12 +128,7 @@ def find_checkpoint(path: Path) -> Path:
         # A model as timm and its hub keep it.
         return (path / "model.safetensors").resolve()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    candidates = [
-        folder / "best",
-        *checkpoint.checkpoints(folder),
-        folder / "best.pt",
-        *sorted(folder.glob("step_*.pt")),
-    ]
+    candidates = (folder / "best", *checkpoint.checkpoints(folder))
     found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is None:
         raise UserError(
@@ -141,8 +139,16 @@ def find_checkpoint(path: Path) -> Path:
     return found.resolve()
 
 
-def _opened(found: Path | str, world: World) -> Weights | None:
-    """A checkpoint of ours, or a safetensors file of anyone's; None: a file that is read whole in any case."""
+def opened(found: Path | str, world: World = ALONE) -> Weights | None:
+    """A checkpoint of ours, or a safetensors file of anyone's; None: a hub's name, or a file that is read whole anyway.
+
+    Args:
+        found: by `find_weights`.
+        world: the ranks, which all call this.
+
+    Raises:
+        UserError: see `open_weights`.
+    """
     if isinstance(found, str) or (found.is_file() and found.suffix != ".safetensors"):
         return None
     return open_weights(found, world=world)
@@ -152,6 +158,13 @@ def _fits_as_it_is(weights: Weights, state: Mapping[str, Tensor], classes: tuple
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     saved = {name: tuple(spec.shape) for name, spec in weights.specs.items()}
     return saved == shapes and other_class(weights.classes, classes) is None
+
+
+def _has_head(weights: Weights, network: Network, classes: tuple[str, ...]) -> bool:
+    """Whether the head of the weights is of the data's classes."""
+    head: Any = network.get_submodule(network.head_name)
+    saved = weights.specs.get(f"{network.head_name}.weight")
+    return saved is not None and saved.shape[0] == head.out_features and other_class(weights.classes, classes) is None
 
 
 def _read_whole(weights: Weights) -> foreign.ReadWeights:
@@ -173,7 +186,7 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
     """Look into what `find_checkpoint` found.
 
     Args:
-        path: a checkpoint's folder, a `.safetensors` file, or a `.pt` file of an earlier version.
+        path: a checkpoint's folder or a `.safetensors` file.
         kind: "model", "ema", or "auto": the average where there is one.
         world: the ranks, which all call this.
 
@@ -182,19 +195,17 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
     """
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
-    if path.is_file():
-        return _from_old_file(path, kind)
-    opened = checkpoint.open_checkpoint(path, world)
-    chosen = _choose(kind, path, has_ema=bool(opened.part("ema")))
+    saved = checkpoint.open_checkpoint(path, world)
+    chosen = _choose(kind, path, has_ema=bool(saved.part("ema")))
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
-        opened.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
+        saved.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
 
     return Weights(
-        Origin(path, chosen, opened.plain["step"]),
-        opened.part(chosen),
-        tuple(opened.plain["classes"]),
-        opened.plain["config"],
+        Origin(path, chosen, saved.plain["step"]),
+        saved.part(chosen),
+        tuple(saved.plain["classes"]),
+        saved.plain["config"],
         fill,
     )
 
@@ -238,22 +249,3 @@ def _dtype(path: Path, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UserError(f"weights: {path} holds tensors of {name}; save them as F32, BF16 or F16")
     return found
-
-
-def _from_old_file(path: Path, kind: str) -> Weights:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds for a file that is not its own
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a file of weights that can be read ({first_line})") from error
-    if not isinstance(state, dict) or state.get("format") != 1:
-        raise UserError(f"{path}: not a checkpoint of pycls_fast")
-    chosen = _choose(kind, path, has_ema=state["ema"] is not None)
-    saved: Mapping[str, Tensor] = state[chosen]
-
-    def fill(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            assign(tensor, saved[name])
-
-    specs = {name: Spec(tuple(value.shape), value.dtype) for name, value in saved.items()}
-    return Weights(Origin(path, chosen, state["step"]), specs, tuple(state["classes"]), state["config"], fill)

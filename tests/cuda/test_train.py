@@ -16,10 +16,11 @@ from pycls_fast.parallel import World, prepare_model, start_world
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import train
+from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import make_step, start_run
+from pycls_fast.train.run import start_run
 from tests.integration.runs import TINY, records
 
 pytestmark = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,21 @@ def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["top1"] == pytest.approx(summary["best"]["top1"])
     assert len(scores["classes"]) == 3
+
+
+def test_goes_on_when_the_weights_are_gone(images: Path, weights: Path, tmp_path: Path) -> None:
+    """What they said of mean and deviation is in the checkpoint, for a new folder as well."""
+    run, given = tmp_path / "run", tmp_path / "given.safetensors"
+    shutil.copy(weights, given)
+    for steps in (1, 2):
+        assert finetune(images, run, f"weights={given}", f"schedule.max_steps={steps}") == 0
+        given.unlink(missing_ok=True)
+    assert [record["step"] for record in records(run, "checkpoint")] == [1, 2]
+    other = tmp_path / "other"
+    assert finetune(images, other, f"resume={run}/checkpoints/step_000000002", "schedule.max_steps=3") == 0
+    for folder in (run, other):
+        saved = yaml.safe_load((folder / "config.yaml").read_text())["data"]
+        assert {key: saved[key] for key in STATISTICS} == STATISTICS
 
 
 def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
-from pycls_fast.train.run_folder import environment_command
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -277,16 +277,34 @@ def test_the_command_that_goes_on_with_a_run_of_a_sweep(
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=2"]
     train(load_config("vit_digits", overrides))
+    other = ["data.global_batch_size=32", "seed=5", "data.split_seed=1", "augment.repeats=2"]
     with pytest.raises(UserError) as caught:
-        train(load_config("vit_digits", [*overrides, "data.global_batch_size=32", "seed=5"]))
+        train(load_config("vit_digits", [*overrides, *other]))
     assert [line.split(";")[0].split(" when ")[0] for line in caught.value.lines] == [
+        "augment.repeats: 2 now, but 1",
         "data.global_batch_size: 32 now, but 64",
+        "data.split_seed: 1 now, but 0",
         "seed: 5 now, but 0",
     ]
     with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
         train(load_config("vit_digits", [*overrides, "resume=never"]))
     with pytest.raises(UserError, match=r"no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
+    for path in checkpoint.checkpoints(tmp_path / "checkpoints"):
+        (path / "state.json").unlink()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=r"run_dir: none of the checkpoints in .* can be gone on from; mend one"):
+        train(load_config("vit_digits", overrides))
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    # Who was refused keeps nobody out.
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_mistake_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"data\.root"):
+        train(load_config("vit_digits", ["data.source=folder", f"data.root={tmp_path / 'nowhere'}"]))
+    assert not list(tmp_path.glob("runs/*/*"))
 
 
 def test_killed_before_its_first_checkpoint(tmp_path: Path, digits: Path) -> None:

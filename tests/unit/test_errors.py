@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError, first_line, one_of
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -29,3 +29,8 @@ def test_one_of_the_names_that_there_are() -> None:
     one_of("depth", 18, {18: "a", 50: "b"})
     with pytest.raises(UserError, match=r"^depth: must be one of 18, 50; got 20$"):
         one_of("depth", 20, {18: "a", 50: "b"})
+
+
+@pytest.mark.parametrize(("text", "line"), [("a\nb", "a"), ("\n  \nb", "b"), ("", "OSError"), ("\n", "OSError")])
+def test_the_first_line_of_any_error(text: str, line: str) -> None:
+    assert first_line(OSError(text)) == line

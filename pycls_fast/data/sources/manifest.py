@@ -17,7 +17,7 @@ from pycls_fast.data.sources.layout import find_files, missing_column, name_clas
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
@@ -138,5 +138,5 @@ def _read_parquet(path: Path) -> dict[str, list[object]]:
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
     return {name: table.column(name).to_pylist() for name in table.column_names}

@@ -20,7 +20,7 @@ from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import as_splits, quoted
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 _THREADS = 8
 
@@ -80,7 +80,7 @@ class ParquetSource(Mapped):
             with pq.ParquetFile(path) as file:
                 column = file.read_row_group(group, columns=[self._column]).column(0)
         except (pyarrow.ArrowException, ValueError) as error:
-            raise OSError(f"row group {group} of {path}: {str(error).splitlines()[0]}") from error
+            raise OSError(f"row group {group} of {path}: {first_line(error)}") from error
         for name in self._column.split(".")[1:]:
             column = pyarrow.compute.struct_field(column, name)
         return column
@@ -226,7 +226,7 @@ def _read_part(path: Path, image_column: str | None, label_column: str) -> _Part
             labels = file.read(columns=[label_column]).column(0).to_pylist()
             rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
     if places is None:
         places = np.full((len(labels), 2), -1, dtype=np.int64)
     return _Part(labels, _class_names(schema, label_column), rows, places, column)

@@ -21,7 +21,7 @@ from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
 from pycls_fast.speed import Device
-from pycls_fast.train.run_folder import environment_command, versions
+from pycls_fast.train.environment import environment_command, versions
 
 Record = dict[str, Any]
 

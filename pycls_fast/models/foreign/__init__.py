@@ -1,9 +1,9 @@
 """Checkpoints of other projects in our names, and ours in theirs."""
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.foreign.fit import Fitted, check_shortcut, fit
+from pycls_fast.models.foreign.fit import Fitted, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
-from pycls_fast.models.foreign.read import OURS, ReadWeights, is_hub, is_source, read_weights
+from pycls_fast.models.foreign.read import OURS, NormPlace, ReadWeights, is_hub, is_source, read_weights
 from pycls_fast.models.foreign.timm import from_timm_vit, to_timm_vit
 from pycls_fast.models.foreign.torchvision import (
     from_torchvision_resnet,
@@ -16,10 +16,10 @@ from pycls_fast.models.foreign.torchvision import (
 __all__ = [
     "OURS",
     "Fitted",
+    "NormPlace",
     "Preprocessing",
     "ReadWeights",
     "UserError",
-    "check_shortcut",
     "described",
     "fit",
     "from_timm_vit",

@@ -80,7 +80,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     Raises:
         UserError: what does not fit, a line for each kind, with the names to allow.
     """
-    check_shortcut(network, read.shortcut, read.source)
+    _check_shortcut(network, read.shortcut, read.source)
     if read.antialiased and isinstance(network, ResNet):
         raise UserError(
             f"weights: {read.source} is of a ResNet that smooths maps before it makes them smaller, and the model does "
@@ -102,17 +102,8 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     return fitted
 
 
-def check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: str) -> None:
-    """Shortcuts of both kinds have the same tensors, and compute something else with them.
-
-    Args:
-        network: a ResNet, or another model, which has none.
-        shortcut: what the weights were trained with; None where nothing says so.
-        source: of the weights.
-
-    Raises:
-        UserError: the network has the other kind.
-    """
+def _check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: str) -> None:
+    """Shortcuts of both kinds have the same tensors, and compute something else with them."""
     if isinstance(network, ResNet) and shortcut not in (None, network.shortcut):
         how = {"pool": "a mean before their convolution", "conv": "the stride of their convolution"}
         raise UserError(

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.resnet import ShortcutKind
 
@@ -34,7 +34,6 @@ class Contents:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
-    shortcut: ShortcutKind | None = None
     antialiased: bool = False
 
 
@@ -167,8 +166,7 @@ def _read_torch(path: Path) -> Any:
             f"({reason.strip() or 'damaged'})"
         ) from error
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line})") from error
+        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line(error)})") from error
 
 
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
@@ -178,7 +176,6 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     """The one set of weights to take out of what a training script saved."""
     if not isinstance(loaded, Mapping):
         raise UserError(f"weights: {path} holds a {type(loaded).__name__} and no weights by name")
-    ours = loaded.get("format") == 1
     part = _choose_part(loaded)
     state = loaded[part] if part else loaded
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
@@ -187,13 +184,7 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     # torch's wrappers put their own name in front, one before the other.
     while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return Contents(
-        tensors,
-        part=part,
-        classes=tuple(loaded["classes"]) if ours and "classes" in loaded else None,
-        step=loaded.get("step") if ours else None,
-        shortcut=loaded["config"]["model"].get("shortcut") if ours and "config" in loaded else None,
-    )
+    return Contents(tensors, part=part)
 
 
 def _choose_part(loaded: Mapping[str, Any]) -> str:
@@ -233,10 +224,9 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
         return fetch()
     except Exception as error:  # hubs and what they are built on raise dozens of kinds
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"weights: {source} could not be had ({first_line}); without a network, download the file elsewhere and "
-            "give its path"
+            f"weights: {source} could not be had ({first_line(error)}); without a network, download the file elsewhere "
+            "and give its path"
         ) from error
 
 
@@ -247,7 +237,7 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     norm: NormPlace | None = None
     if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
         norm = "after_pool" if "fc_norm.weight" in state else "every_token"
-    shortcut = contents.shortcut
+    shortcut: ShortcutKind | None = None
     if layout in (torchvision.RESNET, pycls.RESNET):
         shortcut = torchvision.resnet_shortcut(state)
     return ReadWeights(

@@ -20,7 +20,7 @@ from pycls_fast.parallel import Settings, World, Wrapped, footprint, prepare_mod
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
-from pycls_fast.train.run import make_step
+from pycls_fast.train.building import make_step
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]

@@ -15,8 +15,8 @@ from pycls_fast.config import load_config
 from pycls_fast.data import Batch
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import make_step
 from pycls_fast.train.step import Step
 
 CPU = torch.device("cpu")

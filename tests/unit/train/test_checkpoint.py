@@ -121,6 +121,18 @@ def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Calla
         checkpoint.load(bad)
 
 
+def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
+    """What is saved from step 0 on would be retired before those with higher numbers."""
+    for step in (900, 1000):
+        cut(checkpoint.save(state(step), tmp_path, step, keep=2) / "__0_0.distcp")
+    with pytest.raises(UserError) as caught:
+        checkpoint.newest(tmp_path, pytest.fail)
+    first, second, last = caught.value.lines
+    assert first.startswith(f"{tmp_path / 'step_000001000'}: the checkpoint is damaged")
+    assert second.startswith(f"{tmp_path / 'step_000000900'}: the checkpoint is damaged")
+    assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be gone on from; mend one, or begin")
+
+
 def test_ranks_share_the_checking(tmp_path: Path) -> None:
     path = checkpoint.save(state(2), tmp_path, 2, keep=2)
     cut(path / "__0_0.distcp")

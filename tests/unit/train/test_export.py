@@ -8,21 +8,24 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import timm
 import torch
+from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.config import load_config
+from pycls_fast.config import load_config, saved_config
 from pycls_fast.config.options_line import read_options
 from pycls_fast.config.saved import of_weights
+from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint
-from pycls_fast.train.export import export
+from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.weights import load_weights
 from tests.unit.inference.conftest import make_run
 
@@ -79,7 +82,41 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
     }
     assert about["weights"] == "ema"
     assert about["step"] == "7"
-    assert "root" not in json.loads(about["config"])["data"]
+
+
+# Texts of the configuration that name no place on a machine.
+NO_PATHS = (
+    "config_name",
+    "weights_allow",
+    "model.name",
+    "model.options",
+    "data.path_column",
+    "data.image_column",
+    "data.label_column",
+    "data.hub_config",
+    "optim.trainable",
+    "precision.fp8_skip",
+)
+
+
+def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> None:
+    texts: list[str] = []
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            for kind in (field.annotation, *get_args(field.annotation)):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    walk(kind, f"{prefix}{name}.")
+                elif kind is str or str in get_args(kind):
+                    texts.append(f"{prefix}{name}")
+
+    walk(RunConfig, "")
+    assert set(texts) == {*PATHS, *NO_PATHS}
+    write(run_dir, tmp_path / "net.safetensors")
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["config"])
+    assert not [key for key in PATHS if key in config or key.removeprefix("data.") in config["data"]]
+    saved_config(config, "net.safetensors")
 
 
 def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None:
@@ -93,14 +130,6 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     other = tuple("abcdefghij")
     with pytest.raises(UserError, match="was trained on other classes"):
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
-
-
-def test_weights_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    old = {"format": 1, "step": 3, "model": {n: v + 2 for n, v in network().state_dict().items()}, "ema": None}
-    torch.save({**old, "classes": list(CLASSES), "config": CONFIG.model_dump(mode="json")}, tmp_path / "best.pt")
-    loaded = network()
-    assert load_weights(loaded, tmp_path, classes=CLASSES).step == 3
-    assert all(torch.equal(old["model"][n], v) for n, v in loaded.state_dict().items())  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

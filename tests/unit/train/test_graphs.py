@@ -16,9 +16,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep, Tape
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import make_step
 from tests.unit.train.test_host_reads import HostReads
 
 CPU = torch.device("cpu")

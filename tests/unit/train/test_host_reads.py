@@ -18,8 +18,8 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import make_step
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, local_rank=0, device=CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from pycls_fast.ledger.numerics import measure_numerics
 from pycls_fast.train import score as scoring
 from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test
-from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.output_file import output_file, whole, write_json
 
 TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
     "score": lambda config, output: scoring.score(config, "val", output),
@@ -52,6 +53,49 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^output: .*a.json could not be written \(Is a directory\)$"):
         write_json(file, {})
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"loss": math.nan, "classes": [{"top1": math.inf}, (1.5,)]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "classes": [{"top1": None}, [1.5]]}
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "there" / "a.json"
+    link.symlink_to("there/a.json")
+    for number in (1, 2):
+        write_json(output_file(link), {"number": number})
+        assert link.is_symlink()
+        assert json.loads(target.read_text()) == {"number": number}
+    assert not target.is_symlink()
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    file = output_file(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(file, {"a": 1})
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_an_open_file_of_the_process_is_written_into(tmp_path: Path) -> None:
+    with (tmp_path / "a.json").open("w+") as stream:
+        before = (tmp_path / "a.json").stat().st_ino
+        write_json(output_file(f"/dev/fd/{stream.fileno()}"), {"a": 1})
+        assert json.loads(stream.read()) == {"a": 1}
+    assert (tmp_path / "a.json").stat().st_ino == before
+
+
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("before")
+    with pytest.raises(UnicodeEncodeError), whole(tmp_path / "a") as temporary:
+        temporary.write_text("half\ud800", encoding="utf-8")
+    assert (tmp_path / "a").read_text() == "before"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

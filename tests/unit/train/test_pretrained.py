@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models import VisionTransformer
 from pycls_fast.models.foreign import to_timm_vit
+from pycls_fast.network import Network
 from pycls_fast.train.weights import load_weights
 
 
@@ -43,35 +49,70 @@ def test_a_fresh_head_is_for_training_only(tmp_path: Path) -> None:
 
 def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     theirs = vit(2)
-    saved = {"format": 1, "model": theirs.state_dict(), "ema": None, "classes": ["cat", "dog"], "step": 9}
-    torch.save(saved, tmp_path / "step_000000009.pt")
+    file = tmp_path / "ours.safetensors"
+    save_file(theirs.state_dict(), file, {"classes": '["cat", "dog"]', "step": "9"})
     network = vit(2)
-    origin = load_weights(network, tmp_path, classes=("cat", "dog"))
-    assert (origin.step, origin.path) == (9, tmp_path / "step_000000009.pt")
+    origin = load_weights(network, file, classes=("cat", "dog"))
+    assert (origin.step, origin.path) == (9, file)
     assert torch.equal(network.head.weight, theirs.head.weight)
     network = vit(2)
     before = network.head.weight.clone()
-    origin = load_weights(network, tmp_path, classes=("cat", "fox"))
+    origin = load_weights(network, file, classes=("cat", "fox"))
     assert origin.fitted.fresh.keys() == {"head.weight", "head.bias"}
     assert torch.equal(network.head.weight, before)
     with pytest.raises(UserError, match=r"trained on other classes than data\.root has: output 1 was dog and is fox"):
-        load_weights(vit(2), tmp_path, classes=("cat", "fox"), for_training=False)
+        load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
 
 
-@pytest.mark.parametrize("classes", [("a", "b"), ("a", "c"), ("a", "b", "c")])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_other_shortcut_of_a_run_of_ours_is_told(tmp_path: Path, suffix: str, classes: tuple[str, ...]) -> None:
-    """Its tensors have the same names and shapes."""
-    state, config = ResNet(depth=18, num_classes=2, shortcut="pool").state_dict(), {"model": {"shortcut": "pool"}}
-    file = tmp_path / f"theirs{suffix}"
-    if suffix == ".pt":
-        saved = {"format": 1, "model": state, "ema": None, "classes": ["a", "b"], "step": 9, "config": config}
-        torch.save(saved, file)
+AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")
+VIT = {"stem": "conv", "stem_widths": (4, 4), "stem_strides": (2, 4), "class_token": True, "classifier": "pooled"}
+SIZES = {"patch_size": 8, "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
+TIMM = {"name": "test_resnet", "options": {"act_layer": "relu"}}
+# What the weights are of, what the model has instead, the message.
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "shortcut": ("resnet", {"depth": 18, "shortcut": "pool"}, {"shortcut": "conv"}, "model.shortcut=pool"),
+    "heads": ("vit", {**SIZES, **VIT}, {"heads": 2}, "model.heads=3"),
+    "norm_eps": ("vit", {**SIZES, **VIT}, {"norm_eps": 1e-2}, "model.norm_eps=1e-06"),
+    "stem_strides": ("vit", {**SIZES, **VIT}, {"stem_strides": (4, 2)}, "model.stem_strides=[2,4]"),
+    "name": ("timm", TIMM, {"name": "resnet10t"}, "model.name=test_resnet"),
+    "options": ("timm", TIMM, {"name": "test_resnet.r160_in1k", "options": {}}, "model.options={act_layer:relu}"),
+    "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled model.class_token=true"),
+    "classifier_norm": (
+        "vit", {**SIZES, **VIT}, {"classifier_norm": "before_pool"}, "model.classifier_norm=after_pool",
+    ),
+}  # fmt: skip
+
+
+def of_kind(kind: str, settings: dict[str, Any], classes: int) -> tuple[Network, RunConfig]:
+    """The network of a configuration, and that configuration."""
+    model: dict[str, Any] = {"kind": kind, **settings}
+    config = load_config("vit_digits", ["data.image_size=16" if kind == "vit" else "data.image_size=64"])
+    parsed = TypeAdapter(RunConfig.model_fields["model"].rebuild_annotation()).validate_python(model)
+    config = config.model_copy(update={"model": parsed})
+    return build.model(config, classes, build.switches(config, torch.device("cpu"))), config
+
+
+@pytest.mark.parametrize(
+    ("key", "classes"),
+    [*((key, AB) for key in OTHERS), *((key, other) for key in ("heads", "classifier_norm") for other in (AC, ABC))],
+)
+def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[str, ...]) -> None:
+    """The names and shapes are the same. A fresh head may stand on something else, but not the trunk."""
+    kind, theirs, changed, use = OTHERS[key]
+    saved, config = of_kind(kind, theirs, 2)
+    file = tmp_path / "theirs.safetensors"
+    about = {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()}
+    save_file({name: value + 1 for name, value in saved.state_dict().items()}, file, about)
+    load_weights(of_kind(kind, theirs, len(classes))[0], file, classes=classes)
+    network, _ = of_kind(kind, {**theirs, **changed}, len(classes))
+    if classes != AB and key.startswith("classifier"):
+        fitted = load_weights(network, file, classes=classes).fitted
+        assert fitted.fresh.keys() == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
+        assert torch.equal(network.get_parameter("norm.weight"), torch.ones(12))
     else:
-        save_file(state, file, {"classes": '["a", "b"]', "step": "9", "config": json.dumps(config)})
-    load_weights(ResNet(depth=18, num_classes=len(classes), shortcut="pool"), file, classes=classes)
-    with pytest.raises(UserError, match=r"^weights: .*theirs.* is of a ResNet .*; use model\.shortcut=pool$"):
-        load_weights(ResNet(depth=18, num_classes=len(classes)), file, classes=classes)
+        line = rf"^weights: .*theirs.* was trained with model\..* the model has .*; use {re.escape(use)}"
+        with pytest.raises(UserError, match=line):
+            load_weights(network, file, classes=classes)
 
 
 def test_no_such_weights(tmp_path: Path) -> None:

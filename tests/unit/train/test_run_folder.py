@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,11 +23,12 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
-from pycls_fast.train.run_folder import RunFolder, environment, git_state
+from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
 from tests.unit.train.test_evaluation import ALONE, CPU
 
@@ -85,6 +87,7 @@ def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
     evaluations = Evaluations(nobody, Board(tmp_path, 0, enabled=False), lambda: None)
     with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
         evaluations._write_down(1, "model", result)
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "curves.png").mkdir()
     with pytest.raises(UserError, match=r"curves.png cannot be written \(Is a directory"):
         evaluations.draw()
@@ -200,6 +203,21 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
             second.communicate("\n", timeout=60)
         with folder:
             pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("open", errno.EACCES), ("pwrite", errno.ENOSPC), ("open", errno.EROFS)])
+def test_a_folder_that_cannot_be_kept_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, refuse)
+        line = rf"^run_dir: {tmp_path} cannot be written to \({os.strerror(number)}\); give another$"
+        with pytest.raises(UserError, match=line), RunFolder(tmp_path) as folder:
+            folder.occupy(wait_seconds=0.0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,84 @@
+"""Where a run happens: its command, the versions of what it computes with, the commit, the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycls_fast import __version__
+
+# What a run computes with, new files included; results and notes may lie beside it.
+_CODE = ("pycls_fast", "tools", "configs")
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
+
+
+def environment_command() -> str:
+    """The command as it was typed (Hydra rewrites `sys.argv`)."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    # Ours from the code itself: a checkout that was never installed has no metadata.
+    found = {"python": platform.python_version(), "pycls_fast": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def environment(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Where the run happens: command, versions, commit, hardware."""
+    return {
+        "command": environment_command(),
+        "versions": versions(),
+        "git": git_state(Path(__file__).parents[2]),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": device_name(device),
+        "world_size": world_size,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's product name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the code and whether it was changed since, or None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--", *_CODE))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    described = Path("/proc/cpuinfo")
+    if described.is_file():
+        for line in described.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

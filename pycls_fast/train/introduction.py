@@ -1,0 +1,79 @@
+"""The table at the start of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pycls_fast import build
+from pycls_fast.parallel import footprint
+from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.train.display import human
+from pycls_fast.train.environment import device_name
+
+if TYPE_CHECKING:
+    from pycls_fast.train.run import Run
+
+# What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
+_STATE_COPIES = {
+    "sgd": 1.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "adafactor": 0.5, "muon": 1.0, "adamw8bit": 0.5,
+}  # fmt: skip
+
+
+def introduce(run: Run) -> None:
+    """Show what the run is: model, data, steps, memory, device and switches."""
+    config, world = run.config, run.world
+    train, val = run.sources["train"], run.sources["val"]
+    batch = f"{config.data.global_batch_size}"
+    if world.size * config.optim.accumulation_steps > 1:
+        each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
+        batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
+    parameters = run.complexity.parameters
+    group = run.step.wrapped.shard_group
+    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
+    memory = footprint(
+        parameters,
+        run.largest_unit,
+        state_copies=_STATE_COPIES[config.optim.name] + (run.step.ema is not None),
+        strategy=build.strategy(config, world),
+        degree=1 if group is None else group.size(),
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        compute_bytes=compute_bytes if level.weights != "float32" else 4,
+        autocast_bytes=compute_bytes if level.autocast else 0,
+        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
+    )
+    chosen = "  ".join(
+        f"{switch.name}={run.switches[switch.name]}"
+        for switch in CATALOGUE
+        if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
+    )
+    rows = [
+        ("model", f"{config.model.kind}, {human(parameters)} parameters"),
+        (
+            "one image",
+            f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
+        ),
+        *_trainable_row(run),
+        ("training images", f"{len(train):,} in {len(train.classes)} classes"),
+        ("validation images", f"{len(val):,}"),
+        ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
+        ("global batch", batch),
+        ("preprocessing", build.preprocessing(config)),
+        ("memory per rank", f"{human(memory, 'B')} for weights, gradients and optimizer"),
+        (
+            "device",
+            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
+        ),
+        ("switches", chosen or "all at their reference"),
+        ("run folder", str(run.folder.path)),
+    ]
+    run.display.table(config.config_name, rows)
+    if run.switches[SwitchName.COMPILE] != "off":
+        run.display.note("speed.compile: the first step compiles the network, which takes 20 to 100 s")
+
+
+def _trainable_row(run: Run) -> list[tuple[str, str]]:
+    if "all" in run.config.optim.trainable:
+        return []
+    trained = [parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad]
+    names = ", ".join(run.config.optim.trainable)
+    return [("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors")]

@@ -1,0 +1,100 @@
+"""Settings that no tensor shows: the same names and shapes, and another function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pycls_fast.errors import UserError
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
+from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
+from pycls_fast.models.vit_parts import TokenConvStem
+from pycls_fast.network import Network
+
+_TIMM_SIZES = ("num_classes", "in_chans", "img_size")
+
+
+def check_same_model(network: Network, model: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
+    """See that a network computes what saved weights were trained to compute.
+
+    Args:
+        network: that they are for.
+        model: the section `model` of the configuration that they were trained with; a key that it lacks says nothing.
+        source: of the weights.
+        fresh_head: their head is not taken.
+
+    Raises:
+        UserError: a line for each setting that differs.
+    """
+    before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
+    wrong = [
+        f"weights: {source} was trained with model.{key}={_typed(before[key])} and the model has {_typed(now[key])}, "
+        f"which computes something else with the same tensors; use {_way_out(key, before)}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+    if wrong:
+        raise UserError(*wrong)
+
+
+def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:
+    """What the final norm of a vision transformer was trained on; None where the section `model` does not say."""
+    if "classifier" not in model:
+        return None
+    after = _classifier_norm(model["classifier"], model.get("classifier_norm")) == "after_pool"
+    return "after_pool" if after else "every_token"
+
+
+def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
+    if isinstance(network, ResNet):
+        return {"shortcut": network.shortcut}
+    if isinstance(network, TimmModel):
+        return _of_timm(network.name, network.arguments, fresh_head=fresh_head)
+    assert isinstance(network, VisionTransformer)
+    block: Any = network.blocks[0]
+    found: dict[str, Any] = {"heads": block.attention.heads, "norm_eps": network.norm.eps}
+    if isinstance(network.stem, TokenConvStem):
+        found["stem_strides"] = [conv.stride[0] for conv in network.stem.convs]  # type: ignore[index]
+    if not fresh_head:
+        found["classifier"] = network.classifier
+        found["classifier_norm"] = _classifier_norm(network.classifier, network.classifier_norm)
+    return found
+
+
+def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+    """The same, as a configuration says it; of a network of another kind the tensors differ."""
+    if model.get("kind") == "timm":
+        return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
+    found = dict(model)
+    if "stem_strides" in model:
+        found["stem_strides"] = list(model["stem_strides"])
+    if "classifier" in model:
+        found["classifier_norm"] = _classifier_norm(model["classifier"], model.get("classifier_norm"))
+    return found
+
+
+def _classifier_norm(classifier: Classifier, classifier_norm: ClassifierNorm | None) -> ClassifierNorm | None:
+    """None where the two are the same function."""
+    return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)
+
+
+def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+    """A tag is of the weights alone, and what drops something does so in training alone."""
+    left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
+    computing = {key: value for key, value in options.items() if "drop" not in key and key not in left_out}
+    return {"name": name.partition(".")[0], "options": computing}
+
+
+def _way_out(key: str, before: Mapping[str, Any]) -> str:
+    # Other classifiers than the token's leave it away unless told.
+    beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
+    return f"model.{key}={_typed(before[key])}{beside}"
+
+
+def _typed(value: Any) -> str:
+    """As on the command line."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in sorted(value.items())) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace(" ", "")
