@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_LEAVES = {"errors", "counter", "network"}
+_LEAVES = {"errors", "counter", "network", "paths"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "parallel"}
 _TRAIN = _BUILD | {"build", "published"}
@@ -26,6 +26,7 @@ _LEDGER = _INFERENCE | {"inference"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "counter": set(),
+    "paths": set(),
     "network": set(),
     "published": set(),
     "models": _LEAVES,

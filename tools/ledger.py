@@ -24,6 +24,7 @@ from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -128,7 +129,7 @@ def main(config: RunConfig, options: Options) -> int:
         settings,
         switches=options.switches,
         base=same_command(options=Options),
-        folder=Path(output).expanduser(),
+        folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,
     )

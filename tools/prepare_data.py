@@ -9,13 +9,13 @@ All take data.source and the keys that go with it, split=train for one split, da
 """
 
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 MODES = ("pack", "verify", "index")
 
@@ -62,7 +62,7 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
 
     assert options.output is not None
     settings = PackSettings(options.short_side, options.quality, options.store, options.filter)
-    root = Path(options.output).expanduser()
+    root = user_path(options.output)
     for name, source in splits.items():
         packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
         for image, reason in packed.damaged:

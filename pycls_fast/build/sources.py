@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from pycls_fast.data import (
 )
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
+from pycls_fast.paths import user_path
 
 # Streams of randomness that must not repeat one another's draws, nor that of the initial weights (1).
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
@@ -52,7 +52,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict
         }
     if data.root is None:
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
-    root = data.root if "://" in data.root else str(Path(data.root).expanduser())
+    root = data.root if "://" in data.root else str(user_path(data.root))
     try:
         if data.source == "digits":
             if world.is_main:
@@ -78,9 +78,9 @@ def eval_set(config: RunConfig, classes: tuple[str, ...], world: World) -> EvalS
     assert data.eval_root is not None
     return open_eval_set(
         data.eval_set,
-        Path(data.eval_root).expanduser(),
+        user_path(data.eval_root),
         classes=classes,
-        wnids=None if data.wnids is None else Path(data.wnids).expanduser(),
+        wnids=None if data.wnids is None else user_path(data.wnids),
         val=sources(config, world)["val"] if data.eval_set == "real" else None,
     )
 
@@ -98,7 +98,7 @@ def _opening(config: RunConfig, index_all: bool) -> Opening:
     shard_cache = None
     if data.shard_cache is not None:
         limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
-        shard_cache = FileCache(Path(data.shard_cache).expanduser(), limit)
+        shard_cache = FileCache(user_path(data.shard_cache), limit)
     return Opening(
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,

@@ -14,6 +14,7 @@ from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.schema import PositiveFloat, PositiveInt, RunConfig, Section, Text, ViTModel
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 Overrides = tuple[Text, ...]
 
@@ -48,7 +49,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     Raises:
         UserError: no such ladder, or one line per mistake in it.
     """
-    file = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _find(name, folders)
+    file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
     if not file.is_file():
         raise UserError(f"ladder: there is no file {file}")
     try:

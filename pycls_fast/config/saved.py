@@ -21,6 +21,7 @@ from pycls_fast.config.compose import Composed, as_hydra_overrides, check, group
 from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain, no_such_file, unreadable
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def of_weights(overrides: Sequence[str]) -> Saved | None:
 
 def _resolved(value: str) -> Path:
     try:
-        return Path(OmegaConf.create({"weights": value})["weights"]).expanduser()
+        return user_path(OmegaConf.create({"weights": value})["weights"])
     except OmegaConfBaseException as error:
         raise UserError(
             f"weights: {value} cannot be resolved before the configuration is found, which comes from there; write the "

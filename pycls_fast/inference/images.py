@@ -14,6 +14,7 @@ from PIL import Image
 
 from pycls_fast.data import EXTENSIONS, as_rgb
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
@@ -109,7 +110,7 @@ def find_images(words: Iterable[str]) -> list[Path]:
     mistakes: list[str] = []
     for word in words:
         # A name that begins with "~" and is no user's home is a name.
-        path = Path(os.path.expanduser(word))  # noqa: PTH111  # pathlib's raises there
+        path = user_path(word)
         problem = "is no file, no folder and no pattern that finds images"
         try:
             if path.is_dir():

@@ -20,6 +20,7 @@ from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.report import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
+from pycls_fast.paths import user_path
 
 MOST_IMAGES = 200
 """Of a call: their maps are held together, and nobody looks at more."""
@@ -56,7 +57,7 @@ def draw_maps(
     source = GivenImages(collect(images))
     if len(source) > MOST_IMAGES:
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
-    path = Path(output or f"{kind}.png").expanduser()
+    path = user_path(output or f"{kind}.png")
     check_output(path, is_sheet=True)
     # Written out where it is asked for; the rest of the network may be as fast as it likes.
     classifier = load(run, which=which, device=device)

@@ -21,6 +21,7 @@ from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.records import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
+from pycls_fast.paths import user_path
 from pycls_fast.train.display import wide_console
 
 _NAME = 60
@@ -55,7 +56,7 @@ def predict(
     """
     # An argument that means nothing is told before seconds of loading; a file that is no image is told at the end.
     source = GivenImages(collect(images))
-    path = Path(output or "predictions.png").expanduser() if output or format == "sheet" else None
+    path = user_path(output or "predictions.png") if output or format == "sheet" else None
     if path is not None:
         check_output(path, is_sheet=format == "sheet")
     classifier = load(run, which=which, device=device, precision=precision)

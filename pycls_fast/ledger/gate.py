@@ -18,6 +18,7 @@ from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, t_quantile
 from pycls_fast.ledger.verdicts import holm
+from pycls_fast.paths import user_path
 from pycls_fast.train.display import wide_console
 
 LOST = 1
@@ -42,7 +43,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    files = [Path(a).expanduser() for a in arguments if "=" not in a]
+    files = [user_path(a) for a in arguments if "=" not in a]
     settings = dict(a.split("=", 1) for a in arguments if "=" in a)
     if len(files) != 2 or set(settings) - {"tolerance", "absolute"}:
         raise UserError(f"check: takes two files; use {_USAGE}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from pycls_fast.config.command_line import DONE
 from pycls_fast.errors import UserError
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
+from pycls_fast.paths import user_path
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
 from pycls_fast.train.restore import restore
@@ -65,8 +66,8 @@ def export(
     Raises:
         UserError: a source that cannot be read, a model that the format does not have, or no place to write to.
     """
-    path = _checked(Path(output).expanduser(), format, dtype, overwrite=overwrite)
-    weights = open_weights(find_checkpoint(Path(source).expanduser()), kind=which)
+    path = _checked(user_path(output), format, dtype, overwrite=overwrite)
+    weights = open_weights(find_checkpoint(user_path(source)), kind=which)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         if format == "safetensors":

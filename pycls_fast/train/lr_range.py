@@ -22,6 +22,7 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
@@ -97,7 +98,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     """
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
-    folder = Path(output).expanduser() if output is not None else _default_folder(config)
+    folder = user_path(output) if output is not None else _default_folder(config)
     with build.world(config) as world:
         file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
+from pycls_fast.paths import user_path
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def output_file(output: str | Path, world: World | None = None) -> Path:
     Raises:
         UserError: nothing can be written there.
     """
-    file = Path(output).expanduser()
+    file = user_path(output)
     if file.is_symlink() and not _is_open_elsewhere(file):
         # The link stays, and its target is written.
         file = Path(os.path.realpath(file))

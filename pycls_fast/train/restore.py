@@ -18,6 +18,7 @@ from pycls_fast.errors import UserError, one_of
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, prepare_model
+from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint_tensors import differing
 from pycls_fast.train.weights import Origin, Weights, find_checkpoint, open_weights
@@ -67,7 +68,7 @@ def restore(
         raise UserError(
             f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
         )
-    weights = open_weights(find_checkpoint(Path(source).expanduser()), kind=which)
+    weights = open_weights(find_checkpoint(user_path(source)), kind=which)
     config = _config(weights, device, precision, "fast" if fast else "reference")
     classes = weights.classes
     assert classes is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, first_of_launch
+from pycls_fast.paths import user_path
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.run_folder import RunFolder
@@ -44,7 +45,7 @@ def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
 
 
 def _choose(config: RunConfig) -> tuple[Path, bool]:
-    path = _new_folder(config.config_name) if config.run_dir is None else Path(config.run_dir).expanduser()
+    path = _new_folder(config.config_name) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     # The token tells a given folder of this start from the same one of an earlier start.
@@ -141,7 +142,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
 
 
 def _named(config: RunConfig) -> Path | None:
-    return None if config.resume in ("auto", "never") else Path(config.resume).expanduser().absolute()
+    return None if config.resume in ("auto", "never") else user_path(config.resume).absolute()
 
 
 def _has_gone_on_from(folder: RunFolder, world: World, named: Path) -> bool:

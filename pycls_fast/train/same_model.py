@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pycls_fast.config.quoting import as_typed
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
@@ -28,8 +29,8 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     """
     before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
     wrong = [
-        f"weights: {source} was trained with model.{key}={_typed(before[key])} and the model has {_typed(now[key])}, "
-        f"which computes something else with the same tensors; use {_way_out(key, before)}"
+        f"weights: {source} was trained with model.{key}={as_typed(before[key])} and the model has "
+        f"{as_typed(now[key])}, which computes something else with the same tensors; use {_way_out(key, before)}"
         for key in now
         if key in before and before[key] != now[key]
     ]
@@ -88,13 +89,4 @@ def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict
 def _way_out(key: str, before: Mapping[str, Any]) -> str:
     # Other classifiers than the token's leave it away unless told.
     beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
-    return f"model.{key}={_typed(before[key])}{beside}"
-
-
-def _typed(value: Any) -> str:
-    """As on the command line."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in sorted(value.items())) + "}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value).replace(" ", "")
+    return f"model.{key}={as_typed(before[key])}{beside}"

@@ -17,6 +17,7 @@ from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.optim import assign, local, local_slices
 from pycls_fast.parallel import FlatShards, World
+from pycls_fast.paths import user_path
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.checkpoint_tensors import Spec
@@ -113,7 +114,7 @@ def find_weights(source: str | Path) -> Path | str:
     Raises:
         UserError: there is none.
     """
-    return str(source) if foreign.is_hub(str(source)) else find_checkpoint(Path(source).expanduser())
+    return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, SinCos2dPositions, VisionTransformer, foreign
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -118,7 +119,7 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
     for kwargs in ({"num_classes": 0}, {"qkv_bias": False}, {"pre_norm": True}, {"scale_attn_norm": True}):
         with torch.device("meta"):
             state = timm.create_model("vit_tiny_patch16_224", **kwargs).state_dict()
-        with pytest.raises(foreign.UserError, match=r"weights: (missing|unexpected)"):
+        with pytest.raises(UserError, match=r"weights: (missing|unexpected)"):
             foreign.from_timm_vit(state)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import map_array
+from pycls_fast.paths import user_path
 
 _FORMAT = 1
 _ABOUT = "about.json"
@@ -94,8 +95,8 @@ def _places(root: str | Path, setting: str) -> list[Path]:
         return []
     name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     if setting != "auto":
-        return [Path(setting).expanduser() / name]
-    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pycls_fast" / name
+        return [user_path(setting) / name]
+    general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pycls_fast" / name
     if not isinstance(root, Path) or not root.is_dir():
         return [general]
     whole = root.resolve()

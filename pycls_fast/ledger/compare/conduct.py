@@ -20,6 +20,7 @@ from pycls_fast.ledger.compare.runs import RunFiles, read_run
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
+from pycls_fast.paths import user_path
 from pycls_fast.speed import Device
 from pycls_fast.train.environment import environment_command, versions
 
@@ -38,7 +39,7 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
         UserError: a folder that holds no run, or that cannot be written to.
     """
     a, b = read_run(run_a), read_run(run_b)
-    folder = Path(output).expanduser() if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
+    folder = user_path(output) if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

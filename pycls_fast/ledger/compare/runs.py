@@ -14,6 +14,7 @@ from pycls_fast import build
 from pycls_fast.config import saved_config
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 from pycls_fast.train.checkpoint import checkpoints
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -58,7 +59,7 @@ def read_run(text: str) -> RunFiles:
     Raises:
         UserError: it is none, or its files are damaged.
     """
-    folder = RunFolder(Path(text).expanduser())
+    folder = RunFolder(user_path(text))
     file = folder.path / "config.yaml"
     if not file.is_file():
         raise UserError(f"{text}: not a run folder (it has no config.yaml)")

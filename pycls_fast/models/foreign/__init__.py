@@ -1,9 +1,8 @@
 """Checkpoints of other projects in our names, and ours in theirs."""
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.foreign.fit import Fitted, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
-from pycls_fast.models.foreign.read import OURS, NormPlace, ReadWeights, is_hub, is_source, read_weights
+from pycls_fast.models.foreign.read import OURS, NormPlace, ReadWeights, is_hub, read_weights
 from pycls_fast.models.foreign.timm import from_timm_vit, to_timm_vit
 from pycls_fast.models.foreign.torchvision import (
     from_torchvision_resnet,
@@ -19,14 +18,12 @@ __all__ = [
     "NormPlace",
     "Preprocessing",
     "ReadWeights",
-    "UserError",
     "described",
     "fit",
     "from_timm_vit",
     "from_torchvision_resnet",
     "from_torchvision_vit",
     "is_hub",
-    "is_source",
     "read_weights",
     "to_timm_resnet",
     "to_timm_vit",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _described(text: str) -> Preprocessing | None:
         return _of_timm_name(text.removeprefix("timm:"))
     if text.startswith("torchvision:"):
         return _of_torchvision_name(text.removeprefix("torchvision:"))
-    path = Path(text).expanduser()
+    path = user_path(text)
     about = path.parent / "config.json"
     if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
         return None

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.resnet import ShortcutKind
+from pycls_fast.paths import user_path
 
 NormPlace = Literal["every_token", "after_pool"]
 Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
-_SUFFIXES = (".safetensors", ".npz", ".pth", ".pyth", ".pt", ".bin", ".tar")
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,6 @@ def is_hub(source: str) -> bool:
     return source.startswith(_HUBS)
 
 
-def is_source(source: str) -> bool:
-    """Whether `read_weights` is for this: a name of a hub, or a single file of one of the known kinds."""
-    return is_hub(source) or (Path(source).expanduser().is_file() and Path(source).suffix in _SUFFIXES)
-
-
 def read_weights(source: str) -> ReadWeights:
     """Weights in our names, from a file or a hub.
 
@@ -97,7 +92,7 @@ def read_weights(source: str) -> ReadWeights:
     elif source.startswith("torchvision:"):
         contents = Contents(_from_torchvision_hub(source.removeprefix("torchvision:")))
     else:
-        path = Path(source).expanduser()
+        path = user_path(source)
         if not path.is_file():
             raise UserError(f"weights: {source} is no file; give a file, a run folder, timm:NAME or torchvision:NAME")
         contents = read_file(path)
