@@ -23,6 +23,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State
 from pycls_fast.train.environment import environment, versions
@@ -102,7 +103,7 @@ def measure(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
         del into
         shutil.rmtree(path)
         alone = sorted(product() for _ in range(20))[10]
-        saver = Saver(folder / "thread", checkpoint.ALONE, keep=2, asynchronous=True)
+        saver = Saver(folder / "thread", ALONE, keep=2, asynchronous=True)
         saver.save(state, 1)
         beside = []
         while not saver.done:

@@ -32,7 +32,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.parts import Trainer, synthetic_batch
 from pycls_fast.ledger.statistics import Ratio, paired_ratio, spread
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import ALONE, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.environment import environment, versions
@@ -140,7 +140,7 @@ def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size:
             f"model.num_classes={CLASSES}",
         ],
     )
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    world = ALONE
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     network = build.model(config, CLASSES, switches)

@@ -45,7 +45,7 @@ def model(options: argparse.Namespace) -> torch.nn.Module:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A record with the keys of `time_net.py`."""
     device = torch.device(options.device)
-    world = World(rank=0, size=1, local_rank=0, device=device)
+    world = World(rank=0, size=1, device=device)
     torch.backends.cudnn.benchmark = device.type == "cuda"
     peak, memory = MatmulPeak(torch.bfloat16, world, options.matmul_size), DeviceMemory(device)
     peak.measure()

@@ -30,7 +30,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     # For flags and names that live on the host, so that asking never waits for the accelerator.
     host_group: dist.ProcessGroup | None = None
@@ -84,6 +83,10 @@ class World:
             if tensor.is_floating_point():
                 dist.all_reduce(tensor)
                 tensor.div_(self.size)
+
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+"""One process on the CPU, for what needs no start of ranks."""
 
 
 class Agreement:
@@ -167,7 +170,7 @@ def _join(
         torch.cuda.set_device(chosen)
     # ddp with one rank runs too: the same code path without torchrun.
     if size == 1 and strategy not in _MESHED:
-        return World(rank=0, size=1, local_rank=0, device=chosen)
+        return World(rank=0, size=1, device=chosen)
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if backend == "nccl" and chosen.type != "cuda":
@@ -185,7 +188,7 @@ def _join(
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
     mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
-    world = World(rank, size, local_rank, chosen, host_group, saving_group, mesh)
+    world = World(rank, size, chosen, host_group, saving_group, mesh)
     if size == 1:
         return world
     world.barrier()

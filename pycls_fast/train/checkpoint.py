@@ -16,14 +16,13 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pycls_fast.errors import UserError, first_line
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.train import checkpoint_files as files
 from pycls_fast.train import checkpoint_tensors as tensors
 from pycls_fast.train.checkpoint_files import checkpoints, keep_as_best, retire, set_aside, step_of
 from pycls_fast.train.checkpoint_tensors import Spec, State, Tensors, split
 
 __all__ = [
-    "ALONE",
     "Checkpoint",
     "State",
     "checkpoints",
@@ -41,8 +40,6 @@ __all__ = [
 
 # What a disk, a folder or another rank can do; anything else is a fault of ours.
 _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
-
-ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALONE) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models import foreign
 from pycls_fast.models.foreign.preprocessing import three
-from pycls_fast.parallel import World
-from pycls_fast.train.checkpoint import ALONE, Checkpoint
+from pycls_fast.parallel import ALONE, World
+from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.weights import find_weights, opened
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]

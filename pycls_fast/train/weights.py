@@ -16,10 +16,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.optim import assign, local, local_slices
-from pycls_fast.parallel import FlatShards, World
+from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.paths import user_path
 from pycls_fast.train import checkpoint
-from pycls_fast.train.checkpoint import ALONE
 from pycls_fast.train.checkpoint_tensors import Spec
 from pycls_fast.train.pretrained import fit_weights, other_class
 from pycls_fast.train.same_model import check_same_model, norm_place

@@ -142,7 +142,7 @@ def test_a_recorded_run_is_the_run(tmp_path: Path, digits: Path, precision: str)
 def test_replays_drop_other_samples_each_time_and_the_same_in_the_next_run() -> None:
     """One batch again and again, with weights that stay: only drop-path tells the steps apart."""
     device = torch.device("cuda", torch.cuda.current_device())
-    world = World(rank=0, size=1, local_rank=0, device=device)
+    world = World(rank=0, size=1, device=device)
     config = load_config("vit_digits", [*TINY, "model.drop_path=0.5", "optim.lr=1e-12", "speed.cuda_graphs=on"])
     runs = []
     for _ in range(2):

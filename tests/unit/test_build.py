@@ -37,7 +37,7 @@ SYNTHETIC = (
 
 
 def world(rank: int = 0, size: int = 1, device: torch.device = CPU) -> World:
-    return World(rank=rank, size=size, local_rank=rank, device=device)
+    return World(rank=rank, size=size, device=device)
 
 
 def vit(*overrides: str) -> RunConfig:

@@ -12,7 +12,7 @@ from pycls_fast.parallel import World
 
 
 def world(size: int = 1) -> World:
-    return World(rank=0, size=size, local_rank=0, device=torch.device("cpu"))
+    return World(rank=0, size=size, device=torch.device("cpu"))
 
 
 def finetune(*overrides: str) -> RunConfig:

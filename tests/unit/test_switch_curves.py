@@ -18,13 +18,12 @@ from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import ALONE, prepare_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 BAND, WIDE_BAND, STEPS, TOGETHER = 0.005, 0.06, 100, 10
 SIZES = (
     "model.classifier=token",

@@ -17,13 +17,12 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import ALONE, prepare_model
 from pycls_fast.speed import CATALOGUE, Switch, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 # Pairs that are tried, without and with a compiler in them.
 SAMPLE, SLOW_SAMPLE = 15, 4
 BASE = {

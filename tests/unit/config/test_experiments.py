@@ -17,7 +17,7 @@ from pycls_fast.config.compose import CONFIGS, is_global
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.models import complexity
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 # `ladder` holds ladders of switches for the ledger, no group.
@@ -47,7 +47,7 @@ def load(name: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_builds(name: str) -> None:
-    config = build.by_size(load(name), 10_000, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+    config = build.by_size(load(name), 10_000, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
     assert any(key == "weights" for key, _ in problems(config, trains=True)) == ("weights=" in header)

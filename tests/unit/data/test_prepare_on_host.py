@@ -131,7 +131,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
              f"data.num_workers={workers}", f"augment.mix_mode={mode}", *AUGMENT, *overrides],
         )  # fmt: skip
         switches = build.switches(config, CPU)
-        world = World(1, 2, 0, CPU)
+        world = World(rank=1, size=2, device=CPU)
         loader = build.train_loader(config, SyntheticSource(20, 16, 3, 0), world, switches, start_step=1, steps=3)
         prepare, mixer = build.prepare(config, CPU, switches), build.mixer(config)
 

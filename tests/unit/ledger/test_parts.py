@@ -13,10 +13,9 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger import clocks, parts, timing
 from pycls_fast.ledger.parts import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE, World
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]
 
 
@@ -54,7 +53,7 @@ def test_slowest_rank_sets_the_time() -> None:
         def gather(self, value: Any) -> list[Any]:
             return turns
 
-    assert slowest(turns[0], Two(0, 2, 0, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
+    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
 
 
 class Recorded:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors
 from pycls_fast.train.saving import Saver
 
@@ -237,7 +238,7 @@ def test_shapes_that_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = state(5)
     before = saved["model"]["blocks.0.weight"].clone()
-    saver = Saver(tmp_path, checkpoint.ALONE, keep=2, asynchronous=True)
+    saver = Saver(tmp_path, ALONE, keep=2, asynchronous=True)
     write = checkpoint.write
 
     def late(*arguments: Any, **settings: Any) -> Path:
@@ -261,7 +262,7 @@ def test_a_failure_is_told_when_the_save_is_asked_for(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_tensors, "write", full)
-    saver = Saver(tmp_path, checkpoint.ALONE, keep=2, asynchronous=asynchronous)
+    saver = Saver(tmp_path, ALONE, keep=2, asynchronous=asynchronous)
     saver.save(state(5), 5)
     with pytest.raises(UserError, match="No space left"):
         saver.finish()

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 
 
 class Lookup(nn.Module):

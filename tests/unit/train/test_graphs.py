@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import ALONE, World, prepare_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep, Tape
@@ -22,7 +22,6 @@ from pycls_fast.train.metrics import TrainMetrics
 from tests.unit.train.test_host_reads import HostReads
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 SMALL = {
     "vit": (
         "vit_digits",
@@ -175,6 +174,6 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     assert isinstance(step, GraphedStep)
     config = load_config("vit_digits", [])
     switches = {**build.switches(config, CPU), SwitchName.CUDA_GRAPHS: "on"}
-    two = World(rank=0, size=2, local_rank=0, device=CPU)
+    two = World(rank=0, size=2, device=CPU)
     with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* this run has 2; use speed\.cuda_graphs=off"):
         make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())

@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import ALONE, prepare_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 aten = torch.ops.aten
 # item() and what has to know values to know its result's size.
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten.equal, aten._unique2}

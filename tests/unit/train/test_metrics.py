@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.metrics import TrainMetrics
 from tests.unit.train.test_graphs import batch, made
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "fp16_master"])

@@ -22,6 +22,7 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
@@ -30,7 +31,7 @@ from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
-from tests.unit.train.test_evaluation import ALONE, CPU
+from tests.unit.train.test_evaluation import CPU
 
 
 def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
