@@ -55,9 +55,10 @@ class RunFolder:
             raise self._cannot_be_written(error) from error
 
     def remove_if_empty(self) -> None:
-        """Take the folder away again, if nothing has been put into it."""
-        with suppress(OSError):
-            self.path.rmdir()
+        """Take `runs/EXPERIMENT/TIME` away again, as far as nothing else is in it."""
+        for folder in (self.path, *list(self.path.parents)[:2]):
+            with suppress(OSError):
+                folder.rmdir()
 
     def _cannot_be_written(self, error: OSError) -> UserError:
         return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")

@@ -74,7 +74,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config("finetune", ["data.root=/nowhere", *TINY])
     torch.manual_seed(3)
     network = build.model(config, 7, speed.resolve("reference", {}, "cpu"))
-    about = {"classes": json.dumps([f"c{k}" for k in range(7)]), "config": json.dumps({"data": STATISTICS})}
+    values = config.model_dump(mode="json")
+    values["data"] |= STATISTICS
+    about = {"classes": json.dumps([f"c{k}" for k in range(7)]), "config": json.dumps(values)}
     file = tmp_path_factory.mktemp("weights") / "seven.safetensors"
     state = {name: torch.randn_like(value) * 0.1 + value for name, value in network.state_dict().items()}
     save_file(state, file, metadata=about)

@@ -110,7 +110,8 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
         (["model.name=densenet121", "speed.compile=blocks"], r"use speed\.compile=model$"),
         (
             ["model.name=vit_tiny_patch16_224", "data.image_size_schedule=[[0,160],[9,224]]"],
-            r"data.image_size_schedule: timm's vit_tiny_patch16_224 at data.image_size=224 does not take 160; leave",
+            r"data.image_size_schedule: timm.s vit_tiny_patch16_224 at data.image_size=224 does not take 160; "
+            r"use data.image_size_schedule=\[\], or",
         ),
         (["model.name=densenet121", "optim.layer_decay=0.7"], r"optim.layer_decay: 0.7 works .* use .*=null$"),
     ],
