@@ -97,6 +97,8 @@ def markdown(record: Mapping[str, Any]) -> str:
     columns = list(table[0])
     seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
     environment, taken = record["environment"], time_taken(record)
+    steps = record["settings"]["numerics_steps"]
+    rounding = f"Gradient error: relative, against float64, before training and after {steps} steps. " if steps else ""
     lines = [
         f"# {record['config_name']}: {record['ladder']['description']}",
         "",
@@ -108,8 +110,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
         *([f"Time: {taken}.", ""] if taken else []),
         f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
-        f"'{record['reference']}'. Gradient error: relative, against float64, before training and after "
-        f"{record['settings']['numerics_steps']} steps. ImageNet epoch: 1,281,167 images at this rate.",
+        f"'{record['reference']}'. {rounding}ImageNet epoch: 1,281,167 images at this rate.",
         "",
         _line(columns),
         _line(["---"] * len(columns)),

@@ -199,6 +199,12 @@ def test_a_measurement_that_failed_is_told_with_its_reason(record: Record) -> No
     assert "## Not measured\n\n- lean: rounding: killed by signal 9" in markdown(record)
 
 
+def test_without_rounding_there_is_no_word_of_it(record: Record) -> None:
+    assert "after 20 steps" in markdown(record)
+    record["settings"]["numerics_steps"] = None
+    assert "None" not in markdown(record).partition("| rung")[0]
+
+
 def test_what_was_not_measured_has_no_chart(record: Record) -> None:
     for arm in record["arms"]:
         arm |= {"training": None, "numerics": None, "ranks": 1}

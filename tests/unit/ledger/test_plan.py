@@ -99,7 +99,8 @@ def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
     ladder = read_ladder(file.stem, [CONFIGS])
     made = arms(for_experiment(ladder, load_config("vit_digits")), mode)
     for arm in made:
-        build.switches(load_config("vit_digits", arm.overrides), torch.device("cuda"))
+        device = torch.device("cpu" if file.stem == "cpu" else "cuda")
+        build.switches(load_config("vit_digits", arm.overrides), device)
     assert len({arm.slug for arm in made}) == len(ladder.rungs) + 1
 
 
