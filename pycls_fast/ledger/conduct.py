@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE
+from pycls_fast.config.command_line import DONE, FAULT
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
@@ -38,7 +38,7 @@ def conduct(
     tools: Path,
     dry_run: bool,
 ) -> int:
-    """Run a ladder, or say what would be run; returns the exit status.
+    """Run a ladder, or say what would be run; returns the exit status, 1 where the reference's training failed.
 
     Args:
         config: the experiment, checked.
@@ -78,7 +78,8 @@ def conduct(
         write_reports(record, folder)
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
-    return DONE
+    # The report is there, and a script that asked for accuracies must not take it for whole.
+    return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
 
 
 def write_reports(record: dict[str, Any], folder: Path) -> None:

@@ -60,7 +60,10 @@ class FakeProcess:
     def _write(self, file: Path, arguments: list[str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
-        about = {"forward_flops_per_image": 1, "precision": "fp32", "switches": {}, "device": "cpu"}
+        about = {
+            "forward_flops_per_image": 1, "precision": "fp32", "switches": {}, "device": "cpu",
+            "model": "vit", "parameters": 9, "image_size": 8, "num_classes": 10, "data": "x", "global_batch_size": 8,
+        }  # fmt: skip
         record = {
             "errors": [],
             "train": {**step, "step_seconds_p50": 0.1},
@@ -157,6 +160,19 @@ def test_without_the_references_training_no_other_one_starts(tmp_path: Path, fak
     ledger = start(tmp_path, seeds=2)
     assert ledger.untrained == {"base": "seed 0: RuntimeError: broken"}
     assert sum(any(a.startswith("run_dir=") for a in arguments) for arguments in fake.started) == 1
+
+
+def test_a_report_without_the_references_training_is_no_success(
+    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.broken = {f"runs-{_slug('base')}-seed_0": (1, "RuntimeError: broken")}
+    status = conduct(
+        load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
+        folder=tmp_path, tools=Path("tools"), dry_run=False,
+    )  # fmt: skip
+    assert status == 1
+    assert "nothing to compare with: no training starts without 'base'" in capsys.readouterr().out
+    assert (tmp_path / "index.html").is_file()
 
 
 def _slug(name: str) -> str:
