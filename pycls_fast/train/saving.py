@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +55,6 @@ class Saver:
         self._asynchronous = asynchronous
         self._saving: Saved | None = None
         self._pinned = world.device.type == "cuda"
-        self._stager: DefaultStager | None = None
 
     @property
     def done(self) -> bool:
@@ -107,24 +107,18 @@ class Saver:
         saving, self._saving = self._saving, None
         if saving is not None and saving.thread is not None and (error is None or isinstance(error, UserError)):
             saving.thread.join()
-        if self._stager is not None:
-            self._stager.close()
 
     def _copy(self, share: tensors.Tensors) -> tensors.Tensors:
-        if self._stager is None or not self._pinned:
-            # Pinned memory is worth keeping from save to save; pageable memory is given back.
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=self._pinned,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=self._pinned,
-                )
-            )
-        staged = self._stager.stage(share)
+        options = StagingOptions(
+            use_pinned_memory=self._pinned,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=self._pinned,
+        )
+        # One for each copy: torch 2.11 closes it behind the first, and one that is kept holds its memory between saves.
+        with closing(DefaultStager(options)) as stager:
+            staged = stager.stage(share)
         assert isinstance(staged, dict)
-        if not self._pinned:
-            self._stager.close()
         return staged
 
     def _write(self, saving: Saved, share: tensors.Tensors, plain: State) -> None:

@@ -7,15 +7,17 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors
+from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors, saving
 from pycls_fast.train.saving import Saver
 
 
@@ -252,6 +254,41 @@ def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkey
     assert done is not None
     assert done.path is not None
     assert torch.equal(checkpoint.load(done.path)["model"]["blocks.0.weight"], before)
+
+
+def test_every_save_on_cuda_copies_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 does it: a stager is closed behind its first copy, and cannot make a second one."""
+
+    class Once(DefaultStager):
+        def __init__(self, config: StagingOptions) -> None:
+            asked.append((config.use_pinned_memory, config.use_non_blocking_copy, config.use_async_staging))
+            super().__init__(replace(config, use_pinned_memory=False, use_non_blocking_copy=False))
+
+        def stage(self, state_dict: Any, **settings: Any) -> Any:
+            try:
+                return super().stage(state_dict, **settings)
+            finally:
+                self.close()
+
+    asked: list[tuple[bool, bool, bool]] = []
+    monkeypatch.setattr(saving, "DefaultStager", Once)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    weights = state(1)
+    on_cuda = replace(ALONE, device=torch.device("cuda", 0))
+    with Saver(tmp_path, on_cuda, keep=2, asynchronous=True) as saver:
+        for step in (1, 2):
+            weights["step"] = step
+            weights["model"]["blocks.0.weight"].fill_(step)
+            saver.save(weights, step)
+            weights["model"]["blocks.0.weight"].zero_()
+            done = saver.finish()
+            assert done is not None
+            assert done.path is not None
+            assert torch.equal(
+                checkpoint.load(done.path)["model"]["blocks.0.weight"], torch.full((50, 50), float(step))
+            )
+    # Pinned and without waiting for each tensor, but all there when `save` returns.
+    assert asked == [(True, True, False)] * 2
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
