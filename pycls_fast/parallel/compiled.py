@@ -6,6 +6,7 @@ every key of a checkpoint.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -44,6 +45,10 @@ def compile_model(
         # Products and sums as one instruction on a CPU, rounded once; nvcc does it by itself.
         "cpp.enable_floating_point_contract_flag": "fast",
     }
+    if options.get("triton.cudagraphs"):
+        # Blocks that are alike share one graph, so in the first steps torch meets it again before its backward pass. It
+        # finds its way by itself; what it would have the user do is for calls that are not parts of one step.
+        warnings.filterwarnings("ignore", message="Unable to hit fast path of CUDAGraphs")
     # Every kind of block is one more variant of the same code, and another one in evaluation mode, in which the ledger
     # measures rounding; above the limit torch goes back to eager, in silence.
     limit = 2 * len(units) + 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,18 @@ def test_what_is_compiled_and_how(what: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert kwargs["options"]["fallback_random"] is True
         assert kwargs["options"]["max_autotune"] is True
         assert "triton.cudagraphs" not in kwargs["options"]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_advice_that_does_not_fit_blocks_is_not_given(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["vit"]()
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: None)
+    advice = "Unable to hit fast path of CUDAGraphs because of pending, uninvoked backwards. Consider"
+    compile_model(model, model.units(), what="blocks", mode="max-autotune-no-cudagraphs")
+    with pytest.warns(UserWarning, match="Unable to hit"):
+        warnings.warn(advice, stacklevel=1)
+    compile_model(model, model.units(), what="blocks", mode=mode)
+    warnings.warn(advice, stacklevel=1)
 
 
 def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
