@@ -63,17 +63,24 @@ class CudaRecorder:
         Raises:
             UserError: something in the step cannot be recorded.
         """
+        failure: BaseException | None = None
         try:
             # Of this thread alone: the loader's pinning thread goes on allocating meanwhile.
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                action()
-        except torch.OutOfMemoryError:
-            raise
+                try:
+                    action()
+                except BaseException as error:
+                    failure = error
+                    raise
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            # After a failure the end of the recording fails, too, and says only that there was one.
+            cause = failure or error
+            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+                raise cause from None
+            reason = str(cause).strip().partition("\n")[0]
             raise UserError(
                 f"speed.cuda_graphs: this step cannot be recorded ({reason}); use speed.cuda_graphs=off"
-            ) from error
+            ) from cause
 
     def replay(self) -> None:
         self._graph.replay()
