@@ -20,12 +20,15 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
-from pycls_fast.losses import Targets
+from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
 from pycls_fast.train.step import Step
+
+CHUNK = 8
+"""Images that float64's network computes at a time: with attention written out each takes up to gigabytes."""
 
 
 def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
@@ -69,17 +72,15 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     """
     _copy_weights(step, network, exact)
     images_BCHW = step.prepare(probe)
-    targets = Targets(probe.labels_B)
     was_training = network.training
     network.eval()
     exact.eval()
     try:
-        exact_logits_BK = exact(images_BCHW.double())
-        step.loss(exact_logits_BK, targets).backward()
+        exact_logits_BK = _exact_pass(exact, step.loss, images_BCHW, probe.labels_B)
         # Compiled where the step is, unlike other evaluations: what the compiler rounds belongs to the setting.
         with step.autocast():
             logits_BK = network(images_BCHW)
-        step.scaler.scale(step.loss(logits_BK, targets)).backward()
+        step.scaler.scale(step.loss(logits_BK, Targets(probe.labels_B))).backward()
     finally:
         network.train(was_training)
     scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
@@ -95,6 +96,19 @@ def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
     exact.load_state_dict(
         {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
     )
+
+
+def _exact_pass(exact: nn.Module, loss: Loss, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    """Logits (B, K) in float64; adds the gradients of the mean loss to the parameters'.
+
+    In chunks that do not know of each other: in evaluation mode nothing is computed over several images but the mean.
+    """
+    chunks = []
+    for images, labels in zip(images_BCHW.split(CHUNK), labels_B.split(CHUNK), strict=True):
+        logits = exact(images.double())
+        (loss(logits, Targets(labels)) * (len(labels) / len(labels_B))).backward()
+        chunks.append(logits.detach())
+    return torch.cat(chunks)
 
 
 def _gradients(network: nn.Module, factor: float) -> list[Tensor]:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.ledger import numerics
 from pycls_fast.ledger.numerics import errors, measure_numerics, relative_error
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import ALONE
@@ -83,6 +85,29 @@ def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
     assert ran == [True]
     assert found["logit_error"] == pytest.approx(0.5, abs=1e-3)
     assert found["gradient_error"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"), [("vit_digits", "loss.class_weights=balanced"), ("resnet_digits", "loss=bce")]
+)
+def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk is smaller; BatchNorm has its stored statistics."""
+    size = SMALL if name == "vit_digits" else SMALL[3:]
+    config = load_config(name, [*size, f"data.root={digits}", "precision=fp32", loss])
+    switches = build.switches(config, ALONE.device)
+    network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
+    counts = np.arange(1, 11)
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4, class_counts=counts)
+    probe = synthetic_batch(10, config.data.image_size, 10, erase_probability=0.0, seed=0, device=ALONE.device)
+    seen: list[int] = []
+    exact.double().register_forward_pre_hook(lambda _, images: seen.append(len(images[0])))
+    found = []
+    for chunk in (100, 4):
+        monkeypatch.setattr(numerics, "CHUNK", chunk)
+        found.append(errors(step, network, exact, probe))
+    assert seen == [10, 4, 4, 2]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[0]["gradient_error"] < 1e-4
 
 
 def test_relative_error() -> None:
