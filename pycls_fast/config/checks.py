@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, ViTModel
+from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, TimmModel, ViTModel
 
 
 def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
@@ -61,8 +61,29 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
         if model.depth in (18, 34) and (model.groups, model.width_per_group) != (1, 64):
             yield "model.groups", f"depth {model.depth} has no bottleneck blocks to group or widen; use model.depth=50"
+    if isinstance(model, TimmModel):
+        yield from _timm_options(model)
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
+
+
+# What decides the same thing as an option of timm's models.
+_INSTEAD_OF_TIMM_OPTIONS = {
+    "num_classes": "the classes of the data, or model.num_classes, decide it",
+    "in_chans": "images are read as RGB, so it is 3",
+    "drop_path_rate": "model.drop_path sets it",
+    "features_only": "what is trained here ends in classes",
+    "pretrained": "weights=timm:NAME brings weights",
+    "pretrained_cfg": "weights=timm:NAME brings weights",
+    "pretrained_cfg_overlay": "weights=timm:NAME brings weights",
+    "checkpoint_path": "weights=FILE brings weights",
+}
+
+
+def _timm_options(model: TimmModel) -> Iterator[tuple[str, str]]:
+    for name in model.options:
+        if name in _INSTEAD_OF_TIMM_OPTIONS:
+            yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
 
 
 def _source(config: RunConfig) -> Iterator[tuple[str, str]]:

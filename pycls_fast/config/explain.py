@@ -13,7 +13,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pycls_fast.config.messages import nearest
 from pycls_fast.errors import UserError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+
+def _configs() -> Path:
+    """`configs/`: beside the package in a clone and in an editable install of one, else inside the package."""
+    package = Path(__file__).parents[1]
+    beside = package.parent / "configs"
+    # Where packages are installed, others may have put a folder of that name.
+    return beside if (beside / "vit_digits.yaml").is_file() else package / "configs"
+
+
+CONFIGS = _configs()
 
 # What composing raises when a file or an override is wrong.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)

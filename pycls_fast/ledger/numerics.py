@@ -23,6 +23,7 @@ from pycls_fast.ledger.records import write_record
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import environment
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
 from pycls_fast.train.step import Step
@@ -59,7 +60,13 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
                 step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
             records.append({"step": steps, **errors(step, network, exact, probe)})
         finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
-        write_record(file, {"kind": "numerics", "config_name": config.config_name, "errors": finite})
+        record = {
+            "kind": "numerics",
+            "config_name": config.config_name,
+            "errors": finite,
+            "environment": environment(world.device, world.size),
+        }
+        write_record(file, record)
         return DONE
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.network import Network, Units
 
@@ -36,7 +36,7 @@ class TimmModel(Network):
             `fused_attn` switch; others have no choice to make.
 
     Raises:
-        UserError: a name that timm does not have, or an argument that the model does not take.
+        UserError: a name that timm does not have, an argument that the model does not take, or images that it does not.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class TimmModel(Network):
         self.name = name
         self.in_channels = in_channels
         self.image_size = image_size
-        self.arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_channels, **(options or {})}
+        self.options = dict(options or {})
+        self.arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_channels, **self.options}
         if drop_path:
             self.arguments["drop_path_rate"] = drop_path
         if _built_for_one_size(name):
@@ -65,7 +66,7 @@ class TimmModel(Network):
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = attention == "sdpa"
-        self._unit_names = [unit for unit, _ in _find_units(self.network, image_size, in_channels)]
+        self._unit_names = self._units_met(num_classes)
 
     @property
     def head_name(self) -> str:
@@ -132,17 +133,43 @@ class TimmModel(Network):
 
         try:
             return timm.create_model(self.name, pretrained=False, **self.arguments)
-        except TypeError as error:
-            # timm hands what it does not know to the model's constructor.
+        except Exception as error:
+            # timm hands what it does not know to the model's constructor, and checks little of what it knows.
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if unknown is None:
+            if unknown is not None and unknown[1] == "drop_path_rate":
+                line = f"model.drop_path: timm's {self.name} does not take it; use model.drop_path=0"
+            elif unknown is not None and unknown[1] in self.options:
+                key = f"model.options.{unknown[1]}"
+                line = f"{key}: timm's {self.name} does not take it; leave it out (~{key})"
+            elif self.options or isinstance(error, AssertionError):
+                key = "model.options" if self.options else "data.image_size"
+                line = f"{key}: timm's {self.name} refuses {self.arguments} ({_told(error)}); correct what it names"
+            else:
                 raise
-            key, way_out = f"model.options.{unknown[1]}", f"leave it out (~model.options.{unknown[1]})"
-            if unknown[1] == "drop_path_rate":
-                key, way_out = "model.drop_path", "use model.drop_path=0"
-            raise UserError(f"{key}: timm's {self.name} does not take it; {way_out}") from error
-        except AssertionError as error:
-            raise UserError(f"model.options: timm's {self.name} refuses {self.arguments} ({error})") from error
+            raise UserError(line) from error
+
+    def _units_met(self, num_classes: int) -> list[str]:
+        """Names of the units, from a forward pass, which shows whether the model takes the images, too."""
+        try:
+            return [unit for unit, _ in _find_units(self.network, num_classes, self.image_size, self.in_channels)]
+        except Exception as error:
+            what = f"timm's {self.name} does not take images of {self.image_size} pixels"
+            if self.options:
+                raise UserError(
+                    f"model.options: with {self.options} {what} ({_told(error)}); correct the options, or "
+                    "data.image_size"
+                ) from error
+            own_size = self.network.default_cfg.get("input_size", (None,))[-1]
+            if own_size in (None, self.image_size):
+                raise
+            raise UserError(
+                f"data.image_size: {what} ({_told(error)}); use data.image_size={own_size}, which it was made for"
+            ) from error
+
+
+def _told(error: Exception) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
 
 
 def _built_for_one_size(name: str) -> bool:
@@ -164,8 +191,12 @@ def _built_for_one_size(name: str) -> bool:
     return bool(config is not None and config.fixed_input_size)
 
 
-def _find_units(network: Any, image_size: int, in_channels: int) -> Units:
-    """The repeated blocks of a timm model, in the order in which a forward pass on the meta device meets them."""
+def _find_units(network: Any, num_classes: int, image_size: int, in_channels: int) -> Units:
+    """The repeated blocks of a timm model, in the order in which a forward pass on the meta device meets them.
+
+    Raises:
+        ValueError: what comes out is not one logit per class; or what a layer that the images do not fit raises.
+    """
     candidates = _outermost(_matched(network) or _repeated(network))
     copy = meta_copy(network).eval()
     met: list[str] = []
@@ -182,15 +213,17 @@ def _find_units(network: Any, image_size: int, in_channels: int) -> Units:
 
     for name in candidates:
         copy.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-    _run_without_memory(copy, image_size, in_channels)
+    logits = _run_without_memory(copy, image_size, in_channels)
+    if logits.shape[1:] != (num_classes,):
+        raise ValueError(f"the output of an image has shape {tuple(logits.shape[1:])}, not ({num_classes},)")
     return [(name, network.get_submodule(name)) for name in met if name not in unusable]
 
 
-def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> None:
-    """A forward pass of two images on the meta device, through a `meta_copy`."""
+def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> Tensor:
+    """What a `meta_copy` makes of two images, on the meta device."""
     dtype = next(copy.parameters()).dtype
     with torch.no_grad():
-        copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
+        return copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
 
 
 def _matched(network: Any) -> list[str]:

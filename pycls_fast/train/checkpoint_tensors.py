@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from pycls_fast.errors import UserError
@@ -211,7 +211,16 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
+class _Properties(TensorProperties):
+    """A tensor's properties from any torch: of 2.11 they are five, later ones append strides, which no reader needs."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:5])
+
+
 class _Unpickler(pickle.Unpickler):
+    """Classes of a checkpoint's `.metadata`, whichever torch and Python wrote it, and no others."""
+
     _CLASSES: ClassVar = {
         "torch.distributed.checkpoint.metadata": {
             "ChunkStorageMetadata",
@@ -226,11 +235,15 @@ class _Unpickler(pickle.Unpickler):
         "torch.serialization": {"_get_layout"},
         "torch": {"Size"},
         "pathlib": {"Path", "PosixPath"},
-        "pathlib._local": {"Path", "PosixPath"},
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":
+            # What Python 3.13 writes; the versions before it have no such module.
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in self._CLASSES.get(module, ()):
+            if name == "TensorProperties":
+                return _Properties
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")

@@ -61,7 +61,11 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code and whether it was changed since, or None outside a checkout."""
+    """Commit of the code and whether it was changed since, or None where the code is in no checkout.
+
+    Args:
+        folder: that holds `pycls_fast/`; installed packages may lie in another project's checkout.
+    """
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -70,6 +74,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "--", "pycls_fast")
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--", *_CODE))}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -21,7 +21,7 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.environment import device_name, environment, versions
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
 
@@ -143,6 +143,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 "world_size": world.size,
                 "device": device_name(world.device),
                 "versions": versions(),
+                "environment": environment(world.device, world.size),
             }
             write_json(file, values)
         return DONE

@@ -19,7 +19,7 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.environment import device_name, environment, versions
 from pycls_fast.train.evaluation import Evaluation, evaluate
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
@@ -167,4 +167,5 @@ def _record(
         "world_size": world.size,
         "device": device_name(world.device),
         "versions": versions(),
+        "environment": environment(world.device, world.size),
     }

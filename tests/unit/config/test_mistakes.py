@@ -183,6 +183,21 @@ ONE_MISTAKE = [
         f"augment.mixup_alpha: mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1 {HERE}",
     ),
     (["model.num_classes=1"], f"model.num_classes: classification needs at least 2 classes; got 1 {HERE}"),
+    # Options of timm's models that would decide again what a key decides.
+    *(
+        (
+            ["model=timm", "model.name=resnet18", f"model.options={{{name}: {value}}}"],
+            f"model.options.{name}: {instead}; leave it out (~model.options.{name}) {HERE}",
+        )
+        for name, value, instead in (
+            ("num_classes", 5, "the classes of the data, or model.num_classes, decide it"),
+            ("in_chans", 1, "images are read as RGB, so it is 3"),
+            ("drop_path_rate", 0.1, "model.drop_path sets it"),
+            ("pretrained", "true", "weights=timm:NAME brings weights"),
+            ("checkpoint_path", "x.pth", "weights=FILE brings weights"),
+            ("features_only", "true", "what is trained here ends in classes"),
+        )
+    ),
     (
         ["optim=sgd", "optim.nesterov=true", "optim.momentum=0", "~optim.betas"],
         "~optim.betas: there is no optim.betas to delete",

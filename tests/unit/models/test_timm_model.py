@@ -92,6 +92,12 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
         ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
         ("vgg11", {"drop_path": 0.1}, "model.drop_path: timm's vgg11 does not take it; use model.drop_path=0"),
         ("resnet18", {"options": {"depth": 3}}, "model.options.depth: timm's resnet18 does not take it"),
+        ("resnet18", {"options": {"act_layer": "nope"}}, r"model.options: timm's resnet18 refuses .*KeyError: 'nope'"),
+        ("resnet18", {"options": {"layers": 3}}, r"model.options: timm's resnet18 refuses .*TypeError: 'int' object"),
+        ("vit_tiny_patch16_224", {"options": {"num_heads": 0}}, "model.options: .*ZeroDivisionError"),
+        ("vit_tiny_patch16_224", {"options": {"img_size": 32}}, r"model.options: with .*not take images of 64 pixels"),
+        ("vit_tiny_patch16_224", {"options": {"global_pool": ""}}, r"has shape \(17, 5\), not \(5,\)\); correct the"),
+        ("convnext_atto", {"image_size": 16}, r"^data.image_size: .* use data.image_size=224, which it was made for"),
     ],
 )
 def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pycls_fast.errors import UserError
@@ -56,6 +58,34 @@ def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     loaded = checkpoint.load(checkpoint.save(saved, tmp_path, 3, keep=2))
     del loaded["format"]
     assert_equal(loaded, saved)
+
+
+@pytest.mark.parametrize("written", [5, 6])
+@pytest.mark.parametrize("read", [5, 6])
+def test_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int, read: int) -> None:
+    """2.11 writes five properties of a tensor and reads no more, 2.15 writes six and reads both."""
+    get_state, set_state = TensorProperties.__getstate__, TensorProperties.__setstate__
+
+    def of_that_torch(properties: TensorProperties) -> tuple[Any, ...]:
+        return (*get_state(properties)[:5], None)[:written]
+
+    def of_this_torch(properties: TensorProperties, values: tuple[Any, ...]) -> None:
+        if len(values) > read:
+            raise ValueError(f"too many values to unpack (expected {read})")
+        set_state(properties, values[:5])
+
+    saved = state(3)
+    monkeypatch.setattr(TensorProperties, "__getstate__", of_that_torch)
+    path = checkpoint.save(saved, tmp_path, 3, keep=2)
+    monkeypatch.setattr(TensorProperties, "__setstate__", of_this_torch)
+    loaded = checkpoint.load(path)
+    assert_equal(loaded["model"], saved["model"])
+    assert_equal(loaded["optimizer"], saved["optimizer"])
+
+
+def test_a_path_of_python_3_13() -> None:
+    written = b"cpathlib._local\nPosixPath\n(S'checkpoints'\ntR."
+    assert checkpoint_tensors._Unpickler(io.BytesIO(written)).load() == Path("checkpoints")
 
 
 def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -112,3 +113,20 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
         run(str(tmp_path / "file/a.json"))
     with pytest.raises(AssertionError, match="too late"):
         run(str(tmp_path / "new/a.json"))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_numbers_come_with_the_environment(tool: str, tmp_path: Path, digits: Path) -> None:
+    base = [
+        f"data.root={digits}", "data.num_workers=0", "model.width=16", "model.heads=2", "model.depth=1",
+        "model.mlp_width=16", "runtime.threads=1", "runtime.device=cpu", "runtime.progress=plain", "precision=fp32",
+    ]  # fmt: skip
+    config = load_config("vit_digits", base)
+    network = build.model(config, 10, build.switches(config, torch.device("cpu")))
+    torch.save(network.state_dict(), tmp_path / "weights.pt")
+    config = load_config("vit_digits", [*base, f"weights={tmp_path / 'weights.pt'}"])
+    assert TOOLS[tool](config, str(tmp_path / "out" / "a.json")) == 0
+    # One of them writes a folder.
+    (file,) = [path for path in (tmp_path / "out").rglob("*.json") if path.is_file()]
+    found = json.loads(file.read_text())["environment"]
+    assert found.keys() >= {"command", "versions", "git", "processor", "threads", "device", "world_size"}

@@ -131,6 +131,11 @@ def test_results_beside_the_code_do_not_change_it(tmp_path: Path) -> None:
     assert not changed()
     put("pycls_fast/network.py", "2")
     assert changed()
+    # A package that is installed inside another project's checkout is none of its commits.
+    installed = tmp_path / ".venv" / "site-packages"
+    installed.joinpath("pycls_fast").mkdir(parents=True)
+    installed.joinpath("pycls_fast", "network.py").touch()
+    assert git_state(installed) is None
 
 
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
