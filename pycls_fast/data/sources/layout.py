@@ -21,7 +21,8 @@ _SPLIT_OF = {
     "dev": "val",
     "test": "test",
 }
-_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
+# Older `datasets` put a fingerprint of each shard into its name.
+_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
 CLASS_LIST = "classes.txt"
@@ -160,8 +161,9 @@ def _check_complete(files: Sequence[str]) -> None:
     for file in files:
         match = _OF_HOW_MANY.fullmatch(file)
         if match:
-            start, number, total, end = match.groups()
-            groups.setdefault((start, int(total), end), set()).add(int(number))
+            start, number, total, fingerprint, end = match.groups()
+            key = (start, int(total), f"-*{end}" if fingerprint else end)
+            groups.setdefault(key, set()).add(int(number))
     for (start, total, end), numbers in groups.items():
         missing = [f"{start}{n:05d}-of-{total:05d}{end}" for n in range(total) if n not in numbers]
         if missing:

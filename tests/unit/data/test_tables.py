@@ -228,6 +228,19 @@ def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
     assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
 
 
+def test_shards_with_fingerprints_in_their_names(tmp_path: Path) -> None:
+    """As `datasets` before 2.14 pushed them."""
+    write_hub_parquet(tmp_path, CONTENT, shards=2)
+    for number, path in enumerate(sorted((tmp_path / "data").iterdir())):
+        path.rename(path.with_stem(f"{path.stem}-{number:016x}"))
+    splits = opened("parquet", tmp_path)
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+    (tmp_path / f"data/train-00001-of-00002-{1:016x}.parquet").unlink()
+    missing = tmp_path / "data/train-00001-of-00002-*.parquet"
+    assert f"{missing}: missing, of 2 files; download the rest" in mistake("parquet", tmp_path)
+
+
 def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
     write_hub_parquet(tmp_path, CONTENT, shards=2)
     path = tmp_path / "data/train-00001-of-00002.parquet"
