@@ -27,7 +27,7 @@ _OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
     "tar": open_tars,
     "packed": open_packed,
 }
-_SPLITS = ("train", "val", "valid", "validation", "test", "all")
+_SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
 
 
 def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
