@@ -12,7 +12,7 @@ import numpy as np
 from pycls_fast.data.sources.splits import quoted
 from pycls_fast.errors import UserError
 
-_SPLIT_OF = {
+SPLIT_OF = {
     "train": "train",
     "training": "train",
     "val": "val",
@@ -21,6 +21,7 @@ _SPLIT_OF = {
     "dev": "val",
     "test": "test",
 }
+"""The splits by the words that stand for them."""
 # Older `datasets` put a fingerprint of each shard into its name.
 _OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -37,7 +38,7 @@ def is_remote(place: str) -> bool:
 def find_files(
     root: str, extensions: Sequence[str], *, train: str | None = None, val: str | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """The files of each split: "train" and "val" (and "test"), or "all" when no name tells them apart.
+    """The files of each split, "train" among them: "train", "val", "test", or "all" when no name tells them apart.
 
     A file's split is said by a word of its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or of the
     folders between it and `root` (`validation/0000.parquet`).
@@ -72,12 +73,8 @@ def find_files(
             f"{root}: {quoted([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train or "
             "val, but those of other files do; rename them or say which are which with data.train and data.val"
         )
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
     if "train" not in splits:
         raise UserError(f"{root}: found files of {quoted(sorted(splits))} but none of train")
-    if "val" not in splits:
-        return {"all": tuple(splits["train"])}
     return {name: tuple(files) for name, files in splits.items()}
 
 
@@ -140,7 +137,7 @@ def _split_of(root: str, file: str) -> str:
     # The file's own name has the first word; `test/train-000.tar` is training data.
     for part in reversed(parts):
         words = re.split(r"[^a-z]+", part.lower())
-        said = {_SPLIT_OF[word] for word in words if word in _SPLIT_OF}
+        said = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
         if len(said) > 1:
             raise UserError(f"{file}: the name says {' and '.join(sorted(said))}; use data.train and data.val")
         if said:
@@ -171,7 +168,7 @@ def _check_complete(files: Sequence[str]) -> None:
 
 
 def name_classes(
-    labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str
+    labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str, may_lack: bool = False
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Class names and int32 labels from labels as they are stored: numbers or names.
 
@@ -179,6 +176,7 @@ def name_classes(
         labels: integers, or texts; texts that are all whole numbers count as integers.
         names: of the classes, where known. Numbers are positions in it; texts must be among them.
         where: the file, for messages.
+        may_lack: all may be -1, as they are in a test split without labels.
 
     Raises:
         UserError: labels that are neither, or outside of `names`.
@@ -187,9 +185,12 @@ def name_classes(
     if values.dtype.kind not in "iu":
         values = _whole_numbers(values)
     if values.dtype.kind in "iu":
+        if may_lack and np.all(values == -1):
+            return tuple(names or ()), values.astype(np.int32)
         if len(values) and int(values.min()) < 0:
             raise UserError(
-                f"{where}: the label {int(values.min())}: labels count from 0 (is this an unlabelled split?)"
+                f"{where}: the label {int(values.min())}: labels count from 0 (if this split has none, choose others "
+                "with data.train=NAME and data.val=NAME)"
             )
         count = int(values.max()) + 1 if len(values) else 0
         if names is None and count > _MOST_CLASSES:

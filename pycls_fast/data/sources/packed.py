@@ -99,7 +99,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
-    """The packed splits below a folder: `train/` and `val/` (and `test/`), or `all/`, which is split at random.
+    """The packed splits below a folder: `train/` and `val/` (and `test/`), or one alone, which is split at random.
 
     Raises:
         UserError: no packed split there, a half-written or damaged one.
@@ -116,8 +116,6 @@ def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
     opened = {split: open_packed_split(folder) for split, folder in folders.items()}
     if "all" not in opened and "train" not in opened:
         raise UserError(f"{root} holds {', '.join(opened)} but no train; pack the training split there too")
-    if set(opened) == {"train"}:
-        opened = {"all": opened["train"]}
     return as_splits(opened, options, where=str(root))
 
 

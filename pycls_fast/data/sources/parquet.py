@@ -135,8 +135,6 @@ def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
     opened = {
         split: _open_split(base, split, [Path(f) for f in found], names, options) for split, found in files.items()
     }
-    if "test" in opened and (opened["test"].labels < 0).any():
-        del opened["test"]  # the hub marks what has no labels with -1
     return as_splits(opened, options, where=str(place))
 
 
@@ -154,7 +152,7 @@ def _open_split(
         base.absolute(),
         f"parquet_{split}",
         cache,
-        build=lambda: _build(base, files, image_column, label_column, names, stamp, allow_unlabelled=split == "test"),
+        build=lambda: _build(base, files, image_column, label_column, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
     )
@@ -170,7 +168,7 @@ def _build(
     names: Sequence[str] | None,
     stamp: dict[str, Any],
     *,
-    allow_unlabelled: bool,
+    may_lack: bool,
 ) -> Index:
     parts: list[_Part] = []
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {base}", len(files), "files") as advance:
@@ -193,10 +191,7 @@ def _build(
         raise UserError(f"{files[0]}: no rows")
     if any(value is None for value in values):
         raise UserError(f"{base}: rows without a {label_column}; data.label_column chooses another column")
-    if allow_unlabelled and all(value == -1 for value in values):
-        classes, labels = tuple(stored or ()), np.full(len(values), -1, dtype=np.int32)
-    else:
-        classes, labels = name_classes(values, names=stored, where=str(files[0].parent))
+    classes, labels = name_classes(values, names=stored, where=str(files[0].parent), may_lack=may_lack)
     rows = [count for part in parts for count in part.group_rows]
     arrays: dict[str, np.ndarray] = {
         "labels": labels,

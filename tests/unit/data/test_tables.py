@@ -56,6 +56,43 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("word", ["test", "dev"])
+def test_a_column_that_says_train_and_test(tmp_path: Path, word: str) -> None:
+    (tmp_path / "all.csv").write_text(f"path,label,split\na,x,train\nb,x,{word}\nc,y,train\nd,y,train\ne,x,train\n")
+    splits = opened("manifest", tmp_path)
+    assert {split: len(source) for split, source in splits.items()} == {"train": 4, "val": 1}
+    (tmp_path / "all.csv").write_text("path,label,split\na,x,train\nc,x,train\n")
+    assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
+    (tmp_path / "all.csv").write_text(f"path,label,split\na,x,{word}\n")
+    assert "no row whose column split says train" in mistake("manifest", tmp_path)
+
+
+@pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n"])
+def test_a_test_table_without_labels_is_left_out(tmp_path: Path, test: str) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na,x\nb,y\n")
+    (tmp_path / "val.csv").write_text("path,label\na,x\n")
+    (tmp_path / "test.csv").write_text(test)
+    assert set(opened("manifest", tmp_path)) == {"train", "val"}
+    # It is no validation split either.
+    (tmp_path / "val.csv").unlink()
+    (tmp_path / "train.csv").write_text("path,label\na,x\nb,x\n")
+    assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
+    (tmp_path / "test.csv").write_text("path,label\nc,-1\nd,0\n")
+    assert "the label -1" in mistake("manifest", tmp_path)
+
+
+@pytest.mark.parametrize("label", ["", "-1"])
+def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> None:
+    rows = ["path,label,split", "a,x,train", f"b,{label},test", "c,y,train", "d,x,val", f"e,{label},test"]
+    (tmp_path / "all.csv").write_text("\n".join(rows))
+    splits = opened("manifest", tmp_path)
+    assert {split: len(source) for split, source in splits.items()} == {"train": 2, "val": 1}
+    assert splits["train"].classes == ("x", "y")
+    assert splits["val"].name(0) == f"{tmp_path}/d"
+    (tmp_path / "all.csv").write_text("\n".join([*rows, "f,,train"]))
+    assert "row 6 below the header has no path or no label" in mistake("manifest", tmp_path)
+
+
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:
     lines = [f"/images/{number}.jpg,{number % 3}" for number in range(60)]
     (tmp_path / "all.csv").write_text("path,label\n" + "\n".join(lines))
@@ -259,6 +296,22 @@ def test_a_saved_dataset_without_validation_is_split(tmp_path: Path) -> None:
     datasets.load_from_disk(str(tmp_path / "both"))["train"].save_to_disk(str(tmp_path / "one"))
     splits = opened("auto", tmp_path / "one", val_fraction=0.25)
     assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
+
+
+def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> None:
+    import datasets
+
+    saved = datasets.load_from_disk(write_hub(tmp_path / "hub", CONTENT))
+    unlabelled = saved["validation"].map(lambda row: {"label": -1})
+    train = {"train": saved["train"]}
+    count = len(CONTENT["train"])
+    for number, test in enumerate((unlabelled, saved["validation"].remove_columns("label"))):
+        root = tmp_path / str(number)
+        datasets.DatasetDict({**train, "test": test}).save_to_disk(str(root))
+        assert sum(map(len, opened("auto", root).values())) == count
+    datasets.DatasetDict({**train, "validation": unlabelled}).save_to_disk(str(tmp_path / "val"))
+    assert "if this split has none, choose others with data.train=NAME" in mistake("auto", tmp_path / "val")
+    assert sum(map(len, opened("auto", tmp_path / "val", train="train").values())) == count
 
 
 @pytest.mark.parametrize(

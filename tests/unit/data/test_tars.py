@@ -99,6 +99,19 @@ def test_samples_that_are_incomplete(tmp_path: Path, members: dict[str, bytes], 
         opened("tar", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "members", [{"x.jpg": JPEG}, {"x.jpg": JPEG, "x.json": b'{"width": 9}'}, {"x.jpg": JPEG, "x.cls": b"-1"}]
+)
+def test_test_shards_without_labels_are_left_out(tmp_path: Path, members: dict[str, bytes]) -> None:
+    write_tars(tmp_path, CONTENT)
+    tar_of(tmp_path / "set-test-000000.tar", members)
+    assert set(opened("tar", tmp_path)) == {"train", "val"}
+    # One with a label and one without are a mistake.
+    tar_of(tmp_path / "set-test-000001.tar", {"x.jpg": JPEG, "x.cls": b"1"})
+    with pytest.raises(UserError, match="the label -1"):
+        opened("tar", tmp_path)
+
+
 def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
     whole = tar_of(tmp_path / "train.tar", {"a.cls": b"0", "a.jpg": JPEG, "b.cls": b"1", "b.jpg": JPEG}).read_bytes()
     blocks = len(whole.rstrip(b"\0")) // 512 + 1
