@@ -14,7 +14,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.files import EXTENSIONS, FileSource
+from pycls_fast.data.sources.files import EXTENSIONS, FileSource, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
@@ -189,7 +189,7 @@ def _walk_images(
             image = entry.name
             if image[0] == ".":
                 continue
-            if entry.is_dir():
+            if is_folder(entry):
                 nested.append(image)
             elif image.lower().endswith(EXTENSIONS):
                 # Whatever it is: a broken link is then reported as a damaged image, not overlooked.
@@ -204,7 +204,7 @@ def _walk_images(
 def subfolders(root: Path) -> list[str]:
     """Names of the folders in a folder, sorted, hidden ones left out."""
     with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
+        return sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
 
 
 def _list_root(root: Path) -> list[str]:

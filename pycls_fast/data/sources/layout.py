@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from pycls_fast.data.sources.files import is_folder
 from pycls_fast.data.sources.splits import quoted
 from pycls_fast.errors import UserError
 
@@ -86,10 +88,23 @@ def _list_files(root: str, extensions: Sequence[str]) -> list[str]:
         return [str(path)]
     if not path.is_dir():
         raise UserError(f"there is no dataset {path.absolute()}")
-    files = (file for file in path.rglob("*") if file.name.endswith(tuple(extensions)))
-    return sorted(
-        str(f) for f in files if not any(part[0] == "." for part in f.relative_to(path).parts) and f.is_file()
-    )
+    return sorted(_walk(str(path), tuple(extensions), frozenset()))
+
+
+def _walk(folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Files at any depth, hidden ones left out. Links are followed, but not into a folder that they lie in."""
+    status = Path(folder).stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name[0] == ".":
+                continue
+            if is_folder(entry):
+                yield from _walk(entry.path, extensions, above | {here})
+            elif entry.name.endswith(extensions) and Path(entry.path).is_file():
+                yield entry.path
 
 
 def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:

@@ -181,6 +181,13 @@ def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
     assert below(source, tmp_path / "data") == ["cat/0.png", "cat/1.png", "cat/broken.png"]
     with pytest.raises(FileNotFoundError):
         source.read(2)
+    # Links to themselves, which no system call can follow.
+    for link in (tmp_path / "data/cat/own.png", tmp_path / "data/cat/own", tmp_path / "data/own"):
+        link.symlink_to(link.name)
+    source = scan_classes(tmp_path / "data")
+    assert below(source, tmp_path / "data") == ["cat/0.png", "cat/1.png", "cat/broken.png", "cat/own.png"]
+    with pytest.raises(OSError, match="symbolic links"):
+        source.read(3)
 
 
 def test_a_link_to_above_is_an_error(tmp_path: Path, write_tree: WriteTree) -> None:

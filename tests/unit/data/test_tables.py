@@ -278,6 +278,24 @@ def test_shards_with_fingerprints_in_their_names(tmp_path: Path) -> None:
     assert f"{missing}: missing, of 2 files; download the rest" in mistake("parquet", tmp_path)
 
 
+@pytest.mark.parametrize("linked", [("train", "validation"), ("validation",)])
+def test_folders_that_are_links(tmp_path: Path, linked: tuple[str, ...]) -> None:
+    write_hub_parquet(tmp_path / "set", CONTENT)
+    for split in ("train", "validation"):
+        place = tmp_path / ("disk" if split in linked else "set") / split
+        place.mkdir(parents=True)
+        for file in (tmp_path / "set/data").glob(f"{split}-*"):
+            file.rename(place / file.name.removeprefix(f"{split}-"))
+        if split in linked:
+            (tmp_path / "set" / split).symlink_to(place)
+    # One that leads back, and one to itself.
+    (tmp_path / "set/train/above").symlink_to(tmp_path / "set")
+    (tmp_path / "set/own").symlink_to("own")
+    splits = opened("auto", tmp_path / "set")
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+
+
 def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
     write_hub_parquet(tmp_path, CONTENT, shards=2)
     path = tmp_path / "data/train-00001-of-00002.parquet"
