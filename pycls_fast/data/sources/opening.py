@@ -38,8 +38,15 @@ def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
         root: a path; for "hub" a dataset's name, for "tar" perhaps an address.
 
     Raises:
-        UserError: no such dataset, one in another layout, or one that has mistakes.
+        UserError: no such dataset, one in another layout, one that may not be read, or one that has mistakes.
     """
+    try:
+        return _open_splits(kind, root, options)
+    except PermissionError as error:
+        raise UserError(f"{error.filename or root} cannot be read: {error.strerror}") from error
+
+
+def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
     found = recognise(root)
     if kind == "auto":
         kind = _only(found, root)

@@ -222,6 +222,22 @@ def test_tables_beside_what_they_list(tmp_path: Path) -> None:
     assert recognise(str(tmp_path)) == ("tar",)
 
 
+@pytest.mark.parametrize("kind", ["auto", "folder", "manifest"])
+def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    root = Path(write_folder(tmp_path, CONTENT))
+    real = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if root in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    line = mistake(kind, root)
+    assert line.startswith(f"{root}/")
+    assert line.endswith(" cannot be read: Permission denied")
+
+
 def test_nothing_at_all(tmp_path: Path) -> None:
     assert "there is no dataset folder" in mistake("auto", tmp_path / "nowhere")
     assert "holds no class folders" in mistake("auto", tmp_path)
