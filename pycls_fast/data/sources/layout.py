@@ -12,6 +12,7 @@ import numpy as np
 
 from pycls_fast.data.sources.files import is_folder
 from pycls_fast.data.sources.splits import quoted
+from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError
 
 SPLIT_OF = {
@@ -241,7 +242,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     """The names in `classes.txt` beside the data, if there is one.
 
     Raises:
-        UserError: a name that comes twice.
+        UserError: a name that comes twice, or a file that is not UTF-8.
     """
     if is_remote(root):
         return None
@@ -249,7 +250,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     file = folder / CLASS_LIST
     if not file.is_file():
         return None
-    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    names = read_lines(file)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise UserError(f"{file}: {quoted(twice)}: more than once")

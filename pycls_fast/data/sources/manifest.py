@@ -19,6 +19,7 @@ from pycls_fast.data.sources.layout import SPLIT_OF, find_files, missing_column,
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
+from pycls_fast.data.sources.text_files import ENCODING, not_utf8
 from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
@@ -135,19 +136,30 @@ def _by_column(table: _Table) -> dict[str, LabelledSource]:
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-        header = next(reader, None)
-        if not header:
-            raise UserError(f"{path} is empty; its first line names the columns")
-        columns: list[list[str]] = [[] for _ in header]
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != len(header):
-                raise UserError(f"{path}: line {reader.line_num} has {len(row)} values for {len(header)} columns")
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
+    line = 0
+    try:
+        with path.open(newline="", encoding=ENCODING) as file:
+            # "path, label" is written, too.
+            reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
+            header = next(reader, None)
+            if not header:
+                raise UserError(f"{path} is empty; its first line names the columns")
+            columns: list[list[str]] = [[] for _ in header]
+            line = reader.line_num
+            for row in reader:
+                line = reader.line_num
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise UserError(f"{path}: line {line} has {len(row)} values for {len(header)} columns")
+                for column, value in zip(columns, row, strict=True):
+                    column.append(value)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path) from error
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: line {line + 1} cannot be read ({error}); is there a quote that does not end?"
+        ) from error
     return dict(zip([name.strip() for name in header], columns, strict=True))
 
 

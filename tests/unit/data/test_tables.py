@@ -56,6 +56,33 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("path,label\na,cat\nb,größer\n".encode("latin-1"), "list.csv: line 3 is not UTF-8; save the file as UTF-8"),
+        ("path,label\na,cat\n".encode("utf-16"), "list.csv: line 1 is not UTF-8"),
+        (b'path,label\na,cat\n"b,cat\n' + 40_000 * b"c,cat\n", "list.csv: line 3 cannot be read (field larger than"),
+    ],
+)
+def test_tables_that_are_no_text(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "list.csv").write_bytes(content)
+    assert f"{tmp_path}/{says}" in mistake("manifest", tmp_path / "list.csv")
+
+
+def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
+    """Marks before the text, blanks after commas, Windows' line ends."""
+    (tmp_path / "list.csv").write_text(
+        'path, label\r\n"a, b.jpg", 1\r\nc.jpg, 0\r\nd.jpg, 1\r\ne.jpg, 0\r\n', "utf-8-sig"
+    )
+    (tmp_path / "classes.txt").write_text("cat\r\ndog\r\n", "utf-8-sig")
+    splits = opened("manifest", tmp_path / "list.csv", val_fraction=0.5)
+    assert splits["train"].classes == ("cat", "dog")
+    names = sorted(source.name(index) for source in splits.values() for index in range(len(source)))
+    assert names == [str(tmp_path / name) for name in ("a, b.jpg", "c.jpg", "d.jpg", "e.jpg")]
+    (tmp_path / "classes.txt").write_text("cat\nmöwe\n", "latin-1")
+    assert f"{tmp_path}/classes.txt: line 2 is not UTF-8" in mistake("manifest", tmp_path / "list.csv")
+
+
 @pytest.mark.parametrize("word", ["test", "dev"])
 def test_a_column_that_says_train_and_test(tmp_path: Path, word: str) -> None:
     (tmp_path / "all.csv").write_text(f"path,label,split\na,x,train\nb,x,{word}\nc,y,train\nd,y,train\ne,x,train\n")
