@@ -27,6 +27,8 @@ SPLIT_OF = {
 """The splits by the words that stand for them."""
 # Older `datasets` put a fingerprint of each shard into its name.
 _OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
+# As the hub converts datasets: CONFIGURATION/SPLIT/0000.parquet.
+_OF_THE_HUB = re.compile(r"\d{4}\.parquet")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
 CLASS_LIST = "classes.txt"
@@ -53,7 +55,7 @@ def find_files(
             and `{000..146}`.
 
     Raises:
-        UserError: no files, a shard that is missing, names that do not tell.
+        UserError: no files, a shard that is missing, names that do not tell, several versions of the same split.
     """
     if train is not None:
         named = {"train": _expand(root, train, "data.train")}
@@ -69,6 +71,8 @@ def find_files(
     splits: dict[str, list[str]] = {}
     for file in found:
         splits.setdefault(_split_of(root, file), []).append(file)
+    for files in splits.values():
+        _check_one_configuration(root, files)
     if set(splits) == {""}:
         return {"all": tuple(found)}
     if "" in splits:
@@ -181,6 +185,26 @@ def _check_complete(files: Sequence[str]) -> None:
         missing = [f"{start}{n:05d}-of-{total:05d}{end}" for n in range(total) if n not in numbers]
         if missing:
             raise UserError(f"{quoted(missing, 3)}: missing, of {total:,} files; download the rest")
+
+
+def _check_one_configuration(root: str, files: Sequence[str]) -> None:
+    """The hub's repositories may hold the same split several times, a folder for each configuration."""
+    folders: dict[tuple[str, str], set[PurePosixPath]] = {}
+    for file in files:
+        path = PurePosixPath(_below(root, file))
+        match = _OF_HOW_MANY.fullmatch(path.name)
+        if match or _OF_THE_HUB.fullmatch(path.name):
+            key = (match[1], match[5]) if match else ("", "")
+            folders.setdefault(key, set()).add(path.parent)
+    for parents in folders.values():
+        if len(parents) > 1:
+            # Of `full_size/train/0000.parquet` it is full_size/.
+            found = sorted({str(p.parent if p.name in SPLIT_OF else p) for p in parents})
+            names = quoted([f"{name}/" for name in found])
+            raise UserError(
+                f"{root}: files of the same names in {names}, as a dataset's configurations have; choose one with "
+                f"data.root={root}/{found[-1]}, say, or with data.train and data.val"
+            )
 
 
 def name_classes(
