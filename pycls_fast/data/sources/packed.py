@@ -13,6 +13,7 @@ not even copied. `tools/prepare_data.py pack` writes it (see `pycls_fast/data/pa
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,8 +146,8 @@ def open_packed_split(folder: Path) -> PackedSource:
     return PackedSource(folder, about, table, names, np.memmap(folder / IMAGES, np.uint8, "r"))
 
 
-def write_about(folder: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
-    """The last file of a split: with it, it is complete."""
+def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
+    """The last file of a split: under its final name, `ABOUT`, it says that the split is complete."""
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -155,4 +156,7 @@ def write_about(folder: Path, *, classes: Sequence[str], count: int, how: str, s
         **settings,
         "classes": list(classes),
     }
-    (folder / ABOUT).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with file.open("w", encoding="utf-8") as written:
+        written.write(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        written.flush()
+        os.fsync(written.fileno())
