@@ -95,20 +95,22 @@ class Relabelled:
 
 
 def like_train(source: LabelledSource, train: Source, *, where: str, train_where: str) -> LabelledSource:
-    """A split labelled by the training split's classes, which must hold all of its own.
+    """A split labelled by the training split's classes, which must hold all of its own that have images.
 
     Raises:
         UserError: classes that training does not have.
     """
     if source.classes == train.classes:
         return source
-    unknown = sorted(set(source.classes) - set(train.classes))
+    # Labels that are all numbers make all classes from 0 on, with images or without; in training they may be names.
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(train.classes))
     if unknown:
         raise UserError(
             f"{where}: no images of the class {quoted(unknown)} in {train_where}; add some there or remove it here"
         )
     position = {name: label for label, name in enumerate(train.classes)}
-    new_label = np.array([position[name] for name in source.classes], dtype=np.int32)
+    new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
     return Relabelled(source, train.classes, new_label)
 
 

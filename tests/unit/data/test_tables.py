@@ -170,6 +170,16 @@ def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     assert "no images of the class dog in train" in mistake("manifest", tmp_path)
 
 
+def test_names_that_are_numbers_in_one_split_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\nb.jpg,5\nc.jpg,x\n")
+    (tmp_path / "val.csv").write_text("path,label\nd.jpg,5\ne.jpg,1\n")
+    splits = opened("manifest", tmp_path)
+    assert splits["val"].classes == splits["train"].classes == ("1", "5", "x")
+    assert splits["val"].labels.tolist() == [1, 0]  # type: ignore[attr-defined]
+    (tmp_path / "val.csv").write_text("path,label\nd.jpg,4\n")
+    assert "no images of the class 4 in train" in mistake("manifest", tmp_path)
+
+
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
     options = {"cache": CachePolicy(str(tmp_path / "index"), smallest=0), "val_fraction": 0.5}
     (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\n")

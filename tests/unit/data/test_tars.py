@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tarfile
@@ -196,6 +197,31 @@ def test_making_room_leaves_what_is_not_a_copy(tmp_path: Path, memory: str) -> N
     assert not first.exists()
     assert [file.read_text() for file in files] == ["mine"] * 4
     assert all(folder.is_dir() for folder in folders)
+
+
+def test_what_was_half_fetched_does_not_stay(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path / "shards", None)
+    source = opened("tar", memory, shard_cache=cache)["train"]
+    files = type(remote_files.file_system(memory)[0])
+
+    def half(self: object, path: str, draft: str) -> None:
+        Path(draft).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remote_files.time, "sleep", lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "get_file", half)
+        with pytest.raises(UserError, match="No space left on device"):
+            source.read(0)
+    assert not list(cache.folder.glob(".*.part"))
+    # Those of a process that was killed, and of one that is at work.
+    left, used = (cache.folder / f".{digit * 16}-x.tar.part" for digit in "01")
+    for draft in (left, used):
+        draft.write_bytes(b"half")
+    with used.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert source.read(0)[0] == CONTENT["train"][0].data
+    assert list(cache.folder.glob(".*.part")) == [used]
 
 
 def test_a_copy_that_another_process_removes_meanwhile(
