@@ -46,7 +46,7 @@ def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
     try:
         return _open_splits(kind, root, options)
     except PermissionError as error:
-        raise UserError(f"{error.filename or root} cannot be read: {error.strerror}") from error
+        raise UserError(f"{root} cannot be read ({error.filename}: {error.strerror})") from error
 
 
 def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:

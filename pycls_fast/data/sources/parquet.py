@@ -172,7 +172,7 @@ def _build(
 ) -> Index:
     parts: list[_Part] = []
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {base}", len(files), "files") as advance:
-        for part in pool.map(lambda file: _read_part(file, image_column, label_column), files):
+        for part in pool.map(lambda file: _read_part(file, image_column, label_column, may_lack), files):
             parts.append(part)
             advance(1)
     stored = names or parts[0].names
@@ -189,6 +189,8 @@ def _build(
     values = [value for part in parts for value in part.labels]
     if not values:
         raise UserError(f"{files[0]}: no rows")
+    if may_lack and all(value is None for value in values):
+        values = [-1] * len(values)
     if any(value is None for value in values):
         raise UserError(f"{base}: rows without a {label_column}; data.label_column chooses another column")
     classes, labels = name_classes(values, names=stored, where=str(files[0].parent), may_lack=may_lack)
@@ -203,14 +205,15 @@ def _build(
     return Index(arrays, {"classes": list(classes), "column": columns.pop()}, stamp)
 
 
-def _read_part(path: Path, image_column: str | None, label_column: str) -> _Part:
+def _read_part(path: Path, image_column: str | None, label_column: str, may_lack: bool) -> _Part:
     import pyarrow
 
     pq = need_pyarrow("data.source=parquet")
     try:
         with pq.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
-            if label_column not in schema.names:
+            has_labels = label_column in schema.names
+            if not has_labels and not may_lack:
                 raise missing_column(str(path), label_column, schema.names, "data.label_column")
             column = _image_column(path, schema, image_column)
             leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path == column)
@@ -218,8 +221,8 @@ def _read_part(path: Path, image_column: str | None, label_column: str) -> _Part
             places = None
             if levels.max_repetition_level == 0:
                 places = locate_values(path, metadata, leaf, levels.max_definition_level)
-            labels = file.read(columns=[label_column]).column(0).to_pylist()
             rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            labels = file.read(columns=[label_column]).column(0).to_pylist() if has_labels else [None] * sum(rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
     if places is None:

@@ -275,8 +275,8 @@ def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Path, "stat", refuse)
     line = mistake(kind, root)
-    assert line.startswith(f"{root}/")
-    assert line.endswith(" cannot be read: Permission denied")
+    assert line.startswith(f"{root} cannot be read ({root}/")
+    assert line.endswith(": Permission denied)")
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

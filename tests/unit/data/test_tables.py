@@ -302,6 +302,17 @@ def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
     assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
 
 
+@pytest.mark.parametrize("labels", [{}, {"label": [-1, -1]}, {"label": pyarrow.array([None, None], pyarrow.int64())}])
+def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str, Any]) -> None:
+    write_hub_parquet(tmp_path, CONTENT)
+    images = [{"bytes": sample.data, "path": None} for sample in CONTENT["val"][:2]]
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images, **labels})
+    assert set(opened("parquet", tmp_path)) == {"train", "val"}
+    for file in (tmp_path / "data").glob("validation*"):
+        file.unlink()
+    assert sum(map(len, opened("parquet", tmp_path).values())) == len(CONTENT["train"])
+
+
 def test_shards_with_fingerprints_in_their_names(tmp_path: Path) -> None:
     """As `datasets` before 2.14 pushed them."""
     write_hub_parquet(tmp_path, CONTENT, shards=2)
