@@ -5,7 +5,8 @@ pack     write the splits to output=FOLDER in one file each, for data.source=pac
 verify   read and decode every image, and list the damaged ones (status 2 when there are any)
 index    list the files of a large dataset once and keep the list, so that runs start in a second
 
-All take data.source and the keys that go with it, split=train for one split, data.num_workers (left out: all cores).
+All take data.source and the keys that go with it, split=train for one split, and data.num_workers (left out: all cores,
+16 at most).
 """
 
 import sys

@@ -1,6 +1,7 @@
 """The edge: configuration values become plain keyword arguments, names become functions. Configuration stops here."""
 
 from pycls_fast.build.data import (
+    check_mixing,
     eval_loader,
     microbatch_size,
     mixer,
@@ -31,6 +32,7 @@ __all__ = [
     "Switches",
     "autocast",
     "by_size",
+    "check_mixing",
     "class_counts",
     "compute_dtype",
     "counted_model",

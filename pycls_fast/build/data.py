@@ -183,6 +183,29 @@ def microbatch_size(config: RunConfig, world: World) -> int:
     return config.data.global_batch_size // parts
 
 
+def check_mixing(config: RunConfig, world: World) -> None:
+    """Whether there is something to mix with: the other images of a forward pass on one rank.
+
+    Raises:
+        UserError: a single image, or an odd number of them that mixes in pairs.
+    """
+    if mixer(config) is None:
+        return
+    images, batch = microbatch_size(config, world), config.data.global_batch_size
+    parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.accumulation_steps}"
+    if images == 1:
+        key = "mixup_alpha" if config.augment.mixup_alpha else "cutmix_alpha"
+        raise UserError(
+            f"augment.{key}: mixing needs at least 2 images in a microbatch; data.global_batch_size={batch} leaves one "
+            f"to each of {parts}: use {2 * batch} or fewer ranks, or augment.mix_probability=0"
+        )
+    if config.augment.mix_mode == "pair" and images % 2:
+        raise UserError(
+            f"augment.mix_mode: pair needs an even number of images in a microbatch; data.global_batch_size={batch} "
+            f"leaves {images} to each of {parts}: use batch or elem"
+        )
+
+
 def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:
     """Batches on the device, prepared or not, to the model's input."""
     return Prepare(

@@ -58,6 +58,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
     config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
+    build.check_mixing(config, world)
     steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
     if steps_per_epoch == 0:
         raise UserError(

@@ -21,6 +21,8 @@ from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss,
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import build_parts
+from pycls_fast.train.display import Display
 
 CPU = torch.device("cpu")
 REFERENCE = speed.resolve("reference", {}, "cpu")
@@ -175,6 +177,21 @@ class TestData:
         config = vit(*SYNTHETIC, "data.eval_batch_size=null", "optim.accumulation_steps=2")
         build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 2), FAST)
         assert samplers[1]["batch_size"] == 2
+
+    @pytest.mark.parametrize(
+        ("ranks", "overrides", "says"),
+        [
+            (8, ["augment.mixup_alpha=0.2"], r"^augment.mixup_alpha: mixing needs at least 2 images .* each of 8 ra"),
+            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.cutmix_alpha: .*=2: use 16 or"),
+            (2, ["augment.mixup_alpha=0.2", "augment.mix_mode=pair", "data.global_batch_size=6"],
+             r"^augment.mix_mode: pair needs an even number .*=6 leaves 3 to each of 2 ranks x optim.acc"),
+        ],
+    )  # fmt: skip
+    def test_mixing_of_what_a_rank_has(self, ranks: int, overrides: list[str], says: str) -> None:
+        with pytest.raises(UserError, match=says):
+            build_parts(vit(*SYNTHETIC, *overrides), world(size=ranks), Display(speaks=False, mode="plain"))
+        build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
+        build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
 
     def test_the_loaders_give_batches(self) -> None:
         config = vit(*SYNTHETIC, "optim.accumulation_steps=2")

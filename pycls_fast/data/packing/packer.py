@@ -104,6 +104,9 @@ def _write(
     source: Source, folder: Path, settings: PackSettings, plan: dict[str, Any], workers: int, title: str
 ) -> Packed:
     images_path, table_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE
+    if not images_path.exists() and (folder / IMAGES).exists():
+        # Killed between the last two names.
+        (folder / IMAGES).rename(images_path)
     done, size = _whole_entries(images_path, table_path)
     work = partial(_make, settings=settings)
     with (
@@ -156,9 +159,11 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     np.save(folder / TABLE, table[whole])
     np.save(folder / NAMES, texts.data)
     np.save(folder / NAME_ENDS, texts.ends)
-    (folder / f"{IMAGES}.part").rename(folder / IMAGES)
     about = {**plan["settings"], "plan": plan["digest"], "damaged": list(damaged.values())}
-    write_about(folder, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
+    draft = folder / f"{ABOUT}.part"
+    write_about(draft, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
+    (folder / f"{IMAGES}.part").rename(folder / IMAGES)
+    draft.rename(folder / ABOUT)
     for name in (_PLAN, _DRAFT_TABLE, "damaged.part"):
         (folder / name).unlink(missing_ok=True)
     return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
@@ -205,7 +210,10 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
-    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"output: {folder / ABOUT} is damaged ({error}); remove {folder} and pack it again") from error
     if about["plan"] != plan["digest"]:
         raise UserError(
             f"output: {folder} already holds other packed images ({about['how']}, {about['count']:,}): "

@@ -25,6 +25,7 @@ from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.folders import scan_classes, subfolders
 from pycls_fast.data.sources.index_cache import CachePolicy
 from pycls_fast.data.sources.splits import Relabelled, quoted
+from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError
 
 _WNID = re.compile(r"n\d{8}")
@@ -142,10 +143,12 @@ def _wnids_of_outputs(classes: Sequence[str], wnids: str | Path | None) -> tuple
         return tuple(classes) if all(_WNID.fullmatch(name) for name in classes) else None
     file = Path(wnids)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_lines(file)
     except OSError as error:
         raise UserError(f"data.wnids: {file} cannot be read: {error.strerror or error}") from error
-    ids = tuple(line.split()[0] for line in lines if line.strip())
+    except UserError as error:
+        raise UserError(f"data.wnids: {error}") from error
+    ids = tuple(line.split()[0] for line in lines)
     wrong = [wnid for wnid in ids if not _WNID.fullmatch(wnid)]
     if wrong or len(ids) != len(classes) or len(set(ids)) != len(ids):
         what = f"{quoted(wrong)} is no WordNet id" if wrong else f"{len(set(ids)):,} ids for {len(classes):,} outputs"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,13 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """File names that are images, in any case."""
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether that is a folder or a link to one; a link to itself is not, as a broken one is not."""
+    with suppress(OSError):
+        return entry.is_dir()
+    return False
 
 
 class FileSource(Mapped):

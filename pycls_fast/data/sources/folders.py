@@ -14,17 +14,20 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.files import EXTENSIONS, FileSource
+from pycls_fast.data.sources.files import EXTENSIONS, FileSource, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import like_train, quoted, split_at_random
 from pycls_fast.errors import UserError
 
-_VAL_NAMES = ("val", "valid", "validation")
+_VAL_NAMES = ("val", "valid", "validation", "dev")
 _SPLIT_NAMES = ("train", *_VAL_NAMES, "test")
+_TRAIN_FOLDERS = ("train", "Train", "training", "Training")
 _LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
 _SCAN_THREADS = 16
+# So many folders at most are looked into for a dataset of their own: there may be 20,000.
+_MOST_DATASETS = 10
 # A folder that changed this shortly before it was listed may have changed again without a new time.
 _TIME_STEP_NS = 2 * 10**9
 
@@ -34,7 +37,7 @@ def open_folder(
 ) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
 
-    With `train/` and one of `val/`, `valid/`, `validation/`, `test/` these are "train" and "val"; with both a
+    With `train/` and one of `val/`, `valid/`, `validation/`, `dev/`, `test/` these are "train" and "val"; with both a
     validation and a test folder there is "test" too. A test folder without class folders (ImageNet's, and those of
     competitions, have no labels) is left out. ImageNet's validation images may lie in `val/` without class folders, if
     their labels are there (see `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images
@@ -59,6 +62,7 @@ def open_folder(
 
 def _open_folder(root: Path, val_fraction: float, split_seed: int, cache: CachePolicy) -> dict[str, Source]:
     folders = _list_root(root)
+    _refuse_other_splits(root, folders)
     if not _has_split_folders(root, folders):
         return split_at_random(scan_classes(root, cache), val_fraction, split_seed, where=str(root))
     train = scan_classes(root / "train", cache)
@@ -185,7 +189,7 @@ def _walk_images(
             image = entry.name
             if image[0] == ".":
                 continue
-            if entry.is_dir():
+            if is_folder(entry):
                 nested.append(image)
             elif image.lower().endswith(EXTENSIONS):
                 # Whatever it is: a broken link is then reported as a damaged image, not overlooked.
@@ -200,7 +204,7 @@ def _walk_images(
 def subfolders(root: Path) -> list[str]:
     """Names of the folders in a folder, sorted, hidden ones left out."""
     with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
+        return sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
 
 
 def _list_root(root: Path) -> list[str]:
@@ -209,6 +213,45 @@ def _list_root(root: Path) -> list[str]:
     if not root.is_dir():
         raise UserError(f"the dataset {root.absolute()} is a file, not a folder; {_LAYOUT}")
     return subfolders(root)
+
+
+def _refuse_other_splits(root: Path, folders: list[str]) -> None:
+    """Splits that would be read as classes, or not at all: under other names, or one folder further down."""
+    found = _nested_splits(root, folders)
+    # Test images without class folders are left out, whatever their folder is called.
+    other = [
+        name for name in found if name not in _SPLIT_NAMES and (_split_of(name) != "test" or subfolders(root / name))
+    ]
+    if other:
+        raise UserError(
+            f"{root}: {_folders(other)}: a split under a name that is not known; rename {other[0]}/ to "
+            f"{_split_of(other[0])}/ (see data/README.md)"
+        )
+    for name in folders[:_MOST_DATASETS] if not found else ():
+        if any((root / name / own).is_dir() for own in _TRAIN_FOLDERS):
+            inner = _nested_splits(root / name, subfolders(root / name))
+            if len(inner) > 1 or (inner and len(folders) == 1):
+                raise UserError(
+                    f"{root}: {name}/ is no class but holds {_folders(inner)}; give data.root={root / name}"
+                )
+
+
+def _nested_splits(root: Path, folders: list[str]) -> list[str]:
+    """The folders that are splits, if they hold class folders.
+
+    A class may be called `Train` and have folders inside: then it is the only such one among others.
+    """
+    found = [name for name in folders if _split_of(name)]
+    nested = [name for name in found if subfolders(root / name)]
+    return found if nested and (len(nested) > 1 or "train" in nested or len(found) == len(folders)) else []
+
+
+def _split_of(folder: str) -> str:
+    """The split that people mean by a folder's name, or ""."""
+    word = folder.lower()
+    if word in _VAL_NAMES:
+        return "val"
+    return {"train": "train", "training": "train", "test": "test", "testing": "test"}.get(word, "")
 
 
 def _has_split_folders(root: Path, folders: list[str]) -> bool:

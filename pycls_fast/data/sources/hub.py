@@ -61,12 +61,19 @@ def open_hub(name: str, options: Opening) -> dict[str, Source]:
     loaded = _load(name, options.hub_config)
     splits = sorted(loaded)
     train = options.train or ("train" if "train" in loaded or len(splits) != 1 else splits[0])
-    val = options.val or next((own for own in _VAL_NAMES if own in loaded and own != train), None)
-    for key, split in (("data.train", train), ("data.val", val)):
-        if split is not None and split not in loaded:
-            raise UserError(f"{key}: {name} has no split {split}; it has {quoted(splits)}")
-    named = {"all": train} if val is None else {"train": train, "val": val}
-    opened = {own: _open_split(name, split, loaded[split], options) for own, split in named.items()}
+    named = {"train": train}
+    if options.val is not None:
+        named["val"] = options.val
+    elif options.train is None:
+        found = next((own for own in _VAL_NAMES if own in loaded and own != train), None)
+        # A test split that has no labels will be left out.
+        named |= {} if found is None else {"test": found} if found == "test" else {"val": found}
+    for key, split in named.items():
+        if split not in loaded:
+            raise UserError(f"data.{key}: {name} has no split {split}; it has {quoted(splits)}")
+    opened = {
+        own: _open_split(name, split, loaded[split], options, may_lack=own == "test") for own, split in named.items()
+    }
     return as_splits(opened, options, where=name)
 
 
@@ -84,7 +91,7 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _open_split(name: str, split: str, dataset: Any, options: Opening) -> HubSource:
+def _open_split(name: str, split: str, dataset: Any, options: Opening, *, may_lack: bool) -> HubSource:
     import datasets
 
     image_column, label_column = options.image_column, options.label_column
@@ -98,14 +105,15 @@ def _open_split(name: str, split: str, dataset: Any, options: Opening) -> HubSou
             f"{where}: {len(images)} columns hold images ({quoted(list(dataset.features))}); choose one with "
             "data.image_column=NAME"
         )
-    if label_column not in dataset.features:
+    has_labels = label_column in dataset.features
+    if not has_labels and not may_lack:
         raise missing_column(where, label_column, list(dataset.features), "data.label_column")
     chosen = image_column or images[0]
-    names = getattr(dataset.features[label_column], "names", None)
-    # A list: the column object of `datasets` is lazy.
-    values = list(dataset.with_format("arrow")[:][label_column].to_pylist()) if len(dataset) else []
-    if not values:
+    if not len(dataset):
         raise UserError(f"{where}: no rows")
-    classes, labels = name_classes(values, names=names, where=where)
+    names = getattr(dataset.features[label_column], "names", None) if has_labels else None
+    # A list: the column object of `datasets` is lazy.
+    values = list(dataset.with_format("arrow")[:][label_column].to_pylist()) if has_labels else [-1] * len(dataset)
+    classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
     rows = dataset.select_columns([chosen]).cast_column(chosen, datasets.Image(decode=False)).with_format(None)
     return HubSource(rows, where, chosen, classes, labels)

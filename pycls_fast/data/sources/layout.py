@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from pycls_fast.data.sources.files import is_folder
 from pycls_fast.data.sources.splits import quoted
+from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError
 
-_SPLIT_OF = {
+SPLIT_OF = {
     "train": "train",
     "training": "train",
     "val": "val",
@@ -21,7 +24,11 @@ _SPLIT_OF = {
     "dev": "val",
     "test": "test",
 }
-_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
+"""The splits by the words that stand for them."""
+# Older `datasets` put a fingerprint of each shard into its name.
+_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
+# As the hub converts datasets: CONFIGURATION/SPLIT/0000.parquet.
+_OF_THE_HUB = re.compile(r"\d{4}\.parquet")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
 CLASS_LIST = "classes.txt"
@@ -36,7 +43,7 @@ def is_remote(place: str) -> bool:
 def find_files(
     root: str, extensions: Sequence[str], *, train: str | None = None, val: str | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """The files of each split: "train" and "val" (and "test"), or "all" when no name tells them apart.
+    """The files of each split, "train" among them: "train", "val", "test", or "all" when no name tells them apart.
 
     A file's split is said by a word of its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or of the
     folders between it and `root` (`validation/0000.parquet`).
@@ -48,7 +55,7 @@ def find_files(
             and `{000..146}`.
 
     Raises:
-        UserError: no files, a shard that is missing, names that do not tell.
+        UserError: no files, a shard that is missing, names that do not tell, several versions of the same split.
     """
     if train is not None:
         named = {"train": _expand(root, train, "data.train")}
@@ -64,6 +71,8 @@ def find_files(
     splits: dict[str, list[str]] = {}
     for file in found:
         splits.setdefault(_split_of(root, file), []).append(file)
+    for files in splits.values():
+        _check_one_configuration(root, files)
     if set(splits) == {""}:
         return {"all": tuple(found)}
     if "" in splits:
@@ -71,12 +80,8 @@ def find_files(
             f"{root}: {quoted([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train or "
             "val, but those of other files do; rename them or say which are which with data.train and data.val"
         )
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
     if "train" not in splits:
         raise UserError(f"{root}: found files of {quoted(sorted(splits))} but none of train")
-    if "val" not in splits:
-        return {"all": tuple(splits["train"])}
     return {name: tuple(files) for name, files in splits.items()}
 
 
@@ -88,10 +93,23 @@ def _list_files(root: str, extensions: Sequence[str]) -> list[str]:
         return [str(path)]
     if not path.is_dir():
         raise UserError(f"there is no dataset {path.absolute()}")
-    files = (file for file in path.rglob("*") if file.name.endswith(tuple(extensions)))
-    return sorted(
-        str(f) for f in files if not any(part[0] == "." for part in f.relative_to(path).parts) and f.is_file()
-    )
+    return sorted(_walk(str(path), tuple(extensions), frozenset()))
+
+
+def _walk(folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Files at any depth, hidden ones left out. Links are followed, but not into a folder that they lie in."""
+    status = Path(folder).stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name[0] == ".":
+                continue
+            if is_folder(entry):
+                yield from _walk(entry.path, extensions, above | {here})
+            elif entry.name.endswith(extensions) and Path(entry.path).is_file():
+                yield entry.path
 
 
 def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:
@@ -139,7 +157,7 @@ def _split_of(root: str, file: str) -> str:
     # The file's own name has the first word; `test/train-000.tar` is training data.
     for part in reversed(parts):
         words = re.split(r"[^a-z]+", part.lower())
-        said = {_SPLIT_OF[word] for word in words if word in _SPLIT_OF}
+        said = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
         if len(said) > 1:
             raise UserError(f"{file}: the name says {' and '.join(sorted(said))}; use data.train and data.val")
         if said:
@@ -160,16 +178,37 @@ def _check_complete(files: Sequence[str]) -> None:
     for file in files:
         match = _OF_HOW_MANY.fullmatch(file)
         if match:
-            start, number, total, end = match.groups()
-            groups.setdefault((start, int(total), end), set()).add(int(number))
+            start, number, total, fingerprint, end = match.groups()
+            key = (start, int(total), f"-*{end}" if fingerprint else end)
+            groups.setdefault(key, set()).add(int(number))
     for (start, total, end), numbers in groups.items():
         missing = [f"{start}{n:05d}-of-{total:05d}{end}" for n in range(total) if n not in numbers]
         if missing:
             raise UserError(f"{quoted(missing, 3)}: missing, of {total:,} files; download the rest")
 
 
+def _check_one_configuration(root: str, files: Sequence[str]) -> None:
+    """The hub's repositories may hold the same split several times, a folder for each configuration."""
+    folders: dict[tuple[str, str], set[PurePosixPath]] = {}
+    for file in files:
+        path = PurePosixPath(_below(root, file))
+        match = _OF_HOW_MANY.fullmatch(path.name)
+        if match or _OF_THE_HUB.fullmatch(path.name):
+            key = (match[1], match[5]) if match else ("", "")
+            folders.setdefault(key, set()).add(path.parent)
+    for parents in folders.values():
+        if len(parents) > 1:
+            # Of `full_size/train/0000.parquet` it is full_size/.
+            found = sorted({str(p.parent if p.name in SPLIT_OF else p) for p in parents})
+            names = quoted([f"{name}/" for name in found])
+            raise UserError(
+                f"{root}: files of the same names in {names}, as a dataset's configurations have; choose one with "
+                f"data.root={root}/{found[-1]}, say, or with data.train and data.val"
+            )
+
+
 def name_classes(
-    labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str
+    labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str, may_lack: bool = False
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Class names and int32 labels from labels as they are stored: numbers or names.
 
@@ -177,6 +216,7 @@ def name_classes(
         labels: integers, or texts; texts that are all whole numbers count as integers.
         names: of the classes, where known. Numbers are positions in it; texts must be among them.
         where: the file, for messages.
+        may_lack: all may be -1, as they are in a test split without labels.
 
     Raises:
         UserError: labels that are neither, or outside of `names`.
@@ -185,9 +225,12 @@ def name_classes(
     if values.dtype.kind not in "iu":
         values = _whole_numbers(values)
     if values.dtype.kind in "iu":
+        if may_lack and np.all(values == -1):
+            return tuple(names or ()), values.astype(np.int32)
         if len(values) and int(values.min()) < 0:
             raise UserError(
-                f"{where}: the label {int(values.min())}: labels count from 0 (is this an unlabelled split?)"
+                f"{where}: the label {int(values.min())}: labels count from 0 (if this split has none, choose others "
+                "with data.train=NAME and data.val=NAME)"
             )
         count = int(values.max()) + 1 if len(values) else 0
         if names is None and count > _MOST_CLASSES:
@@ -223,7 +266,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     """The names in `classes.txt` beside the data, if there is one.
 
     Raises:
-        UserError: a name that comes twice.
+        UserError: a name that comes twice, or a file that is not UTF-8.
     """
     if is_remote(root):
         return None
@@ -231,7 +274,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     file = folder / CLASS_LIST
     if not file.is_file():
         return None
-    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    names = read_lines(file)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise UserError(f"{file}: {quoted(twice)}: more than once")

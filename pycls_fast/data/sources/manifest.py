@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,24 +15,26 @@ from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import FileSource
 from pycls_fast.data.sources.index_cache import Index, load_or_build
-from pycls_fast.data.sources.layout import find_files, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.layout import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
+from pycls_fast.data.sources.text_files import ENCODING, not_utf8
 from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
-_SPLITS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
+_SPLITS = ("train", "val", "test")
+_NO_LABEL = ("", None, "-1", -1)
 
 
 def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
-    says train, val or test, else split at random class by class. Paths in them are absolute, or relative to `root`
-    where that is a folder, else to the table's own folder. Labels are names or numbers (named by `classes.txt`, if
-    that lies beside the table).
+    says train, val or test, else split at random class by class. Test images without labels are left out.
+    Paths in them are absolute, or relative to `root` where that is a folder, else to the table's own folder. Labels are
+    names or numbers (named by `classes.txt`, if that lies beside the table).
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
@@ -44,23 +48,26 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
             )
     base = place if place.is_dir() else place.parent
     names = read_class_list(str(place))
-    opened = {split: _Table(Path(found[0]), base, names, options) for split, found in files.items()}
-    if "all" in opened and opened["all"].splits is not None:
-        return _by_column(opened["all"])
-    return as_splits({split: table.source for split, table in opened.items()}, options, where=str(place))
+    tables = {split: _Table(split, Path(found[0]), base, names, options) for split, found in files.items()}
+    opened = {split: table.source for split, table in tables.items()}
+    if len(tables) == 1 and (only := next(iter(tables.values()))).splits is not None:
+        opened = _by_column(only)
+    return as_splits(opened, options, where=str(place))
 
 
 class _Table:
     """One table, read (or its index)."""
 
-    def __init__(self, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
+    def __init__(self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
         path_column, label_column, cache = options.path_column, options.label_column, options.cache
         self.path = path
+        self._is_test = split == "test"
         status = path.stat()
         stamp = {
             "size": status.st_size,
             "time": status.st_mtime_ns,
             "columns": [path_column, label_column],
+            "test": self._is_test,
             "classes": list(class_names) if class_names is not None else None,
         }
         index = load_or_build(
@@ -79,57 +86,80 @@ class _Table:
         self, path_column: str, label_column: str, class_names: Sequence[str] | None, stamp: dict[str, object]
     ) -> Index:
         reader = _read_parquet if self.path.suffix == ".parquet" else _read_csv
-        columns = reader(self.path)
+        columns: dict[str, Any] = dict(reader(self.path))
+        if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
+            columns[label_column] = [-1] * max(map(len, columns.values()), default=0)
         for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
             if column not in columns:
                 raise missing_column(str(self.path), column, list(columns), key)
         paths, labels = columns[path_column], columns[label_column]
         if not len(paths):
             raise UserError(f"{self.path} has no rows")
-        pairs = enumerate(zip(paths, labels, strict=True), start=1)
-        empty = next((row for row, pair in pairs if "" in pair or None in pair), None)
+        splits = self._split_numbers(columns[_SPLIT_COLUMN]) if _SPLIT_COLUMN in columns else None
+        kept = self._labelled_rows(labels, splits)
+        pairs = enumerate(zip(paths, labels, kept, strict=True), start=1)
+        empty = next((row for row, (*pair, is_kept) in pairs if is_kept and ("" in pair or None in pair)), None)
         if empty is not None:
             raise UserError(f"{self.path}: row {empty} below the header has no path or no label")
-        classes, numbers = name_classes(labels, names=class_names, where=str(self.path))
+        paths, labels = list(compress(paths, kept)), list(compress(labels, kept))
+        classes, numbers = name_classes(labels, names=class_names, where=str(self.path), may_lack=self._is_test)
         names = Texts.of(os.fsencode(str(path)) for path in paths)
         arrays = {"names": names.data, "name_ends": names.ends, "labels": numbers}
-        if _SPLIT_COLUMN in columns:
-            arrays["splits"] = self._split_numbers(columns[_SPLIT_COLUMN])
+        if splits is not None:
+            arrays["splits"] = splits[kept]
         return Index(arrays, {"classes": list(classes)}, stamp)
 
     def _split_numbers(self, values: Sequence[object]) -> np.ndarray:
-        unknown = sorted({str(value) for value in values} - set(_SPLITS))
+        unknown = sorted({str(value) for value in values} - set(SPLIT_OF))
         if unknown:
-            raise UserError(f"{self.path}: the column split says {unknown[0]!r}; it can say {', '.join(_SPLITS)}")
-        return np.array([_SPLITS[str(value)] for value in values], dtype=np.uint8)
+            raise UserError(f"{self.path}: the column split says {unknown[0]!r}; it can say {', '.join(SPLIT_OF)}")
+        return np.array([_SPLITS.index(SPLIT_OF[str(value)]) for value in values], dtype=np.uint8)
+
+    @staticmethod
+    def _labelled_rows(labels: Sequence[object], splits: np.ndarray | None) -> np.ndarray:
+        """Which rows are used, bool: all but those of a test split that has no labels."""
+        is_test = np.zeros(len(labels), dtype=bool) if splits is None else splits == _SPLITS.index("test")
+        has_labels = is_test.all() or any(label not in _NO_LABEL for label in compress(labels, is_test))
+        return np.ones_like(is_test) if has_labels else ~is_test
 
 
-def _by_column(table: _Table) -> dict[str, Source]:
+def _by_column(table: _Table) -> dict[str, LabelledSource]:
     assert table.splits is not None
-    found: dict[str, Source] = {}
-    for split, number in (("train", 0), ("val", 1), ("test", 2)):
+    found: dict[str, LabelledSource] = {}
+    for number, split in enumerate(_SPLITS):
         rows = np.flatnonzero(table.splits == number)
         if len(rows):
             found[split] = Subset(table.source, rows)
-        elif split != "test":
-            raise UserError(f"{table.path}: no row whose column split says {split}")
+    if "train" not in found:
+        raise UserError(f"{table.path}: no row whose column split says train")
     return found
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-        header = next(reader, None)
-        if not header:
-            raise UserError(f"{path} is empty; its first line names the columns")
-        columns: list[list[str]] = [[] for _ in header]
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != len(header):
-                raise UserError(f"{path}: line {reader.line_num} has {len(row)} values for {len(header)} columns")
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
+    line = 0
+    try:
+        with path.open(newline="", encoding=ENCODING) as file:
+            # "path, label" is written, too.
+            reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
+            header = next(reader, None)
+            if not header:
+                raise UserError(f"{path} is empty; its first line names the columns")
+            columns: list[list[str]] = [[] for _ in header]
+            line = reader.line_num
+            for row in reader:
+                line = reader.line_num
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise UserError(f"{path}: line {line} has {len(row)} values for {len(header)} columns")
+                for column, value in zip(columns, row, strict=True):
+                    column.append(value)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path) from error
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: line {line + 1} cannot be read ({error}); is there a quote that does not end?"
+        ) from error
     return dict(zip([name.strip() for name in header], columns, strict=True))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from pycls_fast.data.sources.base import Source
@@ -27,7 +28,9 @@ _OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
     "tar": open_tars,
     "packed": open_packed,
 }
-_SPLITS = ("train", "val", "valid", "validation", "test", "all")
+_SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
+# So many folders at most are looked into: there may be 20,000.
+_LOOK_AT = 10
 
 
 def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
@@ -38,8 +41,15 @@ def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
         root: a path; for "hub" a dataset's name, for "tar" perhaps an address.
 
     Raises:
-        UserError: no such dataset, one in another layout, or one that has mistakes.
+        UserError: no such dataset, one in another layout, one that may not be read, or one that has mistakes.
     """
+    try:
+        return _open_splits(kind, root, options)
+    except PermissionError as error:
+        raise UserError(f"{root} cannot be read ({error.filename}: {error.strerror})") from error
+
+
+def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
     found = recognise(root)
     if kind == "auto":
         kind = _only(found, root)
@@ -69,34 +79,42 @@ def recognise(root: str) -> tuple[str, ...]:
         return ("cifar",)
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return ("hub",)
-    near = [path, path / "data", *(path / split for split in _SPLITS)]
-    kinds = {
-        _SUFFIXES[file.suffix]
-        for folder in near
-        if folder.is_dir()
-        for file in folder.iterdir()
-        if file.suffix in _SUFFIXES and not file.name.startswith(("LOC_", "."))
-    }
+    kinds = _kinds_of_files([path, path / "data", *(path / split for split in _SPLITS)])
     # Tables beside class folders or shards are lists of something, and the images are what counts.
     if "parquet" in kinds or "tar" in kinds:
         kinds.discard("manifest")
-    holds_images = _holds_class_folders(path)
-    if holds_images and "manifest" not in kinds:
+    classes = _count_class_folders(path)
+    if not kinds and not classes:
+        # A clone of the hub's may have a folder for each configuration.
+        kinds = _kinds_of_files([path / name for name in subfolders(path)[:_LOOK_AT]]) - {"manifest"}
+    if classes and "manifest" not in kinds:
         kinds.clear()
-    if holds_images:
+    # A single folder beside a table holds the table's images.
+    if classes > 1 or (classes and not kinds):
         kinds.add("folder")
     return tuple(sorted(kinds))
 
 
-def _holds_class_folders(path: Path) -> bool:
-    """Whether there are folders that could be classes."""
-    folders = subfolders(path)
-    tops = [path / name for name in folders if name in _SPLITS] or [path]
-    for top in tops:
-        for name in subfolders(top)[:3]:
-            if any(file.name.lower().endswith(EXTENSIONS) for file in _some(top / name)):
-                return True
-    return False
+def _kinds_of_files(folders: Iterable[Path]) -> set[str]:
+    return {
+        _SUFFIXES[file.suffix]
+        for folder in folders
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.suffix in _SUFFIXES and not file.name.startswith(("LOC_", "."))
+    }
+
+
+def _count_class_folders(path: Path) -> int:
+    """How many folders could be classes, in the split that has most of them: 0, 1, or 2 for more."""
+    splits = [path / name for name in subfolders(path) if name in _SPLITS]
+    return max(sum(1 for _ in islice(_class_folders(top), 2)) for top in splits or [path])
+
+
+def _class_folders(top: Path) -> Iterator[Path]:
+    for name in subfolders(top)[:_LOOK_AT]:
+        if any(file.name.lower().endswith(EXTENSIONS) for file in _some(top / name)):
+            yield top / name
 
 
 def _some(folder: Path, limit: int = 50) -> list[Path]:
@@ -112,7 +130,8 @@ def _only(found: tuple[str, ...], root: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"{root} could be {' or '.join(found)}; choose with data.source={found[0]}")
+        choices = " or ".join(f"data.source={kind}" for kind in found)
+        raise UserError(f"{root} could be {' or '.join(found)}; choose with {choices}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root) and not Path(root).exists():
         raise UserError(
             f"there is no dataset folder {Path(root).absolute()}; if that is a dataset of the Hugging Face hub, use "

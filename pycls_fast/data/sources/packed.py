@@ -13,6 +13,7 @@ not even copied. `tools/prepare_data.py pack` writes it (see `pycls_fast/data/pa
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
-    """The packed splits below a folder: `train/` and `val/` (and `test/`), or `all/`, which is split at random.
+    """The packed splits below a folder: `train/` and `val/` (and `test/`), or one alone, which is split at random.
 
     Raises:
         UserError: no packed split there, a half-written or damaged one.
@@ -116,8 +117,6 @@ def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
     opened = {split: open_packed_split(folder) for split, folder in folders.items()}
     if "all" not in opened and "train" not in opened:
         raise UserError(f"{root} holds {', '.join(opened)} but no train; pack the training split there too")
-    if set(opened) == {"train"}:
-        opened = {"all": opened["train"]}
     return as_splits(opened, options, where=str(root))
 
 
@@ -147,8 +146,8 @@ def open_packed_split(folder: Path) -> PackedSource:
     return PackedSource(folder, about, table, names, np.memmap(folder / IMAGES, np.uint8, "r"))
 
 
-def write_about(folder: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
-    """The last file of a split: with it, it is complete."""
+def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
+    """The last file of a split: under its final name, `ABOUT`, it says that the split is complete."""
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,4 +156,7 @@ def write_about(folder: Path, *, classes: Sequence[str], count: int, how: str, s
         **settings,
         "classes": list(classes),
     }
-    (folder / ABOUT).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with file.open("w", encoding="utf-8") as written:
+        written.write(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        written.flush()
+        os.fsync(written.fileno())

@@ -135,8 +135,6 @@ def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
     opened = {
         split: _open_split(base, split, [Path(f) for f in found], names, options) for split, found in files.items()
     }
-    if "test" in opened and (opened["test"].labels < 0).any():
-        del opened["test"]  # the hub marks what has no labels with -1
     return as_splits(opened, options, where=str(place))
 
 
@@ -154,7 +152,7 @@ def _open_split(
         base.absolute(),
         f"parquet_{split}",
         cache,
-        build=lambda: _build(base, files, image_column, label_column, names, stamp, allow_unlabelled=split == "test"),
+        build=lambda: _build(base, files, image_column, label_column, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
     )
@@ -170,11 +168,11 @@ def _build(
     names: Sequence[str] | None,
     stamp: dict[str, Any],
     *,
-    allow_unlabelled: bool,
+    may_lack: bool,
 ) -> Index:
     parts: list[_Part] = []
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {base}", len(files), "files") as advance:
-        for part in pool.map(lambda file: _read_part(file, image_column, label_column), files):
+        for part in pool.map(lambda file: _read_part(file, image_column, label_column, may_lack), files):
             parts.append(part)
             advance(1)
     stored = names or parts[0].names
@@ -191,12 +189,11 @@ def _build(
     values = [value for part in parts for value in part.labels]
     if not values:
         raise UserError(f"{files[0]}: no rows")
+    if may_lack and all(value is None for value in values):
+        values = [-1] * len(values)
     if any(value is None for value in values):
         raise UserError(f"{base}: rows without a {label_column}; data.label_column chooses another column")
-    if allow_unlabelled and all(value == -1 for value in values):
-        classes, labels = tuple(stored or ()), np.full(len(values), -1, dtype=np.int32)
-    else:
-        classes, labels = name_classes(values, names=stored, where=str(files[0].parent))
+    classes, labels = name_classes(values, names=stored, where=str(files[0].parent), may_lack=may_lack)
     rows = [count for part in parts for count in part.group_rows]
     arrays: dict[str, np.ndarray] = {
         "labels": labels,
@@ -208,14 +205,15 @@ def _build(
     return Index(arrays, {"classes": list(classes), "column": columns.pop()}, stamp)
 
 
-def _read_part(path: Path, image_column: str | None, label_column: str) -> _Part:
+def _read_part(path: Path, image_column: str | None, label_column: str, may_lack: bool) -> _Part:
     import pyarrow
 
     pq = need_pyarrow("data.source=parquet")
     try:
         with pq.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
-            if label_column not in schema.names:
+            has_labels = label_column in schema.names
+            if not has_labels and not may_lack:
                 raise missing_column(str(path), label_column, schema.names, "data.label_column")
             column = _image_column(path, schema, image_column)
             leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path == column)
@@ -223,8 +221,8 @@ def _read_part(path: Path, image_column: str | None, label_column: str) -> _Part
             places = None
             if levels.max_repetition_level == 0:
                 places = locate_values(path, metadata, leaf, levels.max_definition_level)
-            labels = file.read(columns=[label_column]).column(0).to_pylist()
             rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            labels = file.read(columns=[label_column]).column(0).to_pylist() if has_labels else [None] * sum(rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
     if places is None:

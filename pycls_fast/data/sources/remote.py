@@ -21,6 +21,7 @@ _FIRST_PAUSE = 0.5
 _BLOCK = 8 * 2**20
 _FOLDER = "pycls_fast_shards"
 _COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)
+_DRAFT = re.compile(r"\.[0-9a-f]{16}-.+\.part", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -166,11 +167,15 @@ class FileCache:
             with (self.folder / f".{place.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not place.is_file():
+                    self._remove_left_drafts()
                     draft = place.with_name(f".{place.name}.part")
                     files, path = file_system(address)
-                    attempt(f"fetching {address}", lambda: files.get_file(path, str(draft)))
-                    self._make_room(draft.stat().st_size)
-                    draft.rename(place)
+                    try:
+                        attempt(f"fetching {address}", lambda: files.get_file(path, str(draft)))
+                        self._make_room(draft.stat().st_size)
+                        draft.rename(place)
+                    finally:
+                        draft.unlink(missing_ok=True)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -179,6 +184,16 @@ class FileCache:
                 f"data.shard_cache: {self.folder} cannot be written ({error.strerror or error}; "
                 f"{free / 2**30:.1f} GiB free); choose another folder or a data.shard_cache_gib that fits"
             ) from error
+
+    def _remove_left_drafts(self) -> None:
+        """What was being fetched by processes that were killed: nobody holds its lock any more."""
+        for draft in self.folder.iterdir():
+            # Other processes fetch and remove, too, and files may be another user's.
+            with suppress(OSError):
+                if _DRAFT.fullmatch(draft.name):
+                    with draft.with_suffix(".lock").open("w") as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        draft.unlink()
 
     def _make_room(self, size: int) -> None:
         if self.limit is None:

@@ -95,36 +95,45 @@ class Relabelled:
 
 
 def like_train(source: LabelledSource, train: Source, *, where: str, train_where: str) -> LabelledSource:
-    """A split labelled by the training split's classes, which must hold all of its own.
+    """A split labelled by the training split's classes, which must hold all of its own that have images.
 
     Raises:
         UserError: classes that training does not have.
     """
     if source.classes == train.classes:
         return source
-    unknown = sorted(set(source.classes) - set(train.classes))
+    # Labels that are all numbers make all classes from 0 on, with images or without; in training they may be names.
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(train.classes))
     if unknown:
         raise UserError(
             f"{where}: no images of the class {quoted(unknown)} in {train_where}; add some there or remove it here"
         )
     position = {name: label for label, name in enumerate(train.classes)}
-    new_label = np.array([position[name] for name in source.classes], dtype=np.int32)
+    new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
     return Relabelled(source, train.classes, new_label)
 
 
 def as_splits(opened: Mapping[str, LabelledSource], options: Opening, *, where: str) -> dict[str, Source]:
-    """The splits of a dataset from the parts that its names tell: "all" is split at random, the others follow "train".
+    """The splits of a dataset, "train" and "val" among them, from its parts, which are "all", or "train" and others.
+
+    "test" without labels (all are -1) is left out, else it is "val" where there is none. "all", or "train" alone, is
+    split at random. Labels are those of "train".
 
     Raises:
         UserError: see `split_at_random` and `like_train`.
     """
-    if "all" in opened:
-        return split_at_random(opened["all"], options.val_fraction, options.split_seed, where=where)
-    train = opened["train"]
+    parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
+    if "val" not in parts and "test" in parts:
+        parts["val"] = parts.pop("test")
+    if "all" in parts:
+        return split_at_random(parts["all"], options.val_fraction, options.split_seed, where=where)
+    train = parts.pop("train")
+    if not parts:
+        return split_at_random(train, options.val_fraction, options.split_seed, where=where)
     splits: dict[str, Source] = {"train": train}
-    for name, source in opened.items():
-        if name != "train":
-            splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
+    for name, source in parts.items():
+        splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
 
 

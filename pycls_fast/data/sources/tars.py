@@ -129,7 +129,7 @@ def _open_split(
         root if is_remote(root) else Path(root).absolute(),
         f"tars_{split}",
         cache,
-        build=lambda: _build(root, shards, label_field, names, stamp),
+        build=lambda: _build(root, shards, label_field, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
     )
@@ -157,11 +157,17 @@ class _Found:
 
 
 def _build(
-    root: str, shards: Sequence[str], label_field: str, names: Sequence[str] | None, stamp: dict[str, Any]
+    root: str,
+    shards: Sequence[str],
+    label_field: str,
+    names: Sequence[str] | None,
+    stamp: dict[str, Any],
+    *,
+    may_lack: bool,
 ) -> Index:
     places, labels, keys, counts = [], [], [], []
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {root}", len(shards), "shards") as advance:
-        for found in pool.map(lambda shard: _scan(shard, label_field), shards):
+        for found in pool.map(lambda shard: _scan(shard, label_field, may_lack), shards):
             places.append(np.array([(s.offset, s.size) for s in found], dtype=np.int64).reshape(-1, 2))
             labels += [s.label for s in found]
             keys.append(Texts.of(s.key for s in found))
@@ -169,7 +175,7 @@ def _build(
             advance(1)
     if not labels:
         raise UserError(f"{root}: no images in {len(shards):,} tar files")
-    classes, numbers = name_classes(labels, names=names, where=root)
+    classes, numbers = name_classes(labels, names=names, where=root, may_lack=may_lack)
     joined = Texts.join(keys)
     arrays = {
         "labels": numbers,
@@ -181,8 +187,8 @@ def _build(
     return Index(arrays, {"classes": list(classes)}, stamp)
 
 
-def _scan(shard: str, label_field: str) -> list[_Found]:
-    """The samples of one shard, in its order.
+def _scan(shard: str, label_field: str, may_lack: bool) -> list[_Found]:
+    """The samples of one shard, in its order. Where labels may lack, the label of a sample without is -1.
 
     Raises:
         UserError: a damaged file, or a sample without image or label.
@@ -191,7 +197,7 @@ def _scan(shard: str, label_field: str) -> list[_Found]:
     try:
         with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
             for key, members in _samples(file):
-                found.append(_read_sample(shard, key, members, label_field))
+                found.append(_read_sample(shard, key, members, label_field, may_lack))
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{shard} is damaged after {len(found):,} samples ({error}); download it again") from error
     except OSError as error:
@@ -233,16 +239,16 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
             yield str(last), members
 
 
-def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: str) -> _Found:
+def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: str, may_lack: bool) -> _Found:
     images = [member for member in members if f".{member[0]}" in EXTENSIONS]
     extensions = ", ".join(extension for extension, *_ in members)
     if len(images) != 1:
         raise UserError(f"{shard}: sample {key} has {len(images)} images, expected one (members: {extensions})")
     _, offset, size, _ = images[0]
-    return _Found(os.fsencode(key), offset, size, _label(shard, key, members, label_field))
+    return _Found(os.fsencode(key), offset, size, _label(shard, key, members, label_field, may_lack))
 
 
-def _label(shard: str, key: str, members: Sequence[_Member], label_field: str) -> int | str:
+def _label(shard: str, key: str, members: Sequence[_Member], label_field: str, may_lack: bool) -> int | str:
     contents = {extension: content for extension, _, _, content in members}
     if "cls" in contents:
         text = contents["cls"].decode("utf-8", "replace").strip()
@@ -256,10 +262,14 @@ def _label(shard: str, key: str, members: Sequence[_Member], label_field: str) -
         label = value.get(label_field) if isinstance(value, dict) else None
         if isinstance(label, int | str) and not isinstance(label, bool):
             return label
+        if may_lack:
+            return -1
         fields = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
         raise UserError(
             f"{shard}: the .json of sample {key} has no label {label_field!r} (it has {fields}); choose one with "
             "data.label_column=NAME"
         )
+    if may_lack:
+        return -1
     extensions = ", ".join(extension for extension, *_ in members)
     raise UserError(f"{shard}: sample {key} has no label in a .cls or .json member (members: {extensions})")

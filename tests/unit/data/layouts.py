@@ -92,7 +92,7 @@ def write_hub_parquet(root: Path, content: Content, *, shards: int = 2, **how: A
     kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     features = {"image": {"_type": "Image"}, "label": {"names": list(CLASSES), "_type": "ClassLabel"}}
     for split, samples in content.items():
-        stored = {"train": "train", "val": "validation"}[split]
+        stored = {"val": "validation"}.get(split, split)
         for number, part in enumerate(np.array_split(np.arange(len(samples)), shards)):
             chosen = [samples[i] for i in part.tolist()]
             table = pyarrow.table(
@@ -141,10 +141,9 @@ def write_hub(root: Path, content: Content) -> str:
     import datasets
 
     datasets.disable_progress_bars()
-    names = {"train": "train", "val": "validation"}
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
     made = {
-        names[split]: datasets.Dataset.from_dict(
+        {"val": "validation"}.get(split, split): datasets.Dataset.from_dict(
             {"image": [{"bytes": s.data, "path": None} for s in samples], "label": [s.label for s in samples]},
             features=kinds,
         )

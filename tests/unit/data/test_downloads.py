@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.unit.data.layouts import (
     samples_of,
     write_cifar10,
     write_folder,
+    write_hub_parquet,
     write_manifest,
     write_packed,
 )
@@ -209,7 +211,9 @@ def test_the_right_source_is_named(tmp_path: Path) -> None:
 def test_a_layout_that_could_be_two(tmp_path: Path) -> None:
     root = Path(write_folder(tmp_path, CONTENT))
     (root / "train.csv").write_text("path,label\n")
-    assert "could be folder or manifest; choose with data.source=folder" in mistake("auto", root)
+    assert "could be folder or manifest; choose with data.source=folder or data.source=manifest" in mistake(
+        "auto", root
+    )
     assert len(opened("folder", root)["train"]) == 16
     # Kaggle's own tables are no manifests.
     (root / "train.csv").rename(root / "LOC_train_solution.csv")
@@ -220,6 +224,59 @@ def test_tables_beside_what_they_list(tmp_path: Path) -> None:
     assert recognise(write_manifest(tmp_path, CONTENT)) == ("manifest",)
     (tmp_path / "shard-000.tar").write_bytes(b"")
     assert recognise(str(tmp_path)) == ("tar",)
+
+
+@pytest.mark.parametrize(
+    "folders", [("images",), ("masks", "images"), ("train/images", "test/images"), ("train", "val")]
+)
+def test_a_table_beside_its_folder_of_images(tmp_path: Path, folders: tuple[str, ...]) -> None:
+    """As in data/README.md: one folder is no class folders."""
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        for sample in CONTENT["train"] if folder != "masks" else ():
+            (tmp_path / folder / sample.name).write_bytes(sample.data)
+    rows = [f"{folders[-1]}/{sample.name},{CLASSES[sample.label]}" for sample in CONTENT["train"]]
+    (tmp_path / "train.csv").write_text("\n".join(["path,label", *rows]))
+    splits = opened("auto", tmp_path)
+    assert {name: len(source) for name, source in splits.items()} == {"train": 13, "val": 3}
+    assert splits["val"].classes == CLASSES
+
+
+@pytest.mark.parametrize("name", ["{}-00000-of-00001.parquet", "{}/0000.parquet"])
+def test_configurations_of_the_hub(tmp_path: Path, name: str) -> None:
+    """A clone has a folder for each, with the same images."""
+    for configuration in ("160px", "full_size"):
+        for split in ("train", "validation"):
+            write_hub_parquet(tmp_path / "whole", CONTENT, shards=1)
+            file = tmp_path / configuration / name.format(split)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"whole/data/{split}-00000-of-00001.parquet").rename(file)
+            shutil.rmtree(tmp_path / "whole")
+        if configuration == "160px" and "/" not in name:
+            # A single one is found.
+            assert samples_of(opened("auto", tmp_path)["train"]) == expected(CONTENT["train"])
+    line = mistake("parquet", tmp_path)
+    assert "files of the same names in 160px/, full_size/" in line
+    assert f"choose one with data.root={tmp_path}/full_size, say" in line
+    assert samples_of(opened("auto", tmp_path / "full_size")["val"]) == expected(CONTENT["val"])
+    chosen = {"train": f"160px/{name.format('train')}", "val": f"160px/{name.format('validation')}"}
+    assert samples_of(opened("parquet", tmp_path, **chosen)["val"]) == expected(CONTENT["val"])
+
+
+@pytest.mark.parametrize("kind", ["auto", "folder", "manifest"])
+def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    root = Path(write_folder(tmp_path, CONTENT))
+    real = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if root in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    line = mistake(kind, root)
+    assert line.startswith(f"{root} cannot be read ({root}/")
+    assert line.endswith(": Permission denied)")
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
     file.write_text("".join(f"{wnid} some words, more\n" for wnid in WNIDS))
     found = open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     assert labels(found.source) == {"x.png": 3}
+    file.write_bytes(b"n01440764 sch\xf6n\n")
+    with pytest.raises(UserError, match=r"^data.wnids: .*LOC_synset_mapping.txt: line 1 is not UTF-8"):
+        open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text("tench\n")
     with pytest.raises(UserError, match="tench is no WordNet id"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)

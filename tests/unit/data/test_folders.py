@@ -30,7 +30,7 @@ def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> d
     return open_folder(root, val_fraction=val_fraction, split_seed=split_seed)
 
 
-@pytest.mark.parametrize("val_name", ["val", "valid", "validation", "test"])
+@pytest.mark.parametrize("val_name", ["val", "valid", "validation", "dev", "test"])
 def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val_name: str) -> None:
     write_tree(tmp_path, {"train/b": 3, "train/a": 2, f"{val_name}/a": 1, f"{val_name}/b": 2})
     sources = open_plain(tmp_path)
@@ -114,6 +114,42 @@ def test_a_class_may_be_called_train(tmp_path: Path, write_tree: WriteTree) -> N
     assert open_plain(tmp_path)["train"].classes == ("bus", "train")
 
 
+@pytest.mark.parametrize("name", ["train", "Train", "Training", "dev", "TEST"])
+def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTree, name: str) -> None:
+    write_tree(tmp_path, {"bus": 4, name: 4})
+    assert open_plain(tmp_path)["train"].classes == tuple(sorted(("bus", name)))
+    if name.startswith("Train"):
+        # Images lie at any depth.
+        write_tree(tmp_path, {f"{name}/video 1": 2, f"{name}/video 2": 2, "bus/train": 2, "bus/val": 2})
+        assert sum(map(len, open_plain(tmp_path).values())) == 16
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        (("Training/a", "Testing/a"), "folders Testing/, Training/: a split under a name that is not known; rename"),
+        (("Training/a", "Testing/a"), "rename Testing/ to test/"),
+        (("Train/a", "Train/b", "Val/a", "notes"), "folders Train/, Val/: a split under a name"),
+        (("TRAIN/a", "TEST"), "folder TRAIN/: a split under a name that is not known; rename TRAIN/ to train/"),
+        (("train/a", "Validation/a"), "folder Validation/: a split under a name that is not known; rename Validation/"),
+        (("train/a", "Validation", "notes"), "rename Validation/ to val/"),
+        (("set/train/a", "set/val/a"), "set/ is no class but holds folders train/, val/; give data.root={root}/set"),
+        (("one/Train/a", "one/Test/a", "two/train/a", "three/x"), "one/ is no class but holds folders Test/, Train/"),
+        (("set/train/a",), "set/ is no class but holds folder train/; give data.root={root}/set"),
+    ],
+)
+def test_splits_that_would_be_read_as_classes(
+    tmp_path: Path, write_tree: WriteTree, tree: tuple[str, ...], says: str
+) -> None:
+    write_tree(tmp_path, dict.fromkeys(tree, 2))
+    assert says.format(root=tmp_path) in error_line(tmp_path)
+
+
+def test_unlabelled_test_images_may_lie_anywhere(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"train/a": 2, "val/a": 1, "Testing": 4})
+    assert set(open_plain(tmp_path)) == {"train", "val"}
+
+
 def test_what_counts_as_an_image(tmp_path: Path) -> None:
     folder = tmp_path / "a class"
     (folder / "deeper" / "still").mkdir(parents=True)
@@ -145,6 +181,13 @@ def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
     assert below(source, tmp_path / "data") == ["cat/0.png", "cat/1.png", "cat/broken.png"]
     with pytest.raises(FileNotFoundError):
         source.read(2)
+    # Links to themselves, which no system call can follow.
+    for link in (tmp_path / "data/cat/own.png", tmp_path / "data/cat/own", tmp_path / "data/own"):
+        link.symlink_to(link.name)
+    source = scan_classes(tmp_path / "data")
+    assert below(source, tmp_path / "data") == ["cat/0.png", "cat/1.png", "cat/broken.png", "cat/own.png"]
+    with pytest.raises(OSError, match="symbolic links"):
+        source.read(3)
 
 
 def test_a_link_to_above_is_an_error(tmp_path: Path, write_tree: WriteTree) -> None:

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,39 @@ def test_a_killed_packing_goes_on(tmp_path: Path, folder: Path, damage: str, mon
     assert made == []
 
 
+@pytest.mark.parametrize("when", ["writing", "naming"])
+def test_a_packing_that_fails_at_its_end_goes_on(
+    tmp_path: Path, folder: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk while the last file is written, or a kill before it has its name."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    real_write, real_rename = packer.write_about, Path.rename
+
+    def half(file: Path, **about: Any) -> None:
+        real_write(file, **about)
+        os.truncate(file, 20)
+        raise OSError(28, "No space left on device")
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "about.json":
+            raise KeyboardInterrupt
+        return real_rename(path, target)
+
+    with monkeypatch.context() as patch:
+        if when == "writing":
+            patch.setattr(packer, "write_about", half)
+        else:
+            patch.setattr(Path, "rename", killed)
+        with pytest.raises((UserError, KeyboardInterrupt)):
+            pack(source, out, PackSettings(), workers=0, title="")
+    assert not (out / "about.json").exists()
+    assert pack(source, out, PackSettings(), workers=0, title="").is_new
+    assert sorted(file.name for file in out.iterdir()) == [
+        "about.json", "images.bin", "name_ends.npy", "names.npy", "table.npy",
+    ]  # fmt: skip
+    assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
@@ -169,6 +203,9 @@ def test_another_packing_is_not_gone_on_with(tmp_path: Path, folder: Path) -> No
     pack(source, out, PackSettings(12), workers=0, title="")
     with pytest.raises(UserError, match=r"^output: .* already holds other packed images .*short side at most 12"):
         pack(source, out, PackSettings(14), workers=0, title="")
+    os.truncate(out / "about.json", 20)
+    with pytest.raises(UserError, match=r"^output: .*train/about.json is damaged .*; remove .*train and pack it again"):
+        pack(source, out, PackSettings(12), workers=0, title="")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(UserError, match="is not empty and holds no packed images"):

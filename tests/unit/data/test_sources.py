@@ -63,6 +63,14 @@ def test_the_same_content_gives_the_same_samples(opened: dict[str, dict[str, Sou
         assert f"{len(source)}" in source.describe()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_test_images_are_the_validation_split_where_there_is_no_other(tmp_path: Path, kind: str) -> None:
+    splits = open_layout(kind, tmp_path / kind, {"train": CONTENT["train"], "test": CONTENT["val"]})
+    assert set(splits) == {"train", "val"}
+    assert samples_of(splits["train"]) == expected(CONTENT["train"])
+    assert samples_of(splits["val"]) == expected(CONTENT["val"])
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
 def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Source]], kind: str) -> None:
     source = opened[kind]["train"]

@@ -56,6 +56,70 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("path,label\na,cat\nb,größer\n".encode("latin-1"), "list.csv: line 3 is not UTF-8; save the file as UTF-8"),
+        ("path,label\na,cat\n".encode("utf-16"), "list.csv: line 1 is not UTF-8"),
+        (b'path,label\na,cat\n"b,cat\n' + 40_000 * b"c,cat\n", "list.csv: line 3 cannot be read (field larger than"),
+    ],
+)
+def test_tables_that_are_no_text(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "list.csv").write_bytes(content)
+    assert f"{tmp_path}/{says}" in mistake("manifest", tmp_path / "list.csv")
+
+
+def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
+    """Marks before the text, blanks after commas, Windows' line ends."""
+    (tmp_path / "list.csv").write_text(
+        'path, label\r\n"a, b.jpg", 1\r\nc.jpg, 0\r\nd.jpg, 1\r\ne.jpg, 0\r\n', "utf-8-sig"
+    )
+    (tmp_path / "classes.txt").write_text("cat\r\ndog\r\n", "utf-8-sig")
+    splits = opened("manifest", tmp_path / "list.csv", val_fraction=0.5)
+    assert splits["train"].classes == ("cat", "dog")
+    names = sorted(source.name(index) for source in splits.values() for index in range(len(source)))
+    assert names == [str(tmp_path / name) for name in ("a, b.jpg", "c.jpg", "d.jpg", "e.jpg")]
+    (tmp_path / "classes.txt").write_text("cat\nmöwe\n", "latin-1")
+    assert f"{tmp_path}/classes.txt: line 2 is not UTF-8" in mistake("manifest", tmp_path / "list.csv")
+
+
+@pytest.mark.parametrize("word", ["test", "dev"])
+def test_a_column_that_says_train_and_test(tmp_path: Path, word: str) -> None:
+    (tmp_path / "all.csv").write_text(f"path,label,split\na,x,train\nb,x,{word}\nc,y,train\nd,y,train\ne,x,train\n")
+    splits = opened("manifest", tmp_path)
+    assert {split: len(source) for split, source in splits.items()} == {"train": 4, "val": 1}
+    (tmp_path / "all.csv").write_text("path,label,split\na,x,train\nc,x,train\n")
+    assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
+    (tmp_path / "all.csv").write_text(f"path,label,split\na,x,{word}\n")
+    assert "no row whose column split says train" in mistake("manifest", tmp_path)
+
+
+@pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n"])
+def test_a_test_table_without_labels_is_left_out(tmp_path: Path, test: str) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na,x\nb,y\n")
+    (tmp_path / "val.csv").write_text("path,label\na,x\n")
+    (tmp_path / "test.csv").write_text(test)
+    assert set(opened("manifest", tmp_path)) == {"train", "val"}
+    # It is no validation split either.
+    (tmp_path / "val.csv").unlink()
+    (tmp_path / "train.csv").write_text("path,label\na,x\nb,x\n")
+    assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
+    (tmp_path / "test.csv").write_text("path,label\nc,-1\nd,0\n")
+    assert "the label -1" in mistake("manifest", tmp_path)
+
+
+@pytest.mark.parametrize("label", ["", "-1"])
+def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> None:
+    rows = ["path,label,split", "a,x,train", f"b,{label},test", "c,y,train", "d,x,val", f"e,{label},test"]
+    (tmp_path / "all.csv").write_text("\n".join(rows))
+    splits = opened("manifest", tmp_path)
+    assert {split: len(source) for split, source in splits.items()} == {"train": 2, "val": 1}
+    assert splits["train"].classes == ("x", "y")
+    assert splits["val"].name(0) == f"{tmp_path}/d"
+    (tmp_path / "all.csv").write_text("\n".join([*rows, "f,,train"]))
+    assert "row 6 below the header has no path or no label" in mistake("manifest", tmp_path)
+
+
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:
     lines = [f"/images/{number}.jpg,{number % 3}" for number in range(60)]
     (tmp_path / "all.csv").write_text("path,label\n" + "\n".join(lines))
@@ -104,6 +168,16 @@ def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,cat\n")
     (tmp_path / "val.csv").write_text("path,label\na.jpg,dog\n")
     assert "no images of the class dog in train" in mistake("manifest", tmp_path)
+
+
+def test_names_that_are_numbers_in_one_split_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\nb.jpg,5\nc.jpg,x\n")
+    (tmp_path / "val.csv").write_text("path,label\nd.jpg,5\ne.jpg,1\n")
+    splits = opened("manifest", tmp_path)
+    assert splits["val"].classes == splits["train"].classes == ("1", "5", "x")
+    assert splits["val"].labels.tolist() == [1, 0]  # type: ignore[attr-defined]
+    (tmp_path / "val.csv").write_text("path,label\nd.jpg,4\n")
+    assert "no images of the class 4 in train" in mistake("manifest", tmp_path)
 
 
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
@@ -228,6 +302,48 @@ def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
     assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
 
 
+@pytest.mark.parametrize("labels", [{}, {"label": [-1, -1]}, {"label": pyarrow.array([None, None], pyarrow.int64())}])
+def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str, Any]) -> None:
+    write_hub_parquet(tmp_path, CONTENT)
+    images = [{"bytes": sample.data, "path": None} for sample in CONTENT["val"][:2]]
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images, **labels})
+    assert set(opened("parquet", tmp_path)) == {"train", "val"}
+    for file in (tmp_path / "data").glob("validation*"):
+        file.unlink()
+    assert sum(map(len, opened("parquet", tmp_path).values())) == len(CONTENT["train"])
+
+
+def test_shards_with_fingerprints_in_their_names(tmp_path: Path) -> None:
+    """As `datasets` before 2.14 pushed them."""
+    write_hub_parquet(tmp_path, CONTENT, shards=2)
+    for number, path in enumerate(sorted((tmp_path / "data").iterdir())):
+        path.rename(path.with_stem(f"{path.stem}-{number:016x}"))
+    splits = opened("parquet", tmp_path)
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+    (tmp_path / f"data/train-00001-of-00002-{1:016x}.parquet").unlink()
+    missing = tmp_path / "data/train-00001-of-00002-*.parquet"
+    assert f"{missing}: missing, of 2 files; download the rest" in mistake("parquet", tmp_path)
+
+
+@pytest.mark.parametrize("linked", [("train", "validation"), ("validation",)])
+def test_folders_that_are_links(tmp_path: Path, linked: tuple[str, ...]) -> None:
+    write_hub_parquet(tmp_path / "set", CONTENT)
+    for split in ("train", "validation"):
+        place = tmp_path / ("disk" if split in linked else "set") / split
+        place.mkdir(parents=True)
+        for file in (tmp_path / "set/data").glob(f"{split}-*"):
+            file.rename(place / file.name.removeprefix(f"{split}-"))
+        if split in linked:
+            (tmp_path / "set" / split).symlink_to(place)
+    # One that leads back, and one to itself.
+    (tmp_path / "set/train/above").symlink_to(tmp_path / "set")
+    (tmp_path / "set/own").symlink_to("own")
+    splits = opened("auto", tmp_path / "set")
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+
+
 def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
     write_hub_parquet(tmp_path, CONTENT, shards=2)
     path = tmp_path / "data/train-00001-of-00002.parquet"
@@ -246,6 +362,22 @@ def test_a_saved_dataset_without_validation_is_split(tmp_path: Path) -> None:
     datasets.load_from_disk(str(tmp_path / "both"))["train"].save_to_disk(str(tmp_path / "one"))
     splits = opened("auto", tmp_path / "one", val_fraction=0.25)
     assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
+
+
+def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> None:
+    import datasets
+
+    saved = datasets.load_from_disk(write_hub(tmp_path / "hub", CONTENT))
+    unlabelled = saved["validation"].map(lambda row: {"label": -1})
+    train = {"train": saved["train"]}
+    count = len(CONTENT["train"])
+    for number, test in enumerate((unlabelled, saved["validation"].remove_columns("label"))):
+        root = tmp_path / str(number)
+        datasets.DatasetDict({**train, "test": test}).save_to_disk(str(root))
+        assert sum(map(len, opened("auto", root).values())) == count
+    datasets.DatasetDict({**train, "validation": unlabelled}).save_to_disk(str(tmp_path / "val"))
+    assert "if this split has none, choose others with data.train=NAME" in mistake("auto", tmp_path / "val")
+    assert sum(map(len, opened("auto", tmp_path / "val", train="train").values())) == count
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tarfile
@@ -99,6 +100,19 @@ def test_samples_that_are_incomplete(tmp_path: Path, members: dict[str, bytes], 
         opened("tar", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "members", [{"x.jpg": JPEG}, {"x.jpg": JPEG, "x.json": b'{"width": 9}'}, {"x.jpg": JPEG, "x.cls": b"-1"}]
+)
+def test_test_shards_without_labels_are_left_out(tmp_path: Path, members: dict[str, bytes]) -> None:
+    write_tars(tmp_path, CONTENT)
+    tar_of(tmp_path / "set-test-000000.tar", members)
+    assert set(opened("tar", tmp_path)) == {"train", "val"}
+    # One with a label and one without are a mistake.
+    tar_of(tmp_path / "set-test-000001.tar", {"x.jpg": JPEG, "x.cls": b"1"})
+    with pytest.raises(UserError, match="the label -1"):
+        opened("tar", tmp_path)
+
+
 def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
     whole = tar_of(tmp_path / "train.tar", {"a.cls": b"0", "a.jpg": JPEG, "b.cls": b"1", "b.jpg": JPEG}).read_bytes()
     blocks = len(whole.rstrip(b"\0")) // 512 + 1
@@ -183,6 +197,31 @@ def test_making_room_leaves_what_is_not_a_copy(tmp_path: Path, memory: str) -> N
     assert not first.exists()
     assert [file.read_text() for file in files] == ["mine"] * 4
     assert all(folder.is_dir() for folder in folders)
+
+
+def test_what_was_half_fetched_does_not_stay(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path / "shards", None)
+    source = opened("tar", memory, shard_cache=cache)["train"]
+    files = type(remote_files.file_system(memory)[0])
+
+    def half(self: object, path: str, draft: str) -> None:
+        Path(draft).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remote_files.time, "sleep", lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "get_file", half)
+        with pytest.raises(UserError, match="No space left on device"):
+            source.read(0)
+    assert not list(cache.folder.glob(".*.part"))
+    # Those of a process that was killed, and of one that is at work.
+    left, used = (cache.folder / f".{digit * 16}-x.tar.part" for digit in "01")
+    for draft in (left, used):
+        draft.write_bytes(b"half")
+    with used.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert source.read(0)[0] == CONTENT["train"][0].data
+    assert list(cache.folder.glob(".*.part")) == [used]
 
 
 def test_a_copy_that_another_process_removes_meanwhile(
