@@ -1,7 +1,7 @@
 """Files in the formats of the projects that publish weights, with their own key names, against those projects' logits.
 
 Random values in every tensor, float64, 1e-9 relative. pycls is not installed where tests run: its ViT is written out
-here from the names of its checkpoints.
+here from the names of its checkpoints, its other networks are torchvision's and timm's, and its images have blue first.
 """
 
 from __future__ import annotations
@@ -387,7 +387,12 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
     assert fitted.part == "ema_state"
     assert not fitted.fresh
     assert not fitted.left_out
-    assert_same(ours, lambda batch: pycls_vit(state, batch, strides=STRIDES))
+    first = "stem.projection.weight" if stem == "patchify" else "stem.convs.0.weight"
+    assert fitted.adapted.pop(first) == "input channels from BGR to RGB"
+    assert all(name.endswith("num_batches_tracked") for name in fitted.adapted)
+    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
+    wider = foreign.fit(foreign.read_weights(str(tmp_path / "model.pyth")), small(mlp_width=96, in_channels=4, **kind))
+    assert wider.adapted[first] == "input channels from BGR to RGB; 3 input channels repeated and scaled to 4"
     torch.save(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, tmp_path / "model.pyth")
     assert load(ours, tmp_path / "model.pyth").part == "model_state"
     if not token:
@@ -410,8 +415,24 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     assert {"s1.b1.proj.weight", "s1.b1.bn.weight", "s4.b3.f.c_bn.running_var", "stem.bn.bias"} <= set(state)
     torch.save({"model_state": state, "epoch": 99}, tmp_path / "X-50-32x4d.pyth")
     ours = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
-    assert set(load(ours, tmp_path / "X-50-32x4d.pyth").loaded) == set(ours.state_dict())
-    assert_same(ours, theirs)
+    fitted = load(ours, tmp_path / "X-50-32x4d.pyth")
+    assert fitted.adapted == {"stem.conv.weight": "input channels from BGR to RGB"}
+    assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
+    assert_same(ours, lambda batch: theirs(batch.flip(1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "bgr"),
+    [
+        ("DATA_LOADER:\n  MODE: pytorch\nTRAIN:\n  DATASET: imagenet\n", True),
+        ("DATA_LOADER:\n  MODE: ffcv\n  NUM_WORKERS: 8\n", False),
+        ("DATA_LOADER: {MODE: ffcv, NUM_WORKERS: 8}\n", False),
+        ("TRAIN:\n  DATASET: cifar10\n", False),
+    ],
+)
+def test_the_channels_of_pycls_are_those_of_its_loader(tmp_path: Path, settings: str, bgr: bool) -> None:
+    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "run.pyth")
+    assert foreign.read_weights(str(tmp_path / "run.pyth")).bgr == bgr
 
 
 def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
@@ -427,8 +448,10 @@ def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     assert {"s1.b1.f.se.f_ex.2.bias", "s1.b1.proj.weight", "s2.b1.bn.weight"} <= set(state)
     torch.save({"model_state": state, "epoch": 99}, tmp_path / "regnet.pyth")
     ours = TimmModel(name="regnety_002", num_classes=CLASSES).double().eval()
-    assert set(load(ours, tmp_path / "regnet.pyth").loaded) == set(ours.state_dict())
-    assert_same(ours, theirs, 64)
+    fitted = load(ours, tmp_path / "regnet.pyth")
+    assert fitted.adapted == {"network.stem.conv.weight": "input channels from BGR to RGB"}
+    assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
+    assert_same(ours, lambda batch: theirs(batch.flip(1)), 64)
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 3])

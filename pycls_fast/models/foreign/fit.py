@@ -44,6 +44,10 @@ class Fitted:
     fresh: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    def note(self, name: str, how: str) -> None:
+        """Say of a tensor what was done to it, behind what was said before."""
+        self.adapted[name] = f"{self.adapted[name]}; {how}" if name in self.adapted else how
+
     def table(self) -> list[tuple[str, str]]:
         """Rows (what, which) for the screen: a short table of what was loaded, adapted and left fresh."""
         what = self.layout + (f", {self.part}" if self.part else "")
@@ -69,7 +73,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     """Tensors for the network's names and shapes.
 
     Another number of classes leaves the head fresh; positions are interpolated, patches and the first convolution
-    resampled as timm does it. All else that does not fit is an error.
+    resampled as timm does it; a first layer that takes BGR is turned to RGB. All else that does not fit is an error.
 
     Args:
         read: what a source holds.
@@ -90,6 +94,8 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
     tensors, unknown = _in_names_of(network, read, shapes)
+    if read.bgr:
+        _turn_to_rgb(tensors, network, fitted)
     head: str = network.head_name
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
@@ -141,6 +147,14 @@ def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mappin
         if hasattr(module, name):
             return dict(getattr(module, name)(dict(state), network.network))
     return state
+
+
+def _turn_to_rgb(tensors: dict[str, Tensor], network: nn.Module, fitted: Fitted) -> None:
+    """The first layer of a network that was trained on images with blue first, for images with red first."""
+    name = f"{getattr(network, 'first_conv_name', None)}.weight"
+    if name in tensors and tensors[name].ndim == 4:
+        tensors[name] = tensors[name].flip(1)
+        fitted.note(name, "input channels from BGR to RGB")
 
 
 def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted) -> None:
@@ -239,7 +253,7 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
     from timm.layers import resample_patch_embed
 
     tensors[name] = resample_patch_embed(tensors[name], list(wanted))
-    fitted.adapted[name] = f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}"
+    fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
 
 
 def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes, fitted: Fitted) -> None:
@@ -254,8 +268,7 @@ def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes
 
     tensors[name] = adapt_input_conv(wanted, tensors[name])
     how = "summed" if wanted == 1 else "repeated and scaled"
-    also = f"{fitted.adapted[name]}; " if name in fitted.adapted else ""
-    fitted.adapted[name] = f"{also}{before} input channels {how} to {wanted}"
+    fitted.note(name, f"{before} input channels {how} to {wanted}")
 
 
 def _settle(
@@ -280,6 +293,7 @@ def _settle(
                 missing.append(name)
         elif tuple(tensors[name].shape) != shape:
             if allowed(name):
+                fitted.adapted.pop(name, None)
                 fitted.fresh[name] = f"shape {tuple(tensors[name].shape)} in the file"
             else:
                 reshaped.append(f"{name} {tuple(tensors[name].shape)} for {shape}")

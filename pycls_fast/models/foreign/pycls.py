@@ -12,6 +12,23 @@ VIT = "pycls vision transformer"
 RESNET = "pycls resnet"
 
 
+def is_pycls(state: State) -> bool:
+    """Whether these are a ViT's, a ResNet's or a RegNet's of pycls."""
+    return "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state
+
+
+def takes_bgr(settings: str) -> bool:
+    """Whether a run's first layer takes the channels as blue, green, red.
+
+    pycls reads ImageNet's images with OpenCV and hands them on in its order (`datasets/imagenet.py`, all versions), as
+    it did for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
+
+    Args:
+        settings: its configuration, which a checkpoint holds as text; empty: not known.
+    """
+    return re.search(r"\b(MODE: ffcv|DATASET: cifar10)\b", settings) is None
+
+
 def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
     """`ViT` of pycls' main branch: what of a file is known, in our names, and the rest.
 

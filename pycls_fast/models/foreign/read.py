@@ -35,6 +35,8 @@ class Contents:
     classes: tuple[str, ...] | None = None
     step: int | None = None
     antialiased: bool = False
+    settings: str = ""
+    """Of the run, as pycls writes them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class ReadWeights:
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
         norm: what a vision transformer's final norm was trained on; None where the file does not say.
         shortcut: how a ResNet's shortcuts make maps smaller; None where the file does not say.
+        bgr: the first layer takes the channels as blue, green, red.
         antialiased: a ResNet smooths maps before it makes them smaller, as timm's hub says; files do not say.
         part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
         classes: names of the outputs, where the file has them.
@@ -63,6 +66,7 @@ class ReadWeights:
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     norm: NormPlace | None = None
     shortcut: ShortcutKind | None = None
+    bgr: bool = False
     antialiased: bool = False
     part: str = ""
     classes: tuple[str, ...] | None = None
@@ -179,7 +183,8 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     # torch's wrappers put their own name in front, one before the other.
     while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return Contents(tensors, part=part)
+    settings = loaded.get("cfg")
+    return Contents(tensors, part=part, settings=settings if isinstance(settings, str) else "")
 
 
 def _choose_part(loaded: Mapping[str, Any]) -> str:
@@ -243,6 +248,7 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
         unused={name: tuple(state[name].shape) for name in unused},
         norm=norm,
         shortcut=shortcut,
+        bgr=pycls.is_pycls(state) and pycls.takes_bgr(contents.settings),
         antialiased=contents.antialiased,
         part=contents.part,
         classes=contents.classes,
