@@ -662,6 +662,28 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
         load(TimmModel(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
 
 
+@pytest.mark.parametrize("name", ["regnetx_002", "vgg11"])
+def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
+    with torch.device("meta"):
+        state = timm.create_model(name, num_classes=CLASSES).state_dict()
+        ours = TimmModel(name=name, num_classes=5)
+    fitted = foreign.fit(foreign.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
+    assert fitted.fresh.keys() == {f"{ours.head_name}.weight", f"{ours.head_name}.bias"}
+    assert not fitted.adapted
+    assert {*fitted.loaded, *fitted.fresh} == set(ours.state_dict())
+
+
+@pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
+def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str) -> None:
+    """Filters of timm's raise what they like on another model's file."""
+    with torch.device("meta"):
+        ours = TimmModel(name=name, num_classes=5, options={"depth": 2} if "beit" in name else {})
+    for index, state in enumerate((timm.create_model("resnet18").state_dict(), small_timm().state_dict())):
+        torch.save(dict(state), tmp_path / f"{index}.pth")
+        with pytest.raises(UserError, match=rf"^weights: .*{index}\.pth .* does not fit the model: missing: network\."):
+            foreign.fit(foreign.read_weights(str(tmp_path / f"{index}.pth")), ours)
+
+
 def test_like_reads_sizes() -> None:
     """The helper of the other tests, so that a wrong size cannot go unseen."""
     model = like(small_timm())

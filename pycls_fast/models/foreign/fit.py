@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,13 +141,17 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
 
 def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What timm itself does to older files of a model, and to positions of another size."""
-    import importlib
-
-    module: Any = importlib.import_module(type(network.network).__module__)
-    for name in ("checkpoint_filter_fn", "_filter_fn"):
-        if hasattr(module, name):
-            return dict(getattr(module, name)(dict(state), network.network))
-    return state
+    module = importlib.import_module(type(network.network).__module__)
+    change = getattr(module, "checkpoint_filter_fn", None) or getattr(module, "_filter_fn", None)
+    if change is None:
+        return state
+    # Some take the state alone.
+    takes_model = len(inspect.signature(change).parameters) > 1
+    try:
+        return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
+    except Exception:  # noqa: BLE001  # of any kind: they take for granted what their own model's files have
+        # It is another model's file then, and `_settle` says what does not fit.
+        return state
 
 
 def _turn_to_rgb(tensors: dict[str, Tensor], network: nn.Module, fitted: Fitted) -> None:
