@@ -484,6 +484,96 @@ def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     load(into_timms, "timm:resnetblur18")
 
 
+HUB: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("deit_small_patch16_224", {}, {}, ""),
+    ("vit_base_patch16_gap_224", {}, {"classifier": "pooled", "classifier_norm": "before_pool"}, ""),
+    ("vit_small_patch14_dinov2", {"num_classes": CLASSES}, {"layer_scale": 1e-5}, ""),
+    # GELU by tanh is GELU but for its rounding.
+    ("vit_base_patch32_siglip_256", {}, {"classifier": "map"}, ""),
+    ("vit_small_patch16_rope_ape_224", {}, {"layer_scale": 1e-5}, r"of a model that rotates .* model\.name=vit_small_"),
+    ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, {}, r"of a model that has QuickGELU in its MLPs"),
+    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"norms behind attention and MLP"),
+    (
+        "vit_base_patch16_224",
+        {"global_pool": "avg", "pool_include_prefix": True},
+        {"classifier": "pooled", "class_token": True},
+        r"pools over class token and registers, too",
+    ),
+    (
+        "deit_small_patch16_224",
+        {},
+        {"heads": 6},
+        r"^weights: .* was trained with model\.heads=3 .* has 6, .*\.heads=3$",
+    ),
+    ("deit_small_patch16_224", {}, {"norm_eps": 1e-5}, r"trained with model\.norm_eps=1e-06 and the model has 1e-05"),
+    (
+        "deit_small_patch16_224",
+        {},
+        {"classifier": "pooled", "class_token": True, "classifier_norm": "before_pool"},
+        r"trained with model\.classifier=token and the model has pooled",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs_kwargs", "ours_kwargs", "told"), HUB)
+def test_what_no_tensor_shows_is_known_of_timms_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], told: str
+) -> None:
+    sizes = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+    theirs = timm.create_model(name, **{**sizes, "num_classes": CLASSES, **theirs_kwargs})
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: theirs)
+    ours = small(**ours_kwargs).float()
+    if told:
+        with pytest.raises(UserError, match=told):
+            load(ours, f"timm:{name}")
+        return
+    fitted = load(ours, f"timm:{name}")
+    assert set(fitted.loaded) == set(ours.state_dict())
+    with torch.no_grad():
+        batch = torch.randn(3, 3, SIZE, SIZE)
+        assert relative_error(ours(batch), theirs.eval()(batch)) < 1e-2
+
+
+def test_pooling_is_nothing_to_a_new_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = small_timm()
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: theirs)
+    ours = small(num_classes=3, classifier="pooled", class_token=True)
+    assert load(ours, "timm:deit_small_patch16_224").fresh
+
+
+def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) -> None:
+    for stacked in (False, True):
+        np.savez(tmp_path / "vit.npz", **jax_arrays(small_timm(), big_vision=False, stacked=stacked))
+        with pytest.raises(UserError, match=r"trained with model\.heads=3 and the model has 6"):
+            load(small(heads=6), tmp_path / "vit.npz")
+    state = pycls_state({"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}, token=True)
+    for told, line in (("NUM_HEADS: 6", r"model\.heads=6 and the model has 3"), ("NUM_HEADS: 3", "")):
+        settings = f"LN:\n  EPS: 1.0e-06\nMODEL:\n  TYPE: vit\nVIT:\n  {told}\n"
+        torch.save({"model_state": state, "cfg": settings}, tmp_path / "vit.pyth")
+        if line:
+            with pytest.raises(UserError, match=line):
+                load(small(mlp_width=96), tmp_path / "vit.pyth")
+        else:
+            load(small(mlp_width=96), tmp_path / "vit.pyth")
+    settings = "MODEL:\n  TYPE: resnet\nRESNET:\n  STRIDE_1X1: true\n  TRANS_FUN: bottleneck_transform\n"
+    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "resnet.pyth")
+    with pytest.raises(UserError, match=r"makes maps smaller in its 1x1 convolutions .*; no model here does; choose"):
+        load(ResNet(depth=18, num_classes=CLASSES), tmp_path / "resnet.pyth")
+
+
+def test_heads_of_torchvisions_hub_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        state = torchvision.models.vit_b_16().state_dict()
+        sizes = {"image_size": 224, "patch_size": 16, "width": 768, "depth": 12, "mlp_width": 3072, "num_classes": 1000}
+        ours, other = (VisionTransformer(**sizes, heads=heads) for heads in (12, 16))
+    weights = type(torchvision.models.ViT_B_16_Weights.DEFAULT)
+    monkeypatch.setattr(weights, "get_state_dict", lambda self, **kwargs: state)
+    read = foreign.read_weights("torchvision:vit_b_16")
+    assert set(foreign.fit(read, ours).loaded) == set(ours.state_dict())
+    with pytest.raises(UserError, match=r"trained with model\.heads=12 and the model has 16"):
+        foreign.fit(read, other)
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_the_names_of_torchs_wrappers_are_taken_off(tmp_path: Path, prefix: str) -> None:
     theirs = small_timm()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
+from pycls_fast.models.foreign.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
@@ -86,11 +87,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         UserError: what does not fit, a line for each kind, with the names to allow.
     """
     _check_shortcut(network, read.shortcut, read.source)
-    if read.antialiased and isinstance(network, ResNet):
-        raise UserError(
-            f"weights: {read.source} is of a ResNet that smooths maps before it makes them smaller, and the model does "
-            f"not; use model=timm model.name={read.source.removeprefix('timm:')}"
-        )
+    check_kind(network, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
@@ -106,6 +103,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         _fit_patches(tensors, shapes, fitted)
     _fit_channels(tensors, network, shapes, fitted)
     _settle(tensors, unknown, shapes, fitted, allow)
+    check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
 
 

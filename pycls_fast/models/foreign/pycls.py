@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from pycls_fast.models.foreign.tables import Entry, State, conv_norm, depth, joined, layer, translate
+from pycls_fast.models.foreign.traits import Traits
 
 VIT = "pycls vision transformer"
 RESNET = "pycls resnet"
@@ -17,16 +20,39 @@ def is_pycls(state: State) -> bool:
     return "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state
 
 
+def parsed(settings: str) -> dict[str, Mapping[str, Any]]:
+    """The sections of a run's configuration, which a checkpoint holds as YAML text; none where it is something else."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(settings)
+    except yaml.YAMLError:
+        return {}
+    return {name: part for name, part in found.items() if isinstance(part, dict)} if isinstance(found, dict) else {}
+
+
 def takes_bgr(settings: str) -> bool:
     """Whether a run's first layer takes the channels as blue, green, red.
 
     pycls reads ImageNet's images with OpenCV and hands them on in its order (`datasets/imagenet.py`, all versions), as
     it did for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
-
-    Args:
-        settings: its configuration, which a checkpoint holds as text; empty: not known.
     """
-    return re.search(r"\b(MODE: ffcv|DATASET: cifar10)\b", settings) is None
+    found = parsed(settings)
+    by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
+    return not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10"
+
+
+def traits(settings: str) -> Traits:
+    """What a run's configuration says of its model and the tensors do not."""
+    found = parsed(settings)
+    kind = found.get("MODEL", {}).get("TYPE")
+    if kind == "vit":
+        heads, eps = found.get("VIT", {}).get("NUM_HEADS"), found.get("LN", {}).get("EPS")
+        return Traits(heads=heads if isinstance(heads, int) else None, norm_eps=eps if isinstance(eps, float) else None)
+    resnet = found.get("RESNET", {})
+    if kind == "resnet" and resnet.get("STRIDE_1X1") and resnet.get("TRANS_FUN") == "bottleneck_transform":
+        return Traits(unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
+    return Traits()
 
 
 def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:

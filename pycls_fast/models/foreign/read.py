@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
+from pycls_fast.models.foreign.traits import Traits, of_timm, of_torchvision_vit
 from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.paths import user_path
 
@@ -34,7 +35,7 @@ class Contents:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
-    antialiased: bool = False
+    traits: Traits = field(default_factory=Traits)
     settings: str = ""
     """Of the run, as pycls writes them."""
 
@@ -52,7 +53,7 @@ class ReadWeights:
         norm: what a vision transformer's final norm was trained on; None where the file does not say.
         shortcut: how a ResNet's shortcuts make maps smaller; None where the file does not say.
         bgr: the first layer takes the channels as blue, green, red.
-        antialiased: a ResNet smooths maps before it makes them smaller, as timm's hub says; files do not say.
+        traits: what it computes with them, as far as no tensor shows it and the source says it.
         part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
         classes: names of the outputs, where the file has them.
         step: at which a run of ours saved it, where the file says so.
@@ -67,7 +68,7 @@ class ReadWeights:
     norm: NormPlace | None = None
     shortcut: ShortcutKind | None = None
     bgr: bool = False
-    antialiased: bool = False
+    traits: Traits = field(default_factory=Traits)
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
@@ -94,7 +95,7 @@ def read_weights(source: str) -> ReadWeights:
     if source.startswith("timm:"):
         contents = _from_timm_hub(source.removeprefix("timm:"))
     elif source.startswith("torchvision:"):
-        contents = Contents(_from_torchvision_hub(source.removeprefix("torchvision:")))
+        contents = _from_torchvision_hub(source.removeprefix("torchvision:"))
     else:
         path = user_path(source)
         if not path.is_file():
@@ -203,13 +204,10 @@ def _from_timm_hub(name: str) -> Contents:
     if not library.is_model(name):
         raise UserError(f"weights: timm {library.__version__} has no model {name}")
     model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
-    antialiased = any(
-        path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()
-    )
-    return Contents(model.state_dict(), antialiased=antialiased)
+    return Contents(model.state_dict(), traits=of_timm(model))
 
 
-def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
+def _from_torchvision_hub(name: str) -> Contents:
     import torchvision as library
 
     model, _, tag = name.partition(".")
@@ -217,7 +215,11 @@ def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
         weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
     except (KeyError, ValueError) as error:
         raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
-    return _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+    if not model.startswith("vit_"):
+        return Contents(state)
+    with torch.device("meta"):
+        return Contents(state, traits=of_torchvision_vit(library.models.get_model(model)))
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
@@ -240,6 +242,11 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     shortcut: ShortcutKind | None = None
     if layout in (torchvision.RESNET, pycls.RESNET):
         shortcut = torchvision.resnet_shortcut(state)
+    traits = contents.traits
+    if layout == _JAX:
+        traits = Traits(heads=jax.heads(state))
+    elif pycls.is_pycls(state):
+        traits = pycls.traits(contents.settings)
     return ReadWeights(
         source=source,
         layout=layout,
@@ -249,7 +256,7 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
         norm=norm,
         shortcut=shortcut,
         bgr=pycls.is_pycls(state) and pycls.takes_bgr(contents.settings),
-        antialiased=contents.antialiased,
+        traits=traits,
         part=contents.part,
         classes=contents.classes,
         step=contents.step,
