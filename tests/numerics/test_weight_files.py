@@ -583,6 +583,30 @@ def test_the_names_of_torchs_wrappers_are_taken_off(tmp_path: Path, prefix: str)
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_the_names_of_torchs_wrappers_in_safetensors(tmp_path: Path, prefix: str) -> None:
+    theirs = small_timm()
+    save_file({f"{prefix}{k}": v.clone() for k, v in theirs.state_dict().items()}, tmp_path / "wrapped.safetensors")
+    ours = small()
+    load(ours, tmp_path / "wrapped.safetensors")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_torchvisions_checkpoint_with_an_average(tmp_path: Path, parallel: bool) -> None:
+    """As torchvision's train.py saves it with --model-ema: `AveragedModel`, which counts its updates."""
+    theirs, worse = (torchvision.models.resnet18(num_classes=CLASSES) for _ in range(2))
+    randomise(theirs).eval()
+    averaged = torch.optim.swa_utils.AveragedModel(nn.DataParallel(theirs) if parallel else theirs)
+    saved = {"model": worse.state_dict(), "model_ema": averaged.state_dict(), "epoch": 3, "args": argparse.Namespace()}
+    assert "n_averaged" in saved["model_ema"]
+    torch.save(saved, tmp_path / "checkpoint.pth")
+    ours = ResNet(depth=18, num_classes=CLASSES).double().eval()
+    fitted = load(ours, tmp_path / "checkpoint.pth")
+    assert (fitted.part, set(fitted.loaded)) == ("model_ema", set(ours.state_dict()))
+    assert_same(ours, theirs)
+
+
 def test_our_own_files(tmp_path: Path) -> None:
     model = small()
     save_file(plain(model.state_dict()), tmp_path / "model.safetensors", {"classes": '["a", "b"]', "step": "12"})

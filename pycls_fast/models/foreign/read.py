@@ -123,7 +123,7 @@ def _read_safetensors(path: Path) -> Contents:
     except (SafetensorError, OSError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
     return Contents(
-        state,
+        _bare(state),
         part=about.get("weights", ""),
         classes=tuple(json.loads(about["classes"])) if "classes" in about else None,
         step=int(about["step"]) if "step" in about else None,
@@ -181,11 +181,16 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"weights: {path} holds no weights; its entries are {', '.join(map(str, list(loaded)[:8]))}")
-    # torch's wrappers put their own name in front, one before the other.
-    while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     settings = loaded.get("cfg")
-    return Contents(tensors, part=part, settings=settings if isinstance(settings, str) else "")
+    return Contents(_bare(tensors), part=part, settings=settings if isinstance(settings, str) else "")
+
+
+def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what torch's wrappers put in front of the names, one before the other, and without their own counter."""
+    found = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
+    while prefix := next((p for p in ("module.", "_orig_mod.") if found and all(n.startswith(p) for n in found)), ""):
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
 
 
 def _choose_part(loaded: Mapping[str, Any]) -> str:

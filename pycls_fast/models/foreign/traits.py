@@ -37,7 +37,7 @@ def of_timm(model: Any) -> Traits:
     """Of a model that timm has built."""
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
         return Traits(unlike="smooths maps before it makes them smaller")
-    block = next(iter(getattr(model, "blocks", ())), None)
+    block: Any = next(iter(getattr(model, "blocks", ())), None)
     if not hasattr(block, "attn"):
         return Traits()
     unlike = ""
@@ -90,7 +90,10 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
     if traits.pools_unlike and with_head:
         raise UserError(_other_model(traits.pools_unlike, source))
     block: Any = network.blocks[0]
-    found = [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
+    found: list[tuple[str, object, object]] = [
+        ("heads", traits.heads, block.attention.heads),
+        ("norm_eps", traits.norm_eps, network.norm.eps),
+    ]
     if with_head:
         found.append(("classifier", traits.classifier, network.classifier))
     lines = [
