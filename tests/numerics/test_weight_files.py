@@ -657,6 +657,50 @@ def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Pat
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [SIZE, 48])
+@pytest.mark.parametrize(
+    ("theirs_kwargs", "ours_kwargs", "allow", "said"),
+    [
+        ({}, {"classifier": "pooled"}, "class_token.value", "without the rows of the class token"),
+        ({}, {"registers": 4}, "registers.value", "zeros in front for the registers"),
+        ({"reg_tokens": 2}, {}, "registers.value", "without the rows of the registers"),
+        (
+            {},
+            {"classifier": "pooled", "registers": 1},
+            "class_token.value registers.value",
+            "without the rows of the class token; zeros in front for the registers",
+        ),
+        (
+            {"reg_tokens": 1},
+            {"position_tokens": "patches"},
+            "registers.value",
+            "moved there; without the rows of the registers",
+        ),
+    ],
+)
+def test_positions_of_tokens_that_one_side_has_alone(
+    tmp_path: Path, size: int, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], allow: str, said: str
+) -> None:
+    theirs = small_timm(**theirs_kwargs)
+    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
+    ours = small(image_size=size, num_classes=3, **ours_kwargs)
+    with pytest.raises(UserError) as caught:
+        load(ours, tmp_path / "model.pth")
+    assert "positions.value" not in str(caught.value)
+    assert ("model.class_token=true" in str(caught.value)) == ("classifier" in ours_kwargs)
+    fitted = load(ours, tmp_path / "model.pth", *allow.split())
+    assert said in fitted.adapted["positions.value"]
+    side, extra = size // PATCH, ours.extra_tokens if ours.position_tokens == "all" else 0
+    expected = resample_abs_pos_embed(theirs.pos_embed, [side, side], num_prefix_tokens=theirs.num_prefix_tokens)[0]
+    assert torch.equal(ours.positions.value[extra:], expected[theirs.num_prefix_tokens :])
+    if ours.position_tokens == "patches":
+        assert torch.equal(ours.class_token.value, (theirs.cls_token + theirs.pos_embed[:, :1]).flatten())  # type: ignore[union-attr]
+        return
+    has_token = ours.class_token is not None
+    assert torch.equal(ours.positions.value[:has_token], expected[:has_token])
+    assert not ours.positions.value[has_token:extra].any()
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4, 5])
 def test_input_channels_as_timm_adapts_them(tmp_path: Path, channels: int) -> None:
     theirs = small_timm()
@@ -700,6 +744,10 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
     assert len(fitted.fresh) == 8
     with pytest.raises(UserError, match=r"other shapes: stem.projection.weight \(48, 3, 8, 8\) for \(24, 3, 8, 8\)"):
         load(small(width=24, layer_scale=0.1), tmp_path / "vit.pth")
+    # More rows for the token than there are.
+    torch.save({**theirs.state_dict(), "cls_token": torch.rand(1, 1, 20 * WIDTH)}, tmp_path / "long.pth")
+    with pytest.raises(UserError, match=r"other shapes: class_token\.value \(960,\) for \(48,\)"):
+        load(small(layer_scale=0.1), tmp_path / "long.pth")
     with pytest.raises(UserError, match=r"unexpected: class_token\.value"):
         load(small(classifier="pooled", num_classes=3, layer_scale=0.1), tmp_path / "vit.pth")
     distilled = {**theirs.state_dict(), "dist_token": torch.rand(1, 1, WIDTH)}

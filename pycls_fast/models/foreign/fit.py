@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import pycls, timm
+from pycls_fast.models.foreign.positions import fit_positions
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
 from pycls_fast.models.foreign.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
@@ -98,8 +98,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        _fit_tokens(tensors, network, shapes, fitted)
-        _fit_positions(tensors, network, shapes, fitted)
+        fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
     _fit_channels(tensors, network, shapes, fitted)
     _settle(tensors, unknown, shapes, fitted, allow)
@@ -197,55 +196,6 @@ def _fit_norm(
     raise UserError(f"weights: {read.source} has its final norm elsewhere than the model; use {wanted}")
 
 
-def _fit_tokens(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
-    """Positions of tokens moved into the tokens, or zeros for them, where only one side has positions for tokens."""
-    if "positions.value" not in tensors or "positions.value" not in shapes:
-        return
-    rows = tensors["positions.value"]
-    extra = _extra_tokens(tensors)
-    has_extra = not _is_square(len(rows)) or (extra > 0 and _is_square(len(rows) - extra))
-    if not extra or has_extra == (network.position_tokens == "all"):
-        return
-    if not has_extra:
-        tensors["positions.value"] = torch.cat([rows.new_zeros(extra, rows.shape[1]), rows])
-        fitted.adapted["positions.value"] = f"{len(rows)} rows, zeros in front for {extra} tokens"
-        return
-    start = 0
-    for name in ("class_token.value", "registers.value"):
-        if name in tensors:
-            count = tensors[name].numel() // rows.shape[1]
-            tensors[name] = tensors[name] + rows[start : start + count].reshape(tensors[name].shape)
-            fitted.adapted[name] = "its position added"
-            start += count
-    tensors["positions.value"] = rows[extra:]
-    fitted.adapted["positions.value"] = f"{len(rows)} rows, the first {extra} moved into their tokens"
-
-
-def _extra_tokens(tensors: Mapping[str, Tensor]) -> int:
-    registers = tensors["registers.value"].shape[0] if "registers.value" in tensors else 0
-    return int("class_token.value" in tensors) + registers
-
-
-def _is_square(count: int) -> bool:
-    return math.isqrt(count) ** 2 == count
-
-
-def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
-    """Another image or patch size: the grid is interpolated, bicubic and antialiased; tokens' rows are kept."""
-    name = "positions.value"
-    if name not in tensors or name not in shapes or tuple(tensors[name].shape) == shapes[name]:
-        return
-    kept = network.extra_tokens if network.position_tokens == "all" else 0
-    rows, wanted = tensors[name], shapes[name][0] - kept
-    if rows.shape[1] != shapes[name][1] or not _is_square(len(rows) - kept) or not _is_square(wanted):
-        return
-    from timm.layers import resample_abs_pos_embed
-
-    before, side = math.isqrt(len(rows) - kept), math.isqrt(wanted)
-    tensors[name] = resample_abs_pos_embed(rows[None], [side, side], num_prefix_tokens=kept)[0]
-    fitted.adapted[name] = f"interpolated from {before} x {before} to {side} x {side}"
-
-
 def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:
     name = "stem.projection.weight"
     if name not in tensors or name not in shapes or tensors[name].ndim != 4 or "stem.convs.0.weight" in shapes:
@@ -319,6 +269,7 @@ def _settle(
                 f"{', '.join(names[:5])}{more}"
             )
     if lines:
+        kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
         raise UserError(
-            *lines, "weights: choose the model that they are of, or name those to go without in weights_allow"
+            *lines, f"weights: choose the model that they are of{kept}, or name those to go without in weights_allow"
         )
