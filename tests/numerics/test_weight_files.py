@@ -400,6 +400,24 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
             load(small(mlp_width=96, **(kind | {"classifier_norm": "after_pool"})), tmp_path / "model.pyth")
 
 
+@pytest.mark.parametrize("token", [True, False])
+@pytest.mark.parametrize("branch", ["vitconfigs", "vitconfigs_os"])
+def test_pycls_vit_pyth_of_other_branches(tmp_path: Path, branch: str, token: bool) -> None:
+    """Their tokens are behind the samples, and vitconfigs has an attention of its own (`MultiheadSelfAttention`)."""
+    state = pycls_state(conv_stem(), token=token)
+    theirs = {**state, "pos_embedding": state["pos_embedding"].transpose(0, 1)}
+    if branch == "vitconfigs":
+        names = {".block.in_proj_": ".attn_proj.", ".block.out_proj": ".out_proj"}
+        for old, new in names.items():
+            theirs = {name.replace(old, new): tensor for name, tensor in theirs.items()}
+        assert "encoder.block_0.self_attention.attn_proj.bias" in theirs
+    torch.save({"model_state": theirs}, tmp_path / "model.pyth")
+    kind: dict[str, Any] = {} if token else {"classifier": "pooled", "classifier_norm": "before_pool"}
+    ours = small(mlp_width=96, stem="conv", stem_widths=STEM_WIDTHS, stem_strides=STRIDES, **kind)
+    load(ours, tmp_path / "model.pyth")
+    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
+
+
 def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     theirs = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
 

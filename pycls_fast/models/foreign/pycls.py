@@ -56,21 +56,26 @@ def traits(settings: str) -> Traits:
 
 
 def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """`ViT` of pycls' main branch: what of a file is known, in our names, and the rest.
+    """`ViT` of pycls' branches main and vitconfigs: what of a file is known, in our names, and the rest.
 
     It norms every token before the mean: classifier_norm="before_pool" for CLASSIFIER_TYPE pooled.
     """
-    table = [Entry("pos_embedding", ("positions.value",), ones=(1,))]
+    # main has tokens before samples, (N, 1, D), vitconfigs samples first.
+    samples_first = "pos_embedding" in state and state["pos_embedding"].shape[:1] == (1,)
+    table = [Entry("pos_embedding", ("positions.value",), ones=(0,) if samples_first else (1,))]
     if "class_token" in state:
         table.append(Entry("class_token", ("class_token.value",), ones=(0, 1)))
     table += layer("stem.patchify", "stem.projection") if "stem.patchify.weight" in state else _conv_stem(state)
     for index in range(depth(state, "encoder.block_")):
         theirs, ours = f"encoder.block_{index}", f"blocks.{index}"
         table += layer(f"{theirs}.ln_1", f"{ours}.norm1")
-        # The branch vitconfigs has torch's attention itself, main has it in a `block`.
-        inner = ".block" if f"{theirs}.self_attention.block.in_proj_weight" in state else ""
-        table += joined(f"{theirs}.self_attention{inner}.in_proj_", f"{ours}.attention")
-        table += layer(f"{theirs}.self_attention{inner}.out_proj", f"{ours}.attention.projection")
+        # main has torch's attention in a `block`, vitconfigs its own; before either it was torch's itself.
+        inner = f"{theirs}.self_attention"
+        if f"{inner}.block.in_proj_weight" in state:
+            inner += ".block"
+        joint = "attn_proj." if f"{inner}.attn_proj.weight" in state else "in_proj_"
+        table += joined(f"{inner}.{joint}", f"{ours}.attention")
+        table += layer(f"{inner}.out_proj", f"{ours}.attention.projection")
         table += layer(f"{theirs}.ln_2", f"{ours}.norm2")
         table += layer(f"{theirs}.mlp_block.linear_1", f"{ours}.mlp.fc1")
         table += layer(f"{theirs}.mlp_block.linear_2", f"{ours}.mlp.fc2")
