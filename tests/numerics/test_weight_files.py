@@ -216,6 +216,31 @@ def test_npz_of_pre_training_has_another_layer_before_the_head(tmp_path: Path) -
     assert torch.equal(whole.pre_logits.weight, torch.from_numpy(arrays["pre_logits/kernel"]).T)  # type: ignore[union-attr]
 
 
+def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
+    theirs = small_timm()
+    arrays = jax_arrays(theirs, big_vision=False)
+    arrays |= {"pre_logits/kernel": np.random.rand(WIDTH, WIDTH), "pre_logits/bias": np.random.rand(WIDTH)}
+    np.savez(tmp_path / "in21k.npz", **arrays)
+    options = {"patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+
+    def timms(classes: int) -> TimmModel:
+        return TimmModel(name="vit_tiny_patch16_224", num_classes=classes, image_size=SIZE, options=options).double()
+
+    ours = timms(5)
+    fitted = load(ours, tmp_path / "in21k.npz")
+    assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
+    assert fitted.left_out == dict.fromkeys(("pre_logits.weight", "pre_logits.bias"), "goes with the head")
+    with torch.no_grad():
+        batch = images(2, SIZE)
+        assert relative_error(ours.network.eval().forward_features(batch), theirs.forward_features(batch)) < 1e-9
+    with pytest.raises(UserError, match=r"does not fit the model: unexpected: pre_logits"):
+        load(timms(CLASSES), tmp_path / "in21k.npz")
+    assert load(timms(CLASSES), tmp_path / "in21k.npz", "pre_logits.*").left_out.keys() == fitted.left_out.keys()
+    np.savez(tmp_path / "more.npz", **arrays, extra=np.random.rand(2))
+    with pytest.raises(UserError, match=r"does not fit the model: unexpected: extra\n"):
+        load(timms(5), tmp_path / "more.npz")
+
+
 def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
     with pytest.raises(UserError, match=r"bad.npz is no archive of plain arrays"):

@@ -127,13 +127,17 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
         return dict(read.tensors), []
     state: Mapping[str, Tensor] = read.plain
     own = {name.removeprefix("network.") for name in shapes}
+    rest: dict[str, Tensor] = {}
+    unknown: list[str] = []
     if read.layout in ("Google's vision transformer", "torchvision vision transformer", pycls.VIT):
-        state = timm.to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        state, names = timm.in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        rest = {name: read.tensors[name] for name in names}
+        unknown = list(read.unknown)
     elif "s1.b1.f.a.weight" in state:
         state = pycls.regnet_in_timm_names(state)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         state = _filtered_by_timm(network, state)
-    return {f"network.{name}": tensor for name, tensor in state.items()}, []
+    return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
 
 
 def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
