@@ -130,8 +130,8 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
     rest: dict[str, Tensor] = {}
     unknown: list[str] = []
     if read.layout in ("Google's vision transformer", "torchvision vision transformer", pycls.VIT):
-        state, names = timm.in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
-        rest = {name: read.tensors[name] for name in names}
+        state, unnamed = timm.in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
     elif "s1.b1.f.a.weight" in state:
         state = pycls.regnet_in_timm_names(state)
