@@ -73,7 +73,8 @@ class Deployable(nn.Module):
 def to_timm(model: Network, folder: Path, about: About) -> None:
     """A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, of the same function.
 
-    Outputs behind the last class are named by their number.
+    With `num_classes=` and `in_chans=` timm opens it as it opens its own: with a fresh head (0: none), and an adapted
+    first layer. Outputs behind the last class are named by their number.
 
     Raises:
         UserError: a model that timm does not have.
@@ -93,6 +94,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": head.out_features,
+            **_ends(model, len(about.mean)),
             "input_size": size,
             "mean": list(about.mean),
             "std": list(about.std),
@@ -102,6 +104,19 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         },
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _ends(model: Network, channels: int) -> dict[str, Any]:
+    """timm's names of a model's last layer and its first, by which timm knows what to leave out and what to adapt."""
+    if isinstance(model, TimmModel):
+        classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
+    elif isinstance(model, VisionTransformer):
+        classifier, first = "head", "patch_embed.proj"
+    else:
+        assert isinstance(model, ResNet)
+        classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
+    # Older versions of timm take all weights for those of 3 channels, and would draw a first layer of 4 anew.
+    return {"classifier": classifier, "first_conv": first if channels in (1, 3) else None}
 
 
 def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

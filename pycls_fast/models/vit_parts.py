@@ -58,7 +58,7 @@ class TokenConvStem(nn.Module):
         self.projection = nn.Conv2d(widths[-1], width, 1)
 
     def reset_parameters(self) -> None:
-        """pycls' `init_weights_vit`: normal with variance 2 / channels out, 1 / channels out in the last."""
+        """Normal, variance 2 / channels out, in the last 1 / channels out: `init_weights_vit` of pycls' branch main."""
         for conv, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, nn.BatchNorm2d)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,54 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     assert theirs.pretrained_cfg["label_names"] == list(ABOUT.classes)
     assert theirs.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
     assert theirs.pretrained_cfg["crop_pct"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "first"),
+    [
+        ("vit", "head.", "patch_embed.proj."),
+        ("vit-pooled", "head.", "patch_embed.proj."),
+        ("vit-map", "head.", "patch_embed.proj."),
+        ("resnet18", "fc.", "conv1."),
+        ("resnet18d", "fc.", "conv1.0."),
+        ("regnet", "head.fc.", "stem.conv."),
+        ("timm-vit", "head.", "patch_embed.proj."),
+    ],
+)
+def test_timm_opens_the_folder_with_other_classes_and_channels(
+    tmp_path: Path, name: str, head: str, first: str
+) -> None:
+    small = {"img_size": SIZE, "depth": 1, "num_heads": 1}
+    more = {
+        "resnet18": resnet,
+        "timm-vit": lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=3, image_size=SIZE, options=small),
+    }
+    model = (MODELS | more)[name]()
+    export.FORMATS["timm"](model, tmp_path / "out", ABOUT)
+    source = f"local-dir:{tmp_path / 'out'}"
+    whole = timm.create_model(source, pretrained=True).state_dict()
+    for classes in (7, 0):
+        opened = timm.create_model(source, pretrained=True, num_classes=classes).state_dict()
+        assert {key for key in opened if not key.startswith(head)} == {k for k in whole if not k.startswith(head)}
+        assert all(torch.equal(value, whole[key]) for key, value in opened.items() if not key.startswith(head))
+        assert [len(value) for key, value in opened.items() if key.startswith(head)] == [classes, classes][
+            : classes * 2
+        ]
+    gray = timm.create_model(source, pretrained=True, in_chans=1).state_dict()
+    for key, value in gray.items():
+        expected = whole[key].sum(1, keepdim=True) if key == f"{first}weight" else whole[key]
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_timm_opens_models_of_other_channels(tmp_path: Path, channels: int) -> None:
+    model = vit(in_channels=channels)
+    about = replace(ABOUT, mean=(0.5,) * channels, std=(0.2,) * channels)
+    export.FORMATS["timm"](model, tmp_path / "out", about)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    batch = torch.randn(2, channels, SIZE, SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(batch), model(batch))
 
 
 @pytest.mark.parametrize("build", [vit, resnet, lambda num_classes: TimmModel(name="regnety_002", num_classes=5)])

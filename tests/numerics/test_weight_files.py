@@ -1,7 +1,7 @@
 """Files in the formats of the projects that publish weights, with their own key names, against those projects' logits.
 
 Random values in every tensor, float64, 1e-9 relative. pycls is not installed where tests run: its ViT is written out
-here from the names of its checkpoints.
+here from the names of its checkpoints, its other networks are torchvision's and timm's, and its images have blue first.
 """
 
 from __future__ import annotations
@@ -216,6 +216,31 @@ def test_npz_of_pre_training_has_another_layer_before_the_head(tmp_path: Path) -
     assert torch.equal(whole.pre_logits.weight, torch.from_numpy(arrays["pre_logits/kernel"]).T)  # type: ignore[union-attr]
 
 
+def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
+    theirs = small_timm()
+    arrays = jax_arrays(theirs, big_vision=False)
+    arrays |= {"pre_logits/kernel": np.random.rand(WIDTH, WIDTH), "pre_logits/bias": np.random.rand(WIDTH)}
+    np.savez(tmp_path / "in21k.npz", **arrays)
+    options = {"patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+
+    def timms(classes: int) -> TimmModel:
+        return TimmModel(name="vit_tiny_patch16_224", num_classes=classes, image_size=SIZE, options=options).double()
+
+    ours = timms(5)
+    fitted = load(ours, tmp_path / "in21k.npz")
+    assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
+    assert fitted.left_out == dict.fromkeys(("pre_logits.weight", "pre_logits.bias"), "goes with the head")
+    with torch.no_grad():
+        batch = images(2, SIZE)
+        assert relative_error(ours.network.eval().forward_features(batch), theirs.forward_features(batch)) < 1e-9
+    with pytest.raises(UserError, match=r"does not fit the model: unexpected: pre_logits"):
+        load(timms(CLASSES), tmp_path / "in21k.npz")
+    assert load(timms(CLASSES), tmp_path / "in21k.npz", "pre_logits.*").left_out.keys() == fitted.left_out.keys()
+    np.savez(tmp_path / "more.npz", **arrays, extra=np.random.rand(2))
+    with pytest.raises(UserError, match=r"does not fit the model: unexpected: extra\n"):
+        load(timms(5), tmp_path / "more.npz")
+
+
 def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
     with pytest.raises(UserError, match=r"bad.npz is no archive of plain arrays"):
@@ -387,12 +412,35 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
     assert fitted.part == "ema_state"
     assert not fitted.fresh
     assert not fitted.left_out
-    assert_same(ours, lambda batch: pycls_vit(state, batch, strides=STRIDES))
+    first = "stem.projection.weight" if stem == "patchify" else "stem.convs.0.weight"
+    assert fitted.adapted.pop(first) == "input channels from BGR to RGB"
+    assert all(name.endswith("num_batches_tracked") for name in fitted.adapted)
+    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
+    wider = foreign.fit(foreign.read_weights(str(tmp_path / "model.pyth")), small(mlp_width=96, in_channels=4, **kind))
+    assert wider.adapted[first] == "input channels from BGR to RGB; 3 input channels repeated and scaled to 4"
     torch.save(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, tmp_path / "model.pyth")
     assert load(ours, tmp_path / "model.pyth").part == "model_state"
     if not token:
         with pytest.raises(UserError, match=r"final norm elsewhere .* model\.classifier_norm=before_pool"):
             load(small(mlp_width=96, **(kind | {"classifier_norm": "after_pool"})), tmp_path / "model.pyth")
+
+
+@pytest.mark.parametrize("token", [True, False])
+@pytest.mark.parametrize("branch", ["vitconfigs", "vitconfigs_os"])
+def test_pycls_vit_pyth_of_other_branches(tmp_path: Path, branch: str, token: bool) -> None:
+    """Their tokens are behind the samples, and vitconfigs has an attention of its own (`MultiheadSelfAttention`)."""
+    state = pycls_state(conv_stem(), token=token)
+    theirs = {**state, "pos_embedding": state["pos_embedding"].transpose(0, 1)}
+    if branch == "vitconfigs":
+        names = {".block.in_proj_": ".attn_proj.", ".block.out_proj": ".out_proj"}
+        for old, new in names.items():
+            theirs = {name.replace(old, new): tensor for name, tensor in theirs.items()}
+        assert "encoder.block_0.self_attention.attn_proj.bias" in theirs
+    torch.save({"model_state": theirs}, tmp_path / "model.pyth")
+    kind: dict[str, Any] = {} if token else {"classifier": "pooled", "classifier_norm": "before_pool"}
+    ours = small(mlp_width=96, stem="conv", stem_widths=STEM_WIDTHS, stem_strides=STRIDES, **kind)
+    load(ours, tmp_path / "model.pyth")
+    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
 
 
 def test_pycls_resnet_pyth(tmp_path: Path) -> None:
@@ -410,8 +458,24 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     assert {"s1.b1.proj.weight", "s1.b1.bn.weight", "s4.b3.f.c_bn.running_var", "stem.bn.bias"} <= set(state)
     torch.save({"model_state": state, "epoch": 99}, tmp_path / "X-50-32x4d.pyth")
     ours = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
-    assert set(load(ours, tmp_path / "X-50-32x4d.pyth").loaded) == set(ours.state_dict())
-    assert_same(ours, theirs)
+    fitted = load(ours, tmp_path / "X-50-32x4d.pyth")
+    assert fitted.adapted == {"stem.conv.weight": "input channels from BGR to RGB"}
+    assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
+    assert_same(ours, lambda batch: theirs(batch.flip(1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "bgr"),
+    [
+        ("DATA_LOADER:\n  MODE: pytorch\nTRAIN:\n  DATASET: imagenet\n", True),
+        ("DATA_LOADER:\n  MODE: ffcv\n  NUM_WORKERS: 8\n", False),
+        ("DATA_LOADER: {MODE: ffcv, NUM_WORKERS: 8}\n", False),
+        ("TRAIN:\n  DATASET: cifar10\n", False),
+    ],
+)
+def test_the_channels_of_pycls_are_those_of_its_loader(tmp_path: Path, settings: str, bgr: bool) -> None:
+    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "run.pyth")
+    assert foreign.read_weights(str(tmp_path / "run.pyth")).bgr == bgr
 
 
 def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
@@ -427,8 +491,10 @@ def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     assert {"s1.b1.f.se.f_ex.2.bias", "s1.b1.proj.weight", "s2.b1.bn.weight"} <= set(state)
     torch.save({"model_state": state, "epoch": 99}, tmp_path / "regnet.pyth")
     ours = TimmModel(name="regnety_002", num_classes=CLASSES).double().eval()
-    assert set(load(ours, tmp_path / "regnet.pyth").loaded) == set(ours.state_dict())
-    assert_same(ours, theirs, 64)
+    fitted = load(ours, tmp_path / "regnet.pyth")
+    assert fitted.adapted == {"network.stem.conv.weight": "input channels from BGR to RGB"}
+    assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
+    assert_same(ours, lambda batch: theirs(batch.flip(1)), 64)
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 3])
@@ -461,12 +527,126 @@ def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     load(into_timms, "timm:resnetblur18")
 
 
+HUB: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("deit_small_patch16_224", {}, {}, ""),
+    ("vit_base_patch16_gap_224", {}, {"classifier": "pooled", "classifier_norm": "before_pool"}, ""),
+    ("vit_small_patch14_dinov2", {"num_classes": CLASSES}, {"layer_scale": 1e-5}, ""),
+    # GELU by tanh is GELU but for its rounding.
+    ("vit_base_patch32_siglip_256", {}, {"classifier": "map"}, ""),
+    ("vit_small_patch16_rope_ape_224", {}, {"layer_scale": 1e-5}, r"of a model that rotates .* model\.name=vit_small_"),
+    ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, {}, r"of a model that has QuickGELU in its MLPs"),
+    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"norms behind attention and MLP"),
+    (
+        "vit_base_patch16_224",
+        {"global_pool": "avg", "pool_include_prefix": True},
+        {"classifier": "pooled", "class_token": True},
+        r"pools over class token and registers, too",
+    ),
+    (
+        "deit_small_patch16_224",
+        {},
+        {"heads": 6},
+        r"^weights: .* was trained with model\.heads=3 .* has 6, .*\.heads=3$",
+    ),
+    ("deit_small_patch16_224", {}, {"norm_eps": 1e-5}, r"trained with model\.norm_eps=1e-06 and the model has 1e-05"),
+    (
+        "deit_small_patch16_224",
+        {},
+        {"classifier": "pooled", "class_token": True, "classifier_norm": "before_pool"},
+        r"trained with model\.classifier=token and the model has pooled",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs_kwargs", "ours_kwargs", "told"), HUB)
+def test_what_no_tensor_shows_is_known_of_timms_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], told: str
+) -> None:
+    sizes = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+    theirs = timm.create_model(name, **{**sizes, "num_classes": CLASSES, **theirs_kwargs})
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: theirs)
+    ours = small(**ours_kwargs).float()
+    if told:
+        with pytest.raises(UserError, match=told):
+            load(ours, f"timm:{name}")
+        return
+    fitted = load(ours, f"timm:{name}")
+    assert set(fitted.loaded) == set(ours.state_dict())
+    with torch.no_grad():
+        batch = torch.randn(3, 3, SIZE, SIZE)
+        assert relative_error(ours(batch), theirs.eval()(batch)) < 1e-2
+
+
+def test_pooling_is_nothing_to_a_new_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = small_timm()
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: theirs)
+    ours = small(num_classes=3, classifier="pooled", class_token=True)
+    assert load(ours, "timm:deit_small_patch16_224").fresh
+
+
+def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) -> None:
+    for stacked in (False, True):
+        np.savez(tmp_path / "vit.npz", **jax_arrays(small_timm(), big_vision=False, stacked=stacked))
+        with pytest.raises(UserError, match=r"trained with model\.heads=3 and the model has 6"):
+            load(small(heads=6), tmp_path / "vit.npz")
+    state = pycls_state({"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}, token=True)
+    for told, line in (("NUM_HEADS: 6", r"model\.heads=6 and the model has 3"), ("NUM_HEADS: 3", "")):
+        settings = f"LN:\n  EPS: 1.0e-06\nMODEL:\n  TYPE: vit\nVIT:\n  {told}\n"
+        torch.save({"model_state": state, "cfg": settings}, tmp_path / "vit.pyth")
+        if line:
+            with pytest.raises(UserError, match=line):
+                load(small(mlp_width=96), tmp_path / "vit.pyth")
+        else:
+            load(small(mlp_width=96), tmp_path / "vit.pyth")
+    settings = "MODEL:\n  TYPE: resnet\nRESNET:\n  STRIDE_1X1: true\n  TRANS_FUN: bottleneck_transform\n"
+    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "resnet.pyth")
+    with pytest.raises(UserError, match=r"makes maps smaller in its 1x1 convolutions .*; no model here does; choose"):
+        load(ResNet(depth=18, num_classes=CLASSES), tmp_path / "resnet.pyth")
+
+
+def test_heads_of_torchvisions_hub_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        state = torchvision.models.vit_b_16().state_dict()
+        sizes = {"image_size": 224, "patch_size": 16, "width": 768, "depth": 12, "mlp_width": 3072, "num_classes": 1000}
+        ours, other = (VisionTransformer(**sizes, heads=heads) for heads in (12, 16))
+    weights = type(torchvision.models.ViT_B_16_Weights.DEFAULT)
+    monkeypatch.setattr(weights, "get_state_dict", lambda self, **kwargs: state)
+    read = foreign.read_weights("torchvision:vit_b_16")
+    assert set(foreign.fit(read, ours).loaded) == set(ours.state_dict())
+    with pytest.raises(UserError, match=r"trained with model\.heads=12 and the model has 16"):
+        foreign.fit(read, other)
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_the_names_of_torchs_wrappers_are_taken_off(tmp_path: Path, prefix: str) -> None:
     theirs = small_timm()
     torch.save({f"{prefix}{name}": tensor for name, tensor in theirs.state_dict().items()}, tmp_path / "wrapped.pth")
     ours = small()
     load(ours, tmp_path / "wrapped.pth")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_the_names_of_torchs_wrappers_in_safetensors(tmp_path: Path, prefix: str) -> None:
+    theirs = small_timm()
+    save_file({f"{prefix}{k}": v.clone() for k, v in theirs.state_dict().items()}, tmp_path / "wrapped.safetensors")
+    ours = small()
+    load(ours, tmp_path / "wrapped.safetensors")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_torchvisions_checkpoint_with_an_average(tmp_path: Path, parallel: bool) -> None:
+    """As torchvision's train.py saves it with --model-ema: `AveragedModel`, which counts its updates."""
+    theirs, worse = (torchvision.models.resnet18(num_classes=CLASSES) for _ in range(2))
+    randomise(theirs).eval()
+    averaged = torch.optim.swa_utils.AveragedModel(nn.DataParallel(theirs) if parallel else theirs)
+    saved = {"model": worse.state_dict(), "model_ema": averaged.state_dict(), "epoch": 3, "args": argparse.Namespace()}
+    assert "n_averaged" in saved["model_ema"]
+    torch.save(saved, tmp_path / "checkpoint.pth")
+    ours = ResNet(depth=18, num_classes=CLASSES).double().eval()
+    fitted = load(ours, tmp_path / "checkpoint.pth")
+    assert (fitted.part, set(fitted.loaded)) == ("model_ema", set(ours.state_dict()))
     assert_same(ours, theirs)
 
 
@@ -520,6 +700,50 @@ def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Pat
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [SIZE, 48])
+@pytest.mark.parametrize(
+    ("theirs_kwargs", "ours_kwargs", "allow", "said"),
+    [
+        ({}, {"classifier": "pooled"}, "class_token.value", "without the rows of the class token"),
+        ({}, {"registers": 4}, "registers.value", "zeros in front for the registers"),
+        ({"reg_tokens": 2}, {}, "registers.value", "without the rows of the registers"),
+        (
+            {},
+            {"classifier": "pooled", "registers": 1},
+            "class_token.value registers.value",
+            "without the rows of the class token; zeros in front for the registers",
+        ),
+        (
+            {"reg_tokens": 1},
+            {"position_tokens": "patches"},
+            "registers.value",
+            "moved there; without the rows of the registers",
+        ),
+    ],
+)
+def test_positions_of_tokens_that_one_side_has_alone(
+    tmp_path: Path, size: int, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], allow: str, said: str
+) -> None:
+    theirs = small_timm(**theirs_kwargs)
+    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
+    ours = small(image_size=size, num_classes=3, **ours_kwargs)
+    with pytest.raises(UserError) as caught:
+        load(ours, tmp_path / "model.pth")
+    assert "positions.value" not in str(caught.value)
+    assert ("model.class_token=true" in str(caught.value)) == ("classifier" in ours_kwargs)
+    fitted = load(ours, tmp_path / "model.pth", *allow.split())
+    assert said in fitted.adapted["positions.value"]
+    side, extra = size // PATCH, ours.extra_tokens if ours.position_tokens == "all" else 0
+    expected = resample_abs_pos_embed(theirs.pos_embed, [side, side], num_prefix_tokens=theirs.num_prefix_tokens)[0]
+    assert torch.equal(ours.positions.value[extra:], expected[theirs.num_prefix_tokens :])
+    if ours.position_tokens == "patches":
+        assert torch.equal(ours.class_token.value, (theirs.cls_token + theirs.pos_embed[:, :1]).flatten())  # type: ignore[union-attr]
+        return
+    has_token = ours.class_token is not None
+    assert torch.equal(ours.positions.value[:has_token], expected[:has_token])
+    assert not ours.positions.value[has_token:extra].any()
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4, 5])
 def test_input_channels_as_timm_adapts_them(tmp_path: Path, channels: int) -> None:
     theirs = small_timm()
@@ -563,6 +787,10 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
     assert len(fitted.fresh) == 8
     with pytest.raises(UserError, match=r"other shapes: stem.projection.weight \(48, 3, 8, 8\) for \(24, 3, 8, 8\)"):
         load(small(width=24, layer_scale=0.1), tmp_path / "vit.pth")
+    # More rows for the token than there are.
+    torch.save({**theirs.state_dict(), "cls_token": torch.rand(1, 1, 20 * WIDTH)}, tmp_path / "long.pth")
+    with pytest.raises(UserError, match=r"other shapes: class_token\.value \(960,\) for \(48,\)"):
+        load(small(layer_scale=0.1), tmp_path / "long.pth")
     with pytest.raises(UserError, match=r"unexpected: class_token\.value"):
         load(small(classifier="pooled", num_classes=3, layer_scale=0.1), tmp_path / "vit.pth")
     distilled = {**theirs.state_dict(), "dist_token": torch.rand(1, 1, WIDTH)}
@@ -637,6 +865,28 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
     torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")
     with pytest.raises(UserError, match=r"unexpected: network\.extra"):
         load(TimmModel(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
+
+
+@pytest.mark.parametrize("name", ["regnetx_002", "vgg11"])
+def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
+    with torch.device("meta"):
+        state = timm.create_model(name, num_classes=CLASSES).state_dict()
+        ours = TimmModel(name=name, num_classes=5)
+    fitted = foreign.fit(foreign.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
+    assert fitted.fresh.keys() == {f"{ours.head_name}.weight", f"{ours.head_name}.bias"}
+    assert not fitted.adapted
+    assert {*fitted.loaded, *fitted.fresh} == set(ours.state_dict())
+
+
+@pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
+def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str) -> None:
+    """Filters of timm's raise what they like on another model's file."""
+    with torch.device("meta"):
+        ours = TimmModel(name=name, num_classes=5, options={"depth": 2} if "beit" in name else {})
+    for index, state in enumerate((timm.create_model("resnet18").state_dict(), small_timm().state_dict())):
+        torch.save(dict(state), tmp_path / f"{index}.pth")
+        with pytest.raises(UserError, match=rf"^weights: .*{index}\.pth .* does not fit the model: missing: network\."):
+            foreign.fit(foreign.read_weights(str(tmp_path / f"{index}.pth")), ours)
 
 
 def test_like_reads_sizes() -> None:

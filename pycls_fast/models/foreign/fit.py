@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-import math
+import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import pycls, timm
+from pycls_fast.models.foreign.positions import fit_positions
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
+from pycls_fast.models.foreign.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
@@ -44,6 +46,10 @@ class Fitted:
     fresh: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    def note(self, name: str, how: str) -> None:
+        """Say of a tensor what was done to it, behind what was said before."""
+        self.adapted[name] = f"{self.adapted[name]}; {how}" if name in self.adapted else how
+
     def table(self) -> list[tuple[str, str]]:
         """Rows (what, which) for the screen: a short table of what was loaded, adapted and left fresh."""
         what = self.layout + (f", {self.part}" if self.part else "")
@@ -69,7 +75,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     """Tensors for the network's names and shapes.
 
     Another number of classes leaves the head fresh; positions are interpolated, patches and the first convolution
-    resampled as timm does it. All else that does not fit is an error.
+    resampled as timm does it; a first layer that takes BGR is turned to RGB. All else that does not fit is an error.
 
     Args:
         read: what a source holds.
@@ -81,24 +87,22 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         UserError: what does not fit, a line for each kind, with the names to allow.
     """
     _check_shortcut(network, read.shortcut, read.source)
-    if read.antialiased and isinstance(network, ResNet):
-        raise UserError(
-            f"weights: {read.source} is of a ResNet that smooths maps before it makes them smaller, and the model does "
-            f"not; use model=timm model.name={read.source.removeprefix('timm:')}"
-        )
+    check_kind(network, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
     tensors, unknown = _in_names_of(network, read, shapes)
+    if read.bgr:
+        _turn_to_rgb(tensors, network, fitted)
     head: str = network.head_name
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        _fit_tokens(tensors, network, shapes, fitted)
-        _fit_positions(tensors, network, shapes, fitted)
+        fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
     _fit_channels(tensors, network, shapes, fitted)
     _settle(tensors, unknown, shapes, fitted, allow)
+    check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
 
 
@@ -123,24 +127,40 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
         return dict(read.tensors), []
     state: Mapping[str, Tensor] = read.plain
     own = {name.removeprefix("network.") for name in shapes}
+    rest: dict[str, Tensor] = {}
+    unknown: list[str] = []
     if read.layout in ("Google's vision transformer", "torchvision vision transformer", pycls.VIT):
-        state = timm.to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        state, unnamed = timm.in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        rest = {name: read.tensors[name] for name in unnamed}
+        unknown = list(read.unknown)
     elif "s1.b1.f.a.weight" in state:
         state = pycls.regnet_in_timm_names(state)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         state = _filtered_by_timm(network, state)
-    return {f"network.{name}": tensor for name, tensor in state.items()}, []
+    return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
 
 
 def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What timm itself does to older files of a model, and to positions of another size."""
-    import importlib
+    module = importlib.import_module(type(network.network).__module__)
+    change = getattr(module, "checkpoint_filter_fn", None) or getattr(module, "_filter_fn", None)
+    if change is None:
+        return state
+    # Some take the state alone.
+    takes_model = len(inspect.signature(change).parameters) > 1
+    try:
+        return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
+    except Exception:  # noqa: BLE001  # of any kind: they take for granted what their own model's files have
+        # It is another model's file then, and `_settle` says what does not fit.
+        return state
 
-    module: Any = importlib.import_module(type(network.network).__module__)
-    for name in ("checkpoint_filter_fn", "_filter_fn"):
-        if hasattr(module, name):
-            return dict(getattr(module, name)(dict(state), network.network))
-    return state
+
+def _turn_to_rgb(tensors: dict[str, Tensor], network: nn.Module, fitted: Fitted) -> None:
+    """The first layer of a network that was trained on images with blue first, for images with red first."""
+    name = f"{getattr(network, 'first_conv_name', None)}.weight"
+    if name in tensors and tensors[name].ndim == 4:
+        tensors[name] = tensors[name].flip(1)
+        fitted.note(name, "input channels from BGR to RGB")
 
 
 def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted) -> None:
@@ -180,55 +200,6 @@ def _fit_norm(
     raise UserError(f"weights: {read.source} has its final norm elsewhere than the model; use {wanted}")
 
 
-def _fit_tokens(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
-    """Positions of tokens moved into the tokens, or zeros for them, where only one side has positions for tokens."""
-    if "positions.value" not in tensors or "positions.value" not in shapes:
-        return
-    rows = tensors["positions.value"]
-    extra = _extra_tokens(tensors)
-    has_extra = not _is_square(len(rows)) or (extra > 0 and _is_square(len(rows) - extra))
-    if not extra or has_extra == (network.position_tokens == "all"):
-        return
-    if not has_extra:
-        tensors["positions.value"] = torch.cat([rows.new_zeros(extra, rows.shape[1]), rows])
-        fitted.adapted["positions.value"] = f"{len(rows)} rows, zeros in front for {extra} tokens"
-        return
-    start = 0
-    for name in ("class_token.value", "registers.value"):
-        if name in tensors:
-            count = tensors[name].numel() // rows.shape[1]
-            tensors[name] = tensors[name] + rows[start : start + count].reshape(tensors[name].shape)
-            fitted.adapted[name] = "its position added"
-            start += count
-    tensors["positions.value"] = rows[extra:]
-    fitted.adapted["positions.value"] = f"{len(rows)} rows, the first {extra} moved into their tokens"
-
-
-def _extra_tokens(tensors: Mapping[str, Tensor]) -> int:
-    registers = tensors["registers.value"].shape[0] if "registers.value" in tensors else 0
-    return int("class_token.value" in tensors) + registers
-
-
-def _is_square(count: int) -> bool:
-    return math.isqrt(count) ** 2 == count
-
-
-def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
-    """Another image or patch size: the grid is interpolated, bicubic and antialiased; tokens' rows are kept."""
-    name = "positions.value"
-    if name not in tensors or name not in shapes or tuple(tensors[name].shape) == shapes[name]:
-        return
-    kept = network.extra_tokens if network.position_tokens == "all" else 0
-    rows, wanted = tensors[name], shapes[name][0] - kept
-    if rows.shape[1] != shapes[name][1] or not _is_square(len(rows) - kept) or not _is_square(wanted):
-        return
-    from timm.layers import resample_abs_pos_embed
-
-    before, side = math.isqrt(len(rows) - kept), math.isqrt(wanted)
-    tensors[name] = resample_abs_pos_embed(rows[None], [side, side], num_prefix_tokens=kept)[0]
-    fitted.adapted[name] = f"interpolated from {before} x {before} to {side} x {side}"
-
-
 def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:
     name = "stem.projection.weight"
     if name not in tensors or name not in shapes or tensors[name].ndim != 4 or "stem.convs.0.weight" in shapes:
@@ -239,7 +210,7 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
     from timm.layers import resample_patch_embed
 
     tensors[name] = resample_patch_embed(tensors[name], list(wanted))
-    fitted.adapted[name] = f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}"
+    fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
 
 
 def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes, fitted: Fitted) -> None:
@@ -254,8 +225,7 @@ def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes
 
     tensors[name] = adapt_input_conv(wanted, tensors[name])
     how = "summed" if wanted == 1 else "repeated and scaled"
-    also = f"{fitted.adapted[name]}; " if name in fitted.adapted else ""
-    fitted.adapted[name] = f"{also}{before} input channels {how} to {wanted}"
+    fitted.note(name, f"{before} input channels {how} to {wanted}")
 
 
 def _settle(
@@ -280,6 +250,7 @@ def _settle(
                 missing.append(name)
         elif tuple(tensors[name].shape) != shape:
             if allowed(name):
+                fitted.adapted.pop(name, None)
                 fitted.fresh[name] = f"shape {tuple(tensors[name].shape)} in the file"
             else:
                 reshaped.append(f"{name} {tuple(tensors[name].shape)} for {shape}")
@@ -302,6 +273,7 @@ def _settle(
                 f"{', '.join(names[:5])}{more}"
             )
     if lines:
+        kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
         raise UserError(
-            *lines, "weights: choose the model that they are of, or name those to go without in weights_allow"
+            *lines, f"weights: choose the model that they are of{kept}, or name those to go without in weights_allow"
         )

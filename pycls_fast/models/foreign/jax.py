@@ -53,6 +53,12 @@ def read_jax_vit(arrays: Arrays) -> tuple[dict[str, Tensor], list[str]]:
     return ours, unknown
 
 
+def heads(arrays: Arrays) -> int | None:
+    """How many attention heads the blocks have, by the shape (in, heads, width of one head) of their queries."""
+    name = next((n for n in arrays if re.search(r"encoderblock.*Attention_\d/query/kernel$", n)), None)
+    return None if name is None or arrays[name].ndim < 3 else arrays[name].shape[-2]
+
+
 def _ours(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors of one array: several where blocks are stacked, none for what is not known."""
     if name in _OUTSIDE:

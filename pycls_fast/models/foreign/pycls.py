@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from pycls_fast.models.foreign.tables import Entry, State, conv_norm, depth, joined, layer, translate
+from pycls_fast.models.foreign.traits import Traits
 
 VIT = "pycls vision transformer"
 RESNET = "pycls resnet"
 
 
+def is_pycls(state: State) -> bool:
+    """Whether these are a ViT's, a ResNet's or a RegNet's of pycls."""
+    return "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state
+
+
+def parsed(settings: str) -> dict[str, Mapping[str, Any]]:
+    """The sections of a run's configuration, which a checkpoint holds as YAML text; none where it is something else."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(settings)
+    except yaml.YAMLError:
+        return {}
+    return {name: part for name, part in found.items() if isinstance(part, dict)} if isinstance(found, dict) else {}
+
+
+def takes_bgr(settings: str) -> bool:
+    """Whether a run's first layer takes the channels as blue, green, red.
+
+    pycls reads ImageNet's images with OpenCV and hands them on in its order (`datasets/imagenet.py`, all versions), as
+    it did for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
+    """
+    found = parsed(settings)
+    by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
+    return not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10"
+
+
+def traits(settings: str) -> Traits:
+    """What a run's configuration says of its model and the tensors do not."""
+    found = parsed(settings)
+    kind = found.get("MODEL", {}).get("TYPE")
+    if kind == "vit":
+        heads, eps = found.get("VIT", {}).get("NUM_HEADS"), found.get("LN", {}).get("EPS")
+        return Traits(heads=heads if isinstance(heads, int) else None, norm_eps=eps if isinstance(eps, float) else None)
+    resnet = found.get("RESNET", {})
+    if kind == "resnet" and resnet.get("STRIDE_1X1") and resnet.get("TRANS_FUN") == "bottleneck_transform":
+        return Traits(unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
+    return Traits()
+
+
 def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """`ViT` of pycls' main branch: what of a file is known, in our names, and the rest.
+    """`ViT` of pycls' branches main and vitconfigs: what of a file is known, in our names, and the rest.
 
     It norms every token before the mean: classifier_norm="before_pool" for CLASSIFIER_TYPE pooled.
     """
-    table = [Entry("pos_embedding", ("positions.value",), ones=(1,))]
+    # main has tokens before samples, (N, 1, D), vitconfigs samples first.
+    samples_first = "pos_embedding" in state and state["pos_embedding"].shape[:1] == (1,)
+    table = [Entry("pos_embedding", ("positions.value",), ones=(0,) if samples_first else (1,))]
     if "class_token" in state:
         table.append(Entry("class_token", ("class_token.value",), ones=(0, 1)))
     table += layer("stem.patchify", "stem.projection") if "stem.patchify.weight" in state else _conv_stem(state)
     for index in range(depth(state, "encoder.block_")):
         theirs, ours = f"encoder.block_{index}", f"blocks.{index}"
         table += layer(f"{theirs}.ln_1", f"{ours}.norm1")
-        # The branch vitconfigs has torch's attention itself, main has it in a `block`.
-        inner = ".block" if f"{theirs}.self_attention.block.in_proj_weight" in state else ""
-        table += joined(f"{theirs}.self_attention{inner}.in_proj_", f"{ours}.attention")
-        table += layer(f"{theirs}.self_attention{inner}.out_proj", f"{ours}.attention.projection")
+        # main has torch's attention in a `block`, vitconfigs its own; before either it was torch's itself.
+        inner = f"{theirs}.self_attention"
+        if f"{inner}.block.in_proj_weight" in state:
+            inner += ".block"
+        joint = "attn_proj." if f"{inner}.attn_proj.weight" in state else "in_proj_"
+        table += joined(f"{inner}.{joint}", f"{ours}.attention")
+        table += layer(f"{inner}.out_proj", f"{ours}.attention.projection")
         table += layer(f"{theirs}.ln_2", f"{ours}.norm2")
         table += layer(f"{theirs}.mlp_block.linear_1", f"{ours}.mlp.fc1")
         table += layer(f"{theirs}.mlp_block.linear_2", f"{ours}.mlp.fc2")

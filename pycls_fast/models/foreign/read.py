@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
+from pycls_fast.models.foreign.traits import Traits, of_timm, of_torchvision_vit
 from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.paths import user_path
 
@@ -34,7 +35,9 @@ class Contents:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
-    antialiased: bool = False
+    traits: Traits = field(default_factory=Traits)
+    settings: str = ""
+    """Of the run, as pycls writes them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class ReadWeights:
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
         norm: what a vision transformer's final norm was trained on; None where the file does not say.
         shortcut: how a ResNet's shortcuts make maps smaller; None where the file does not say.
-        antialiased: a ResNet smooths maps before it makes them smaller, as timm's hub says; files do not say.
+        bgr: the first layer takes the channels as blue, green, red.
+        traits: what it computes with them, as far as no tensor shows it and the source says it.
         part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
         classes: names of the outputs, where the file has them.
         step: at which a run of ours saved it, where the file says so.
@@ -63,7 +67,8 @@ class ReadWeights:
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     norm: NormPlace | None = None
     shortcut: ShortcutKind | None = None
-    antialiased: bool = False
+    bgr: bool = False
+    traits: Traits = field(default_factory=Traits)
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
@@ -90,7 +95,7 @@ def read_weights(source: str) -> ReadWeights:
     if source.startswith("timm:"):
         contents = _from_timm_hub(source.removeprefix("timm:"))
     elif source.startswith("torchvision:"):
-        contents = Contents(_from_torchvision_hub(source.removeprefix("torchvision:")))
+        contents = _from_torchvision_hub(source.removeprefix("torchvision:"))
     else:
         path = user_path(source)
         if not path.is_file():
@@ -118,7 +123,7 @@ def _read_safetensors(path: Path) -> Contents:
     except (SafetensorError, OSError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
     return Contents(
-        state,
+        _bare(state),
         part=about.get("weights", ""),
         classes=tuple(json.loads(about["classes"])) if "classes" in about else None,
         step=int(about["step"]) if "step" in about else None,
@@ -176,10 +181,16 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"weights: {path} holds no weights; its entries are {', '.join(map(str, list(loaded)[:8]))}")
-    # torch's wrappers put their own name in front, one before the other.
-    while prefix := next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in tensors)), ""):
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return Contents(tensors, part=part)
+    settings = loaded.get("cfg")
+    return Contents(_bare(tensors), part=part, settings=settings if isinstance(settings, str) else "")
+
+
+def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what torch's wrappers put in front of the names, one before the other, and without their own counter."""
+    found = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
+    while prefix := next((p for p in ("module.", "_orig_mod.") if found and all(n.startswith(p) for n in found)), ""):
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
 
 
 def _choose_part(loaded: Mapping[str, Any]) -> str:
@@ -198,13 +209,10 @@ def _from_timm_hub(name: str) -> Contents:
     if not library.is_model(name):
         raise UserError(f"weights: timm {library.__version__} has no model {name}")
     model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
-    antialiased = any(
-        path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()
-    )
-    return Contents(model.state_dict(), antialiased=antialiased)
+    return Contents(model.state_dict(), traits=of_timm(model))
 
 
-def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
+def _from_torchvision_hub(name: str) -> Contents:
     import torchvision as library
 
     model, _, tag = name.partition(".")
@@ -212,7 +220,11 @@ def _from_torchvision_hub(name: str) -> dict[str, Tensor]:
         weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
     except (KeyError, ValueError) as error:
         raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
-    return _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+    if not model.startswith("vit_"):
+        return Contents(state)
+    with torch.device("meta"):
+        return Contents(state, traits=of_torchvision_vit(library.models.get_model(model)))
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
@@ -235,6 +247,11 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     shortcut: ShortcutKind | None = None
     if layout in (torchvision.RESNET, pycls.RESNET):
         shortcut = torchvision.resnet_shortcut(state)
+    traits = contents.traits
+    if layout == _JAX:
+        traits = Traits(heads=jax.heads(state))
+    elif pycls.is_pycls(state):
+        traits = pycls.traits(contents.settings)
     return ReadWeights(
         source=source,
         layout=layout,
@@ -243,7 +260,8 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
         unused={name: tuple(state[name].shape) for name in unused},
         norm=norm,
         shortcut=shortcut,
-        antialiased=contents.antialiased,
+        bgr=pycls.is_pycls(state) and pycls.takes_bgr(contents.settings),
+        traits=traits,
         part=contents.part,
         classes=contents.classes,
         step=contents.step,

@@ -92,14 +92,23 @@ def to_ours(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor
 def to_theirs(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
     """The inverse of `to_ours`."""
     _check(state, (name for entry in table for name in entry.ours), what)
+    return translate_back(state, table)[0]
+
+
+def translate_back(state: State, table: Sequence[Entry]) -> tuple[dict[str, Tensor], list[str]]:
+    """What of ours is in the table, in their names, and our names of the rest."""
     theirs: dict[str, Tensor] = {}
+    known: set[str] = set()
     for entry in table:
+        if any(name not in state for name in entry.ours):
+            continue
+        known.update(entry.ours)
         parts = [state[name] for name in entry.ours]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         for dim in entry.ones:
             tensor = tensor.unsqueeze(dim)
         theirs[entry.theirs] = tensor
-    return theirs
+    return theirs, [name for name in state if name not in known]
 
 
 def _check(state: State, expected: Iterable[str], what: str, optional: Iterable[str] = ()) -> None:

@@ -6,7 +6,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from pycls_fast.models.foreign.tables import Entry, State, depth, joined, layer, to_ours, to_theirs, translate
+from pycls_fast.models.foreign.tables import (
+    Entry,
+    State,
+    depth,
+    joined,
+    layer,
+    to_ours,
+    to_theirs,
+    translate,
+    translate_back,
+)
 
 Norm = Literal["norm", "fc_norm"]
 VIT = "timm vision transformer"
@@ -41,6 +51,11 @@ def read_timm_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
     renamed = {name.replace("gamma_1", "ls1.gamma").replace("gamma_2", "ls2.gamma"): t for name, t in state.items()}
     table = timm_vit(renamed, norm="fc_norm" if "fc_norm.weight" in renamed else "norm")
     return translate(renamed, [*table, *layer("pre_logits.fc", "pre_logits")], VIT)
+
+
+def in_timm_names(state: State, *, norm: Norm) -> tuple[dict[str, Tensor], list[str]]:
+    """What of our tensors timm's vision transformer has names for, and our names of the rest."""
+    return translate_back(state, timm_vit(state, norm=norm, ours=True))
 
 
 def timm_vit(state: State, *, norm: Norm, ours: bool = False) -> list[Entry]:

@@ -1,0 +1,118 @@
+"""What weights were trained to compute where no tensor shows it: other functions have the same names and shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pycls_fast.errors import UserError
+from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.vit import Classifier, VisionTransformer
+
+_CLASSIFIERS: dict[str, Classifier] = {"token": "token", "avg": "pooled", "map": "map"}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Of the model that weights are of; None or empty where their source does not say.
+
+    Attributes:
+        heads: attention heads of a vision transformer.
+        norm_eps: of its LayerNorms.
+        classifier: what its head sees.
+        unlike: what it does and our models do not, in words that follow "a model that".
+        pools_unlike: the same of what its head sees.
+    """
+
+    heads: int | None = None
+    norm_eps: float | None = None
+    classifier: Classifier | None = None
+    unlike: str = ""
+    pools_unlike: str = ""
+
+
+def of_timm(model: Any) -> Traits:
+    """Of a model that timm has built."""
+    if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
+        return Traits(unlike="smooths maps before it makes them smaller")
+    block: Any = next(iter(getattr(model, "blocks", ())), None)
+    if not hasattr(block, "attn"):
+        return Traits()
+    unlike = ""
+    # GELU by tanh is taken for GELU, as timm itself does with Google's models, which were trained with it: the two
+    # differ by 5e-4 at most.
+    activation = type(getattr(block.mlp, "act", nn.GELU())).__name__
+    if getattr(model, "rope", None) is not None:
+        unlike = "rotates queries and keys (RoPE)"
+    elif "Post" in type(block).__name__:
+        unlike = "norms behind attention and MLP"
+    elif activation not in ("GELU", "GELUTanh"):
+        unlike = f"has {activation} in its MLPs"
+    pool = getattr(model, "global_pool", "")
+    pools_unlike = "" if not pool or pool in _CLASSIFIERS else f"pools by {pool}"
+    if getattr(model, "pool_include_prefix", False) and model.num_prefix_tokens:
+        pools_unlike = "pools over class token and registers, too"
+    return Traits(
+        heads=getattr(block.attn, "num_heads", None),
+        norm_eps=getattr(getattr(block, "norm1", None), "eps", None),
+        classifier=_CLASSIFIERS.get(pool),
+        unlike=unlike,
+        pools_unlike=pools_unlike,
+    )
+
+
+def of_torchvision_vit(model: Any) -> Traits:
+    """Of a vision transformer that torchvision has built."""
+    block = model.encoder.layers[0]
+    return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
+
+
+def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
+    """See that one of our models can compute what the weights are for.
+
+    Raises:
+        UserError: none can.
+    """
+    if traits.unlike and not isinstance(network, TimmModel):
+        raise UserError(_other_model(traits.unlike, source))
+
+
+def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
+    """See that a network that the weights fit computes with them what they were trained for.
+
+    Raises:
+        UserError: a line for each setting that differs.
+    """
+    if not isinstance(network, VisionTransformer):
+        return
+    if traits.pools_unlike and with_head:
+        raise UserError(_other_model(traits.pools_unlike, source))
+    block: Any = network.blocks[0]
+    found: list[tuple[str, object, object]] = [
+        ("heads", traits.heads, block.attention.heads),
+        ("norm_eps", traits.norm_eps, network.norm.eps),
+    ]
+    if with_head:
+        found.append(("classifier", traits.classifier, network.classifier))
+    lines = [
+        f"weights: {source} was trained with model.{key}={_text(theirs)} and the model has {_text(ours)}, which "
+        f"computes something else with the same tensors; use model.{key}={_text(theirs)}"
+        for key, theirs, ours in found
+        if theirs not in (None, ours)
+    ]
+    if lines:
+        raise UserError(*lines)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _other_model(unlike: str, source: str) -> str:
+    if source.startswith("timm:"):
+        way_out = f"use model=timm model.name={source.removeprefix('timm:')}"
+    else:
+        way_out = "no model here does; choose other weights"
+    return f"weights: {source} is of a model that {unlike}, and the model does not; {way_out}"
