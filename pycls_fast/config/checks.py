@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, ViTModel
+from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, TimmModel, ViTModel
 
 
 def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
@@ -288,10 +288,16 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"false is for strategies that cut weights; use parallel.reshard_after_forward=true or parallel=fsdp (got "
             f"parallel={name})",
         )
-    if chosen.sync_batchnorm and not isinstance(config.model, ResNetModel):
+    if chosen.sync_batchnorm and isinstance(config.model, TimmModel):
         yield (
             "parallel.sync_batchnorm",
-            (f"model.kind={config.model.kind} has no batch norm; use parallel.sync_batchnorm=false"),
+            "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an activation, which "
+            "would be lost; use parallel.sync_batchnorm=false",
+        )
+    if chosen.sync_batchnorm and isinstance(config.model, ViTModel) and config.model.stem == "patch":
+        yield (
+            "parallel.sync_batchnorm",
+            "model.kind=vit has no batch norm with model.stem=patch; use parallel.sync_batchnorm=false",
         )
     if (gathers or name == "fairscale_fsdp") and precision in ("fp16", "bf16"):
         masters = "fp16_master" if precision == "fp16" else "bf16_params"
