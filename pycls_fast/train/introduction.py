@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pycls_fast import build
@@ -54,8 +55,16 @@ def introduce(run: Run) -> None:
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
+    for note in _notes(run):
+        run.display.note(note)
+
+
+def _notes(run: Run) -> Iterator[str]:
     if run.switches[SwitchName.COMPILE] != "off":
-        run.display.note("speed.compile: the first step compiles the network, which takes 20 to 100 s")
+        yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
+    # Not refused: a ladder leaves out the rung that brings the 16 bits, or has the others alone.
+    if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
+        yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} GELU is torch's"
 
 
 def memory_per_rank(run: Run) -> float:
