@@ -124,7 +124,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
 # Nothing but the network: no erasing, mixing, drop-path or smoothing, which the plain loop does not have.
 PLAIN = (
     "data=synthetic", "augment=none", "model.drop_path=0", "loss.label_smoothing=0", "optim=adamw", f"optim.lr={LR}",
-    "optim.lr_batch_size=null", "schedule=constant", "schedule.warmup_epochs=0", "runtime.device=cpu",
+    "optim.lr_batch_size=null", "schedule=constant", "schedule.warmup_epochs=0", "schedule.final_factor=0",
+    "runtime.device=cpu",
 )  # fmt: skip
 
 

@@ -66,8 +66,8 @@ SUBJECTS: Mapping[str, Subject] = {
 # Nothing but the network and its update: what timm's step has as well.
 PLAIN = (
     "data=synthetic", "augment=none", "model.drop_path=0", "model.num_classes=1000", "loss.label_smoothing=0",
-    "schedule=constant", "schedule.warmup_epochs=0", "optim.ema_decay=null", "optim.clip_norm=null",
-    "optim.accumulation_steps=1",
+    "schedule=constant", "schedule.warmup_epochs=0", "schedule.final_factor=0", "optim.ema_decay=null",
+    "optim.clip_norm=null", "optim.accumulation_steps=1",
 )  # fmt: skip
 # The ladder: each line has the settings of those above it. Later values of a key win.
 VIT_LADDER = (

@@ -113,12 +113,16 @@ def optimizer(
         groups = masters.groups(groups)
 
     def make(groups: list[optim.Group]) -> Optimizer:
+        # Of fairscale_sharded_ddp a rank may own nothing of a group.
+        device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
+        if isinstance(settings, schema.AdamW8bit):
+            _need_compiler(device, "optim.name: adamw8bit", "optim=adamw")
         made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
-            _need_compiler(_device(groups), "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            _need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             optim.compile_step(made)
         if chosen[SwitchName.CUDA_GRAPHS] == "on":
-            optim.make_capturable(made, _device(groups))
+            optim.make_capturable(made, device)
         return made
 
     if chosen[SwitchName.PARAM_OFFLOAD] == "none" or sharded:
@@ -182,13 +186,7 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
             betas=settings.betas,
             eps=settings.eps,
         )
-    _need_compiler(_device(groups), "optim.name: adamw8bit", "optim=adamw")
     return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
-
-
-def _device(groups: list[optim.Group]) -> torch.device:
-    device: torch.device = groups[0]["params"][0].device
-    return device
 
 
 def _need_compiler(device: torch.device, what: str, instead: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, Section, TimmModel, ViTModel
 
 
 def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
@@ -179,7 +179,7 @@ def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     policy = augment.rand_augment
     if policy is not None and policy.library == "torchvision":
         for name in ("magnitude_std", "increasing", "probability"):
-            if getattr(policy, name) != type(policy).model_fields[name].default:
+            if getattr(policy, name) != _default(policy, name):
                 yield f"augment.rand_augment.{name}", "only timm's has it; use augment.rand_augment.library=timm"
     if policy is not None and policy.library == "timm" and policy.magnitude > 10:
         yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {policy.magnitude}"
@@ -202,6 +202,17 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
             "not set; give the epochs between two steps (30, say)"
             if needed
             else f"is for schedule=step; use schedule.step_epochs=null with schedule={schedule.name}",
+        )
+    step_factor = _default(schedule, "step_factor")
+    if schedule.name != "step" and schedule.step_factor != step_factor:
+        yield (
+            "schedule.step_factor",
+            f"is for schedule=step; use schedule.step_factor={step_factor} with schedule={schedule.name}",
+        )
+    if schedule.name in ("step", "constant") and schedule.final_factor:
+        yield (
+            "schedule.final_factor",
+            f"is for schedule=cosine and linear; use schedule.final_factor=0 with schedule={schedule.name}",
         )
 
 
@@ -303,16 +314,36 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
                 f"parallel.{key}",
                 (f"is for parallel=hsdp; use parallel.{key}=null or parallel=hsdp (got parallel={name})"),
             )
+    for key in ("powersgd_rank", "powersgd_start_step"):
+        default = _default(chosen, key)
+        if chosen.compression != "powersgd" and getattr(chosen, key) != default:
+            yield (
+                f"parallel.{key}",
+                f"is for parallel.compression=powersgd; use parallel.{key}={default} with "
+                f"parallel.compression={chosen.compression}",
+            )
+    prefetched = _default(chosen, "prefetch_units")
+    if chosen.prefetch_units != prefetched and not gathers:
+        yield (
+            "parallel.prefetch_units",
+            f"is for parallel=fsdp and hsdp; use parallel.prefetch_units={prefetched} with parallel={name}",
+        )
     if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
         yield (
             "parallel.reshard_after_forward",
             f"false is for strategies that cut weights; use parallel.reshard_after_forward=true or parallel=fsdp (got "
             f"parallel={name})",
         )
-    if chosen.sync_batchnorm and not isinstance(config.model, ResNetModel):
+    if chosen.sync_batchnorm and isinstance(config.model, TimmModel):
         yield (
             "parallel.sync_batchnorm",
-            (f"model.kind={config.model.kind} has no batch norm; use parallel.sync_batchnorm=false"),
+            "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an activation, which "
+            "would be lost; use parallel.sync_batchnorm=false",
+        )
+    if chosen.sync_batchnorm and isinstance(config.model, ViTModel) and config.model.stem == "patch":
+        yield (
+            "parallel.sync_batchnorm",
+            "model.kind=vit has no batch norm with model.stem=patch; use parallel.sync_batchnorm=false",
         )
     if (gathers or name == "fairscale_fsdp") and precision in ("fp16", "bf16"):
         masters = "fp16_master" if precision == "fp16" else "bf16_params"
@@ -352,6 +383,10 @@ def _fairscale(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "adamw8bit's state cannot be sent from rank to rank, which fairscale_sharded_ddp does to save it; use "
                 "optim=adamw, or parallel=ddp",
             )
+
+
+def _default(section: Section, key: str) -> object:
+    return type(section).model_fields[key].default
 
 
 def _not_divisible(value: int, divisor: int, of: str) -> str:

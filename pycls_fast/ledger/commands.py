@@ -10,6 +10,7 @@ from pycls_fast.ledger.plan import Arm
 _ONE_PROCESS = (
     "parallel=single", "parallel.name=single", "parallel.compression=none", "parallel.static_graph=false",
     "parallel.reshard_after_forward=true", "parallel.shard_degree=null", "parallel.replicate_degree=null",
+    "parallel.prefetch_units=1", "parallel.powersgd_rank=1", "parallel.powersgd_start_step=1000",
 )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ class TokenConvStem(nn.Module):
         """Normal, variance 2 / channels out, in the last 1 / channels out: `init_weights_vit` of pycls' branch main."""
         for conv, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(conv, nn.Conv2d)
-            assert isinstance(norm, nn.BatchNorm2d)
+            # Also one with the statistics of all ranks.
+            assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
             nn.init.normal_(conv.weight, std=math.sqrt(2.0 / conv.out_channels))
             norm.reset_parameters()
         nn.init.normal_(self.projection.weight, std=math.sqrt(1.0 / self.projection.out_channels))

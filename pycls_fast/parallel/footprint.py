@@ -10,6 +10,9 @@ def footprint(
     largest_unit: int,
     *,
     state_copies: float,
+    trained: int | None = None,
+    reached: int | None = None,
+    averaged: bool = False,
     strategy: str = "single",
     degree: int = 1,
     reshard_after_forward: bool = True,
@@ -22,22 +25,31 @@ def footprint(
     Args:
         parameters: of the network.
         largest_unit: parameters of its largest block.
-        state_copies: float32 copies that optimizer and average keep.
+        state_copies: float32 copies of the trained parameters that the optimizer keeps.
+        trained: parameters that have gradients and state; None: all.
+        reached: parameters that the backward pass goes through, those from the first trained one on; None: all.
+        averaged: an average of all weights is kept.
         strategy: a name of `STRATEGIES`.
         degree: ranks that have one copy between them.
         reshard_after_forward: weights are gathered block by block (ZeRO-3), not kept (ZeRO-2).
-        compute_bytes: of a gathered weight.
+        compute_bytes: of a gathered weight or, where none is, of one of the network's: with fewer than 4 they and their
+            gradients are beside the optimizer's in float32.
         autocast_bytes: of the copy of a weight that autocast makes in the forward pass; it is kept for the backward
             pass, and no strategy divides it.
         recomputes: blocks are computed again in the backward pass, so that one block's copies are alive at a time.
     """
-    whole = 4.0 * parameters
-    casts = float(autocast_bytes * (largest_unit if recomputes else parameters))
+    trained = parameters if trained is None else trained
+    reached = parameters if reached is None else reached
+    weights = 4.0 * parameters * (1 + averaged)
+    gradients, state = 4.0 * trained, 4.0 * trained * state_copies
+    casts = float(autocast_bytes * (min(largest_unit, reached) if recomputes else reached))
     if strategy in ("single", "ddp") or degree == 1:
-        return whole * (2 + state_copies) + casts
+        halves = float(compute_bytes * (parameters + trained)) if compute_bytes < 4 else 0.0
+        return weights + gradients + state + halves + casts
     if strategy == "fairscale_sharded_ddp":
-        return whole * (2 + state_copies / degree) + casts
-    shards = 4.0 * math.ceil(parameters / degree) * (2 + state_copies)
+        # The average is of whole weights, and gradients are whole until the last microbatch's are exchanged.
+        return weights + gradients + state / degree + casts
+    shards = math.ceil(parameters / degree) * 4 * (1 + averaged) + math.ceil(trained / degree) * 4 * (1 + state_copies)
     # A block's weights and their gradients, and the weights of the next one, which is gathered meanwhile.
-    gathered = compute_bytes * (3 * largest_unit if reshard_after_forward else parameters + largest_unit)
-    return shards + gathered + casts
+    gathered = (2 * largest_unit if reshard_after_forward else parameters) + min(largest_unit, trained)
+    return shards + compute_bytes * gathered + casts

@@ -38,24 +38,22 @@ class PowerSGD:
         self._step = 0
         self._whole = True
         self._carried: dict[str, Tensor] = {}
-        self._layout: dict[int, list[tuple[str, torch.Size]]] = {}
+        self._buckets: dict[int, list[Tensor]] = {}
         self._inner = self._fresh()
         model.register_comm_hook(None, self._hook)
 
     def _hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        is_last = bucket.is_last()
+        parameters, is_last = bucket.parameters(), bucket.is_last()
         if self._whole or self._step < self._start_step:
-            for name, gradient in zip(names, bucket.gradients(), strict=True):
+            for parameter, memory in zip(parameters, bucket.gradients(), strict=True):
+                name = self._names[id(parameter)]
                 if name in self._carried:
-                    gradient.add_(self._carried[name])
+                    _in_shape(memory, parameter).add_(self._carried[name])
             done = default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
             if is_last:
                 self._carried, self._whole, self._inner = {}, False, self._fresh()
         else:
-            self._layout[bucket.index()] = [
-                (name, gradient.shape) for name, gradient in zip(names, bucket.gradients(), strict=True)
-            ]
+            self._buckets[bucket.index()] = parameters
             done = powersgd.powerSGD_hook(self._inner, bucket)
         self._step += is_last
         return done
@@ -67,9 +65,12 @@ class PowerSGD:
         All ranks call this together. The next step is exchanged whole, with these values.
         """
         for index, flat in self._inner.error_dict.items():
-            sizes = [shape.numel() for _, shape in self._layout[index]]
-            for (name, shape), error in zip(self._layout[index], flat.split(sizes), strict=True):
-                self._carried[name] = error.view(shape).clone()
+            parameters = self._buckets[index]
+            sizes = [parameter.numel() for parameter in parameters]
+            for parameter, memory in zip(parameters, flat.split(sizes), strict=True):
+                # Contiguous, as the ranks exchange it.
+                error = _in_shape(memory, parameter).clone(memory_format=torch.contiguous_format)
+                self._carried[self._names[id(parameter)]] = error
         self._inner.error_dict.clear()
         for name in sorted(self._carried):
             dist.all_reduce(self._carried[name])
@@ -94,3 +95,11 @@ class PowerSGD:
         )
         state.iter = state.start_powerSGD_iter
         return state
+
+
+def _in_shape(memory: Tensor, parameter: Tensor) -> Tensor:
+    """A view of a gradient's part of a bucket in the order of the parameter's elements.
+
+    A bucket has them in the order of the parameter's memory, which under channels_last is another one.
+    """
+    return memory.as_strided(parameter.shape, parameter.stride())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pycls_fast import build
@@ -27,27 +29,13 @@ def introduce(run: Run) -> None:
     if world.size * config.optim.accumulation_steps > 1:
         each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
         batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
-    parameters = run.complexity.parameters
-    group = run.step.wrapped.shard_group
-    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
-    memory = footprint(
-        parameters,
-        run.largest_unit,
-        state_copies=_STATE_COPIES[config.optim.name] + (run.step.ema is not None),
-        strategy=build.strategy(config, world),
-        degree=1 if group is None else group.size(),
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        compute_bytes=compute_bytes if level.weights != "float32" else 4,
-        autocast_bytes=compute_bytes if level.autocast else 0,
-        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
-    )
     chosen = "  ".join(
         f"{switch.name}={run.switches[switch.name]}"
         for switch in CATALOGUE
         if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
     )
     rows = [
-        ("model", f"{config.model.kind}, {human(parameters)} parameters"),
+        ("model", f"{config.model.kind}, {human(run.complexity.parameters)} parameters"),
         (
             "one image",
             f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
@@ -58,7 +46,7 @@ def introduce(run: Run) -> None:
         ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
         ("preprocessing", build.preprocessing(config)),
-        ("memory per rank", f"{human(memory, 'B')} for weights, gradients and optimizer"),
+        ("memory per rank", f"{human(memory_per_rank(run), 'B')} for weights, gradients and optimizer"),
         (
             "device",
             f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
@@ -67,8 +55,42 @@ def introduce(run: Run) -> None:
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
+    for note in _notes(run):
+        run.display.note(note)
+
+
+def _notes(run: Run) -> Iterator[str]:
     if run.switches[SwitchName.COMPILE] != "off":
-        run.display.note("speed.compile: the first step compiles the network, which takes 20 to 100 s")
+        yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
+    # Not refused: a ladder leaves out the rung that brings the 16 bits, or has the others alone.
+    if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
+        yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} GELU is torch's"
+
+
+def memory_per_rank(run: Run) -> float:
+    """Bytes of weights, gradients, optimizer and average at the peak of a step; see `footprint`."""
+    config, group = run.config, run.step.wrapped.shard_group
+    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
+    trained = reached = None
+    if "all" not in config.optim.trainable:
+        # In the order of the forward pass, as far as a network holds its parameters in it.
+        from_first = list(itertools.dropwhile(lambda p: not p.requires_grad, run.network.parameters()))
+        trained = sum(p.numel() for p in from_first if p.requires_grad)
+        reached = sum(p.numel() for p in from_first)
+    return footprint(
+        run.complexity.parameters,
+        run.largest_unit,
+        state_copies=_STATE_COPIES[config.optim.name],
+        trained=trained,
+        reached=reached,
+        averaged=run.step.ema is not None,
+        strategy=build.strategy(config, run.world),
+        degree=1 if group is None else group.size(),
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        compute_bytes=compute_bytes if level.weights != "float32" else 4,
+        autocast_bytes=compute_bytes if level.autocast else 0,
+        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
+    )
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

@@ -83,6 +83,11 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         ["model.classifier=pooled", "model.positions=sincos2d", "parallel.prefetch_units=2", "precision=bf16_params"],
         1e-2,
     ),
+    "convolutional stem": (
+        "zero3",
+        ["model.stem=conv", "model.stem_widths=[8,16]", "model.stem_strides=[2,2]", "parallel.sync_batchnorm=true"],
+        1e-5,
+    ),
     # Too large a scale for the first step, which all ranks have to skip together.
     "overflow": (
         "zero3",

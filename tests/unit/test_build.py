@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
+from pycls_fast.build import optimization as build_optimization
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import SyntheticSource
 from pycls_fast.errors import UserError
@@ -312,6 +313,17 @@ class TestOptimizing:
         assert [group["weight_decay"] for group in made.param_groups] == [0.4, 0.0]
         held = sum(p.numel() for group in made.param_groups for p in group["params"])
         assert held == sum(p.numel() for p in model.parameters())
+
+    @pytest.mark.parametrize("owned", [(0, 1), (1, 0), (0, 0)])
+    def test_a_rank_that_owns_nothing_of_a_group(self, monkeypatch: pytest.MonkeyPatch, owned: tuple[int, int]) -> None:
+        """FairScale's OSS gives such groups to what makes a rank's optimizer."""
+        monkeypatch.setattr(build_optimization, "has_compiler", lambda: True)
+        config = vit("optim=adamw")
+        network = build.model(config, 10, REFERENCE)
+        groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]
+        switches = {**REFERENCE, SwitchName.OPTIMIZER: "foreach", SwitchName.OPTIMIZER_COMPILE: "on"}
+        made = build.optimizer(config, network, switches, groups=groups)
+        assert [len(group["params"]) for group in made.param_groups] == list(owned)
 
     def test_sgd(self) -> None:
         config = load_config("resnet_digits", ["optim.momentum=0.6", "optim.nesterov=false", "optim.lr=0.25"])

@@ -22,6 +22,7 @@ from pycls_fast.parallel import ALONE
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 # `ladder` holds ladders of switches for the ledger, no group.
 GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
+IMAGENET = 1_281_167  # training images
 HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
 # Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
@@ -56,7 +57,7 @@ def test_an_experiment_builds(name: str) -> None:
         model = build.model(config, 1000, switches, empty=True)
         counted = complexity(model, image_size=config.data.image_size)
         build.optimizer(config, model, switches)
-        build.ema(config, model, switches)
+        average = build.ema(config, model, switches)
     assert all(parameter.is_meta for parameter in model.parameters())
     if name in published.EXPERIMENTS:
         known = published.EXPERIMENTS[name]
@@ -66,6 +67,12 @@ def test_an_experiment_builds(name: str) -> None:
         assert counted.parameters / 1e6 == pytest.approx(known.parameters, abs=0.11 + 0.0005 * known.parameters)
     build.loss(config, build.switches(config, torch.device("cpu")), torch.device("cpu"))
     build.mixer(config)
+    if average is not None:
+        # The average's warm-up is over at the end of training, and the initial weights are forgotten.
+        steps = config.schedule.epochs * (IMAGENET // config.data.global_batch_size)
+        last = steps - steps % average.every - 1
+        assert average.share(last) == 1 - average.decay**average.every
+        assert average.decay**steps < 0.002
     schedule = build.schedule(config, steps_per_epoch=100)
     assert schedule.total_steps == 100 * config.schedule.epochs
     highest = max(map(schedule, range(schedule.total_steps)))

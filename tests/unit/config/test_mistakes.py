@@ -161,6 +161,40 @@ ONE_MISTAKE = [
         f"schedule.step_epochs: is for schedule=step; use schedule.step_epochs=null with schedule=cosine {HERE}",
     ),
     (
+        ["schedule.step_factor=0.2"],
+        f"schedule.step_factor: is for schedule=step; use schedule.step_factor=0.1 with schedule=cosine {HERE}",
+    ),
+    (
+        ["schedule=constant", "schedule.final_factor=0.1"],
+        "schedule.final_factor: is for schedule=cosine and linear; use schedule.final_factor=0 with schedule=constant "
+        + HERE,
+    ),
+    (
+        ["schedule=step", "schedule.step_epochs=30", "schedule.final_factor=0.1"],
+        "schedule.final_factor: is for schedule=cosine and linear; use schedule.final_factor=0 with schedule=step "
+        + HERE,
+    ),
+    (
+        ["parallel.prefetch_units=2"],
+        "parallel.prefetch_units: is for parallel=fsdp and hsdp; use parallel.prefetch_units=1 with parallel=auto "
+        + HERE,
+    ),
+    (
+        ["parallel=fairscale_fsdp", "parallel.prefetch_units=0"],
+        "parallel.prefetch_units: is for parallel=fsdp and hsdp; use parallel.prefetch_units=1 with "
+        f"parallel=fairscale_fsdp {HERE}",
+    ),
+    (
+        ["parallel.powersgd_rank=2"],
+        "parallel.powersgd_rank: is for parallel.compression=powersgd; use parallel.powersgd_rank=1 with "
+        f"parallel.compression=none {HERE}",
+    ),
+    (
+        ["parallel=ddp", "parallel.compression=bf16", "parallel.powersgd_start_step=9"],
+        "parallel.powersgd_start_step: is for parallel.compression=powersgd; use parallel.powersgd_start_step=1000 "
+        f"with parallel.compression=bf16 {HERE}",
+    ),
+    (
         ["loss=bce", "loss.bce_threshold=0.2", "loss.class_weights=balanced"],
         "loss.class_weights: weighs the shares of a mix, which loss.bce_threshold rounds; use one of them " + HERE,
     ),
@@ -318,6 +352,7 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     [
         # Set by the experiment's or the model's file, not by who typed the command.
         ("torchvision_resnet50_v1", ["schedule=cosine"], "schedule.step_epochs=null"),
+        ("vit_s16", ["schedule=constant"], "schedule.final_factor=0"),
         ("rsb_a1", ["loss=cross_entropy"], "loss.bce_threshold=null"),
         ("rsb_a3", ["model=vit_s16"], "data.image_size_schedule=[]"),
         ("vit_c_1gf", ["model.stem=patch"], "model.stem_widths=[] model.stem_strides=[]"),

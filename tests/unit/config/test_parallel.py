@@ -52,9 +52,17 @@ def test_is_refused_with_a_way_out(overrides: list[str], begins: str) -> None:
 
 
 def test_batch_norm_over_ranks_needs_batch_norm() -> None:
-    load_config("resnet_digits", ["parallel.sync_batchnorm=true"])
-    with pytest.raises(UserError, match=r"parallel\.sync_batchnorm: model\.kind=vit has no batch norm"):
-        load_config("vit_digits", ["parallel.sync_batchnorm=true"])
+    for name in ("resnet_digits", "vit_c_1gf"):
+        load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])
+    for name, why in [
+        ("vit_digits", "model.kind=vit has no batch norm with model.stem=patch"),
+        ("regnety_4gf", "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])
+        (line,) = caught.value.lines
+        assert line.startswith(f"parallel.sync_batchnorm: {why}")
+        assert "use parallel.sync_batchnorm=false" in line
 
 
 def test_the_preset_takes_what_there_is_for_shards() -> None:

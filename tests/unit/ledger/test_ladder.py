@@ -228,7 +228,10 @@ def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[s
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path, fake: type[FakeProcess]) -> None:
     """Rounding is measured by one process, whatever the arm, or the experiment, sets for several."""
-    typed = ["parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"]
+    typed = [
+        *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
+        *("parallel.prefetch_units=2", "parallel.powersgd_rank=4", "parallel.powersgd_start_step=8"),
+    ]
     for mode in ("one_at_a_time", "cumulative") if file.stem == "parallel" else ("cumulative",):
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.run()

@@ -85,6 +85,18 @@ def test_meta_then_to_empty_then_initialise_is_the_direct_build(name: str) -> No
     assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.parametrize("name", ["vit-conv-stem", "resnet18"])
+def test_batch_norms_of_all_ranks_begin_like_those_of_one(name: str) -> None:
+    """torch's conversion, which CUDA takes, makes other modules of them."""
+    torch.manual_seed(3)
+    direct = MODELS[name]()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(MODELS[name]())
+    torch.manual_seed(3)
+    converted.initialise()
+    for key, tensor in everything(direct).items():
+        assert torch.equal(everything(converted)[key], tensor), key
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_initialise_again_draws_new_values_and_keeps_the_parameters(name: str) -> None:
     model = MODELS[name]()

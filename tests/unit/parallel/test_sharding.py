@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim import assign, local, local_slices
-from pycls_fast.parallel import Settings, World, Wrapped, footprint, prepare_model, start_world, wrap_model
+from pycls_fast.parallel import Settings, World, Wrapped, prepare_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
@@ -178,26 +178,6 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
     plain.eval()
     synchronised.eval()
     torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
-
-
-def test_footprint() -> None:
-    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2}
-    assert footprint(**sizes) == footprint(**sizes, strategy="ddp", degree=1) == 16_000
-    # A quarter, and a block's weights and gradients with the weights of the next.
-    assert footprint(**sizes, strategy="fsdp", degree=4) == 4_000 + 1_200
-    assert footprint(**sizes, strategy="fsdp", degree=4, compute_bytes=2) == 4_000 + 600
-    # All weights, and a block's gradients.
-    assert footprint(**sizes, strategy="fsdp", degree=4, reshard_after_forward=False) == 4_000 + 4_400
-    assert footprint(**sizes, strategy="fairscale_sharded_ddp", degree=4) == 8_000 + 2_000
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp", "fairscale_sharded_ddp", "fairscale_fsdp"])
-def test_footprint_counts_the_copies_that_autocast_keeps_whole(strategy: str) -> None:
-    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2, "strategy": strategy}
-    for degree in (1, 4):
-        without = footprint(**sizes, degree=degree)
-        assert footprint(**sizes, degree=degree, autocast_bytes=2) == without + 2_000
-        assert footprint(**sizes, degree=degree, autocast_bytes=2, recomputes=True) == without + 200
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -1,0 +1,36 @@
+"""What is told at the start of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.train.introduction import _notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["precision=fp32"], []),
+        (["precision=fp32", "speed.compile=model"], ["speed.compile: the first step compiles"]),
+        (
+            ["precision=fp32", "speed.compile=model", "speed.gelu=polynomial"],
+            [
+                "speed.compile: the first step compiles",
+                "speed.gelu: polynomial is for 16 bits; with precision=fp32 GELU is torch's",
+            ],
+        ),
+        (["precision=amp_bf16", "speed.compile=off"], []),
+        (["precision=bf16", "speed.compile=model", "speed.gelu=polynomial"], ["speed.compile: the first step"]),
+    ],
+)
+def test_notes(overrides: list[str], told: list[str]) -> None:
+    config = load_config("vit_digits", overrides)
+    run: Any = SimpleNamespace(config=config, switches=build.switches(config, torch.device("cpu")))
+    for note, begins in zip(_notes(run), told, strict=True):
+        assert note.startswith(begins)
