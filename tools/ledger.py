@@ -105,7 +105,7 @@ def main(config: RunConfig, options: Options) -> int:
 
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
     from pycls_fast.config.ladder import read_ladder
-    from pycls_fast.config.variants import config_folders, same_command
+    from pycls_fast.config.variants import config_folders, same_command, variant
     from pycls_fast.ledger.conduct import conduct
     from pycls_fast.ledger.ladder import Settings, default_folder
 
@@ -129,6 +129,7 @@ def main(config: RunConfig, options: Options) -> int:
         settings,
         switches=options.switches,
         base=same_command(options=Options),
+        compose=lambda overrides: variant(overrides, options=Options, needs_data=False),
         folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,

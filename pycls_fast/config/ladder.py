@@ -35,10 +35,11 @@ class Rung(Section):
 
 
 class Ladder(Section):
-    """A baseline and the changes to it, in their order."""
+    """A baseline and the changes to it, in their order; `mode` is the only one that they make sense in."""
 
     description: Text
     source: str = ""
+    mode: Literal["one_at_a_time"] | None = None
     baseline: Rung
     rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE, FAULT
 from pycls_fast.config.ladder import Ladder, for_experiment
@@ -34,6 +35,7 @@ def conduct(
     *,
     switches: Sequence[str],
     base: tuple[Sequence[str], Sequence[str]],
+    compose: Callable[[Sequence[str]], RunConfig],
     folder: Path,
     tools: Path,
     dry_run: bool,
@@ -46,6 +48,7 @@ def conduct(
         settings: what is measured of each arm.
         switches: rungs to pick, by name or by a key that they set; none for all.
         base: options and overrides of the experiment, for every tool.
+        compose: the experiment with the overrides of an arm.
         folder: of the report and all that it is made from.
         tools: the folder of the tools.
         dry_run: print the arms and an estimate of the time, measure nothing else.
@@ -53,6 +56,11 @@ def conduct(
     Raises:
         UserError: a plan that cannot be carried out.
     """
+    if ladder.mode not in (None, settings.mode):
+        raise UserError(
+            f"mode: the rungs of this ladder are alternatives, which {settings.mode} would put together; use "
+            f"mode={ladder.mode}"
+        )
     display = Display(speaks=True, mode=config.runtime.progress)
     for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
@@ -65,7 +73,7 @@ def conduct(
     ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
-            _dry_run(ledger, display, Path(temporary))
+            _dry_run(ledger, compose, display, Path(temporary))
         return DONE
     ledger.conditions = conditions(config, device)
     with closing(ledger):
@@ -90,7 +98,16 @@ def write_reports(record: dict[str, Any], folder: Path) -> None:
     write_page(record, folder)
 
 
-def _dry_run(ledger: Ledger, display: Display, folder: Path) -> None:
+def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: torch.device) -> str | None:
+    """Why the experiment cannot have the settings of an arm, as far as it is known without building anything."""
+    try:
+        build.switches(compose(arm.overrides), device)
+    except UserError as error:
+        return "; ".join(error.lines)
+    return None
+
+
+def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
     """The arms, and how long they would take by the step of the first of them; `folder` is for what is measured."""
     alone = ledger.alone()
     if alone:
@@ -99,6 +116,8 @@ def _dry_run(ledger: Ledger, display: Display, folder: Path) -> None:
         finished, _ = _few_steps(ledger, arm, folder)
         if finished.status != 0:
             ledger.exclude(arm, finished)
+    if not alone:
+        ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
     for arm in ledger.arms():
         ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
         reason = ledger.why_not(arm)

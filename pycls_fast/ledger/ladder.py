@@ -162,7 +162,8 @@ class Ledger:
 
     def _plan(self) -> dict[str, Any]:
         return {
-            "ladder": self.ladder.model_dump(mode="json"),
+            # Its mode is that of the settings.
+            "ladder": self.ladder.model_dump(mode="json", exclude={"mode"}),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),
             **self.conditions,
@@ -214,6 +215,17 @@ class Ledger:
         finished = self._time(arm, 0)
         if finished is not None and finished.status != 0:
             self.exclude(arm, finished)
+
+    def rule_out(self, refusal: Callable[[Arm], str | None]) -> None:
+        """Leave out, in the ladder's order, the arms that are refused for the reason that is told of them."""
+        position = 0
+        while position < len(self.arms()):
+            arm = self.arms()[position]
+            position += 1
+            why = refusal(arm) if arm.before is not None and self.why_not(arm) is None else None
+            if why is not None:
+                self.impossible[arm.name] = why
+                self._excluded.add(arm.name)
 
     def exclude(self, arm: Arm, finished: Finished) -> None:
         """Leave an arm out, and the change of its rung out of the others."""

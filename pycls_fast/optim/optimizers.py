@@ -155,7 +155,16 @@ def compile_step(optimizer: Optimizer) -> Optimizer:
         if group.get("foreach") and "capturable" in group:
             # What torch asks of foreach with a rate that is a tensor; its check of the device is for uncompiled steps.
             group["capturable"] = True
-    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign,assignment]
+    compiled = torch.compile(optimizer.step)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        for group in optimizer.param_groups:
+            # torch's Adam, as it is compiled, divides by the rate: at 0, where a warm-up begins, a gradient of zero
+            # would make weights NaN.
+            group["lr"].clamp_(min=torch.finfo(torch.float32).tiny)
+        return compiled(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
     return optimizer
 
 

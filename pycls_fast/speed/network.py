@@ -203,6 +203,7 @@ NETWORK: tuple[Switch, ...] = (
         hurts="Compiling takes several times longer with max-autotune. CUDA graphs keep their own memory, and do not "
         "go together with optim.accumulation_steps above 1.",
         source="torch.compile documentation, mode.",
-        ran="CPU (torch 2.15): default alone. The others and CUDA: not run.",
+        ran="CPU (torch 2.15): default and max-autotune-no-cudagraphs, the latter on a ViT of 3 blocks alone. The "
+        "others and CUDA: not run.",
     ),
 )

@@ -1,23 +1,70 @@
-"""The page about the switches."""
+"""The page about the switches, the precision levels and the strategies."""
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
+from pycls_fast.config.schema import Parallel
+from pycls_fast.parallel.strategies import STRATEGY_CARDS
+from pycls_fast.parallel.wrap import STRATEGIES
+from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
 from pycls_fast.speed import CATALOGUE
 from tools.switch_cards import PAGE, page
 
+TEXT = page(CATALOGUE, tuple(LEVELS.values()), STRATEGY_CARDS)
 
-def test_the_page_in_the_repository_is_what_the_catalogue_says() -> None:
+
+def cards(title: str) -> dict[str, str]:
+    """The cards behind a title, by name."""
+    part = TEXT.partition(f"\n# {title}\n")[2] if title != "Performance switches" else TEXT
+    sections = part.partition("\n# ")[0].split("\n## ")[1:]
+    return {card.partition("\n")[0]: card for card in sections}
+
+
+def test_the_page_in_the_repository_is_what_the_catalogues_say() -> None:
     assert Path(__file__).parents[2] / "docs" / "switches.md" == PAGE
-    assert PAGE.read_text(encoding="utf-8") == page(CATALOGUE), "run: python tools/switch_cards.py"
+    assert PAGE.read_text(encoding="utf-8") == TEXT, "run: python tools/switch_cards.py"
 
 
 def test_every_switch_has_a_card_with_all_its_texts_and_values() -> None:
-    cards = page(CATALOGUE).split("\n## ")[1:]
-    assert [card.partition("\n")[0] for card in cards] == [str(switch.name) for switch in CATALOGUE]
-    for card, switch in zip(cards, CATALOGUE, strict=True):
+    found = cards("Performance switches")
+    assert list(found) == [str(switch.name) for switch in CATALOGUE]
+    for card, switch in zip(found.values(), CATALOGUE, strict=True):
         for text in (switch.note, switch.mathematics, switch.helps, switch.hurts, switch.source, switch.ran):
             assert text in card
         assert " | ".join(switch.values) in card
         assert all(f"{value} needs {device.upper()}" in card for value, device in switch.requires.items())
+
+
+def test_every_precision_level_has_a_card_with_its_formats_and_its_names_elsewhere() -> None:
+    found = cards("Precision levels")
+    assert list(found) == list(LEVELS)
+    for name, level in LEVELS.items():
+        card = found[name]
+        for text in (level.note, level.helps, level.hurts, level.source, level.ran):
+            assert text.endswith(".")
+            assert text in card
+        assert level.elsewhere in card
+        assert (f"- Elsewhere: Apex's {level.apex}" in card) == bool(level.apex)
+        assert all(f"`{operation}`" in card for operation in KEPT_IN_FLOAT32) == (level.autocast is not None)
+        assert ("masters, which are rounded" in card) == (level.masters == "kept")
+        assert ("Mathematics (the reference)" in card) == (name == "fp32")
+        assert "CUDA: not run." in level.ran or level.ran == "CUDA only: not run."
+    assert "Stays in float32: every norm." in found["fp16_master"]
+    assert "Stays in float32: batch norm, with its statistics." in found["bf16_params"]
+    assert all("Stays in float32: nothing of the network." in found[name] for name in ("fp16", "bf16"))
+
+
+def test_every_strategy_has_a_card() -> None:
+    found = cards("Strategies")
+    names = set(typing.get_args(Parallel.model_fields["name"].annotation)) - {"auto"}
+    assert set(found) == names == set(STRATEGIES)
+    assert list(found) == [strategy.name for strategy in STRATEGY_CARDS]
+    for strategy in STRATEGY_CARDS:
+        for text in (
+            strategy.note, strategy.holds, strategy.mathematics, strategy.helps, strategy.hurts, strategy.source,
+            strategy.ran,
+        ):  # fmt: skip
+            assert text.endswith(".")
+            assert text in found[strategy.name]

@@ -14,20 +14,21 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conduct as dry
 from pycls_fast.ledger import ladder as at_work
 from pycls_fast.ledger.conditions import conditions
-from pycls_fast.ledger.conduct import conduct
+from pycls_fast.ledger.conduct import conduct, refusal
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import EVERYTHING, Mode
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.table import rows
+from pycls_fast.speed import CATALOGUE
 
 LADDER = Ladder(
     description="two changes",
@@ -107,6 +108,13 @@ def _no(text: str) -> None:
     del text
 
 
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """An experiment that has no convolutions, and knows nothing of keys that the ladders here make up."""
+    if "c=conv" in overrides:
+        raise UserError("c: conv is for a ResNet; use c=1")
+    return load_config("vit_digits")
+
+
 def measured_with(file: Path) -> tuple[str, ...]:
     """The overrides of the arm that a file's process was given."""
     return tuple(a for a in json.loads(file.read_text())["arguments"] if a.startswith(ARM))
@@ -168,7 +176,7 @@ def test_a_report_without_the_references_training_is_no_success(
     fake.broken = {f"runs-{_slug('base')}-seed_0": (1, "RuntimeError: broken")}
     status = conduct(
         load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
-        folder=tmp_path, tools=Path("tools"), dry_run=False,
+        compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 1
     assert "nothing to compare with: no training starts without 'base'" in capsys.readouterr().out
@@ -200,11 +208,22 @@ def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
             assert given in json.loads(file.read_text())["arguments"]
 
 
+@pytest.mark.parametrize("mode", ["cumulative", "leave_one_out"])
+def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^mode: .* alternatives, which {mode} .*; use mode=one_at_a_time$"):
+        conduct(
+            load_config("vit_digits"), LADDER.model_copy(update={"mode": "one_at_a_time"}), Settings(mode=mode),
+            switches=(), base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"),
+            dry_run=False,
+        )  # fmt: skip
+    assert not (tmp_path / "report").exists()
+
+
 def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"weights: .*nowhere is no file of weights"):
         conduct(
             load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
-            base=([], []), folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
+            base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
     assert not (tmp_path / "report").exists()
 
@@ -232,7 +251,8 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
         *("parallel.prefetch_units=2", "parallel.powersgd_rank=4", "parallel.powersgd_start_step=8"),
     ]
-    for mode in ("one_at_a_time", "cumulative") if file.stem == "parallel" else ("cumulative",):
+    modes: dict[str, tuple[Mode, ...]] = {"parallel": ("one_at_a_time", "cumulative"), "switches": ("one_at_a_time",)}
+    for mode in modes.get(file.stem, ("cumulative",)):
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.run()
         measured = [each for each in fake.started if {"mode=numerics", "mode=gradients"} & set(each)]
@@ -244,15 +264,45 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         fake.started.clear()
 
 
+# What vit_digits cannot have on a CPU, beside what needs CUDA.
+REFUSED = {"switches": {"convolution products"}}
+
+
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path) -> None:
     """What a dry run lists and counts; it starts none of the rungs."""
     cpu = torch.device("cpu")
-    for arm in shipped(file, "one_at_a_time", "cpu", tmp_path).runnable():
+    ledger = shipped(file, "one_at_a_time", "cpu", tmp_path)
+    before = set(ledger.impossible)
+    ledger.rule_out(lambda arm: refusal(arm, lambda overrides: load_config("vit_digits", overrides), cpu))
+    assert set(ledger.impossible) - before == REFUSED.get(file.stem, set())
+    for arm in ledger.runnable():
         config = load_config("vit_digits", arm.overrides)
         build.set_backend(config, cpu)
         build.lower(config, build.model(config, 10, build.switches(config, cpu)), cpu)
         assert config.parallel.name != "fairscale_fsdp"
+
+
+def test_every_value_of_every_switch_is_a_rung_of_a_ladder_that_ships() -> None:
+    """No switch exists unmeasured: the ledger can be asked for each by its name, and what it needs comes along."""
+    (file,) = (file for file in SHIPPED if file.stem == "switches")
+    ladder = read_ladder(file.stem, [CONFIGS])
+    assert ladder.baseline.overrides == ("speed=reference",)
+    expected = {f"{switch.name} {value}": (switch, value) for switch in CATALOGUE for value in switch.values[1:]}
+    assert [rung.name for rung in ladder.rungs if rung.name not in expected] == []
+    assert [name for name in expected if name not in {rung.name for rung in ladder.rungs}] == []
+    for rung in ladder.rungs:
+        switch, value = expected[rung.name]
+        needed = switch.requires.get(value)
+        assert rung.overrides[0] == f"speed.{switch.name}={value}"
+        if needed == "cuda":
+            assert rung.needs == "cuda"
+        experiment = "vit_digits" if "vit" in switch.applies_to else "resnet_digits"
+        # The kernels that FlashAttention and cuDNN have are for 16 bits.
+        half = ["precision=amp_bf16"] if value in ("sdpa_flash", "sdpa_cudnn") else []
+        config = load_config(experiment, [*ladder.baseline.overrides, *half, *rung.overrides])
+        device = torch.device("cpu" if needed == "cpu" else "cuda")
+        assert build.switches(config, device)[switch.name] == value
 
 
 def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -360,7 +410,7 @@ def test_a_process_that_is_left_behind_is_waited_for(tmp_path: Path) -> None:
 def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], **settings: Any) -> list[str]:
     status = conduct(
         load_config("vit_digits"), ladder, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
-        folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
+        compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
     )  # fmt: skip
     assert status == 0
     return capsys.readouterr().out.splitlines()
@@ -386,3 +436,18 @@ def test_a_dry_run_counts_what_can_run(
     without = dry_run(tmp_path, LADDER, capsys, mode=mode, seeds=1)
     assert with_more[-4:] == without[-4:]
     assert ("C: not run, c needs a package" in without) == (mode == "leave_one_out")
+
+
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time"])
+def test_a_dry_run_rules_out_what_the_experiment_cannot_have(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dry, "Process", FakeProcess)
+    convolution = Rung(name="K", overrides=("c=conv",))
+    rungs = (LADDER.rungs[0], convolution, LADDER.rungs[1])
+    said = dry_run(tmp_path, LADDER.model_copy(update={"rungs": rungs}), capsys, mode=mode, seeds=1)
+    assert "K: not run, c: conv is for a ResNet; use c=1" in said
+    # It is below no other, and counts for nothing.
+    assert ("C: b=1 c=1" if mode == "cumulative" else "C: c=1") in said
+    assert said[-4:] == dry_run(tmp_path, LADDER, capsys, mode=mode, seeds=1)[-4:]

@@ -269,6 +269,23 @@ def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(nam
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "implementation"), [("adamw", "loop"), ("adamw", "foreach"), ("lamb", "loop")])
+def test_a_compiled_step_at_a_rate_of_zero_changes_nothing(name: str, implementation: str) -> None:
+    """The first step of a warm-up, on a network whose head of zeros gives the weights behind it no gradient."""
+    torch._dynamo.reset()
+    weights = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(5))]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = optim.compile_step(CLASSIC[name](implementation)([{"params": weights, "weight_decay": 0.1}]))
+    set_lr(optimizer, 0.0)
+    for weight, gradient in zip(weights, (torch.zeros(4, 5), torch.ones(5)), strict=True):
+        weight.grad = gradient
+    optimizer.step()
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-30) for a, b in zip(weights, before, strict=True))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "tolerance"), [("adafactor", 1e-2), ("muon", 3e-2)])
 def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) -> None:
     torch._dynamo.reset()
