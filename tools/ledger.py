@@ -42,10 +42,11 @@ class Named(Section):
 class Options(Section):
     """Keys of this tool alone.
 
-    `steps` and `warmup_steps` are of each timing (`rounds` of them for each rung), or of the training of mode=gradients
-    and mode=numerics. Each rung is trained with `seeds` seeds from `first_seed` on, by `ranks` processes, `jobs` runs
-    at a time; with `gradients` the first one's are counted; `numerics_steps=null` leaves the rounding out. A loss of
-    `margin` points of top-1 does not matter. `loss_scale` is tried on the gradients of mode=gradients.
+    `mode` is the ladder's where it has one. `steps` and `warmup_steps` are of each timing (`rounds` of them for
+    each rung), or of the training of mode=gradients and mode=numerics. Each rung is trained with `seeds` seeds from
+    `first_seed` on, by `ranks` processes, `jobs` runs at a time; with `gradients` the first one's are counted;
+    `numerics_steps=null` leaves the rounding out. A loss of `margin` points of top-1 does not matter. `loss_scale`
+    is tried on the gradients of mode=gradients.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] = "cumulative"
@@ -109,8 +110,10 @@ def main(config: RunConfig, options: Options) -> int:
     from pycls_fast.ledger.conduct import conduct
     from pycls_fast.ledger.ladder import Settings, default_folder
 
+    ladder = read_ladder(options.ladder.name, config_folders())
+    mode = ladder.mode if ladder.mode is not None and "mode" not in options.model_fields_set else options.mode
     settings = Settings(
-        mode=options.mode,
+        mode=mode,
         seeds=options.seeds,
         first_seed=options.first_seed,
         rounds=options.rounds,
@@ -122,10 +125,10 @@ def main(config: RunConfig, options: Options) -> int:
         margin=options.margin,
         gradients=options.gradients,
     )
-    output = options.output or default_folder(config.config_name, options.ladder.name, options.mode)
+    output = options.output or default_folder(config.config_name, options.ladder.name, mode)
     return conduct(
         config,
-        read_ladder(options.ladder.name, config_folders()),
+        ladder,
         settings,
         switches=options.switches,
         base=same_command(options=Options),
