@@ -42,14 +42,14 @@ class Named(Section):
 class Options(Section):
     """Keys of this tool alone.
 
-    `mode` is the ladder's where it has one. `steps` and `warmup_steps` are of each timing (`rounds` of them for
-    each rung), or of the training of mode=gradients and mode=numerics. Each rung is trained with `seeds` seeds from
-    `first_seed` on, by `ranks` processes, `jobs` runs at a time; with `gradients` the first one's are counted;
-    `numerics_steps=null` leaves the rounding out. A loss of `margin` points of top-1 does not matter. `loss_scale`
-    is tried on the gradients of mode=gradients.
+    `mode` left out is the ladder's own, for most of them cumulative. `steps` and `warmup_steps` are of each timing
+    (`rounds` of them for each rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
+    with `seeds` seeds from `first_seed` on, by `ranks` processes, `jobs` runs at a time; with `gradients` the first
+    one's are counted; `numerics_steps=null` leaves the rounding out. A loss of `margin` points of top-1 does not
+    matter. `loss_scale` is tried on the gradients of mode=gradients.
     """
 
-    mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] = "cumulative"
+    mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
     ladder: Named = Named()
     switches: tuple[str, ...] = ()
     seeds: Count = 3
@@ -76,14 +76,15 @@ TAKEN = {
 
 def refuse_unread(options: Options) -> None:
     """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
-    taken = TAKEN.get(options.mode)
+    mode = options.mode or "cumulative"
+    taken = TAKEN.get(mode)
     given = [key for key in Options.model_fields if key in options.model_fields_set and key != "mode"]
     if taken is None:
         unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
     else:
         unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
     if unread:
-        lines = (f"{key}: mode={options.mode} does not read it; {instead}; leave it out" for key, instead in unread)
+        lines = (f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
         raise UserError(*lines)
 
 
@@ -111,7 +112,7 @@ def main(config: RunConfig, options: Options) -> int:
     from pycls_fast.ledger.ladder import Settings, default_folder
 
     ladder = read_ladder(options.ladder.name, config_folders())
-    mode = ladder.mode if ladder.mode is not None and "mode" not in options.model_fields_set else options.mode
+    mode = options.mode or ladder.mode or "cumulative"
     settings = Settings(
         mode=mode,
         seeds=options.seeds,

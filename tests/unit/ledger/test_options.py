@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pycls_fast.config import load_config, variants
+from pycls_fast.config.compose import CONFIGS
 from pycls_fast.errors import UserError
-from tools.ledger import TAKEN, Named, Options, refuse_unread
+from pycls_fast.ledger import conduct
+from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
@@ -39,3 +42,24 @@ def test_rounding_is_measured_after_some_steps_or_not_at_all() -> None:
     with pytest.raises(ValidationError, match="greater than 0"):
         Options(numerics_steps=0)
     assert Options(numerics_steps=None).numerics_steps is None
+
+
+@pytest.mark.parametrize(
+    ("ladder", "given", "expected"),
+    [("modern", {}, "cumulative"), ("switches", {}, "one_at_a_time"), ("modern", {"mode": "leave_one_out"}, None)],
+)
+def test_a_ladder_may_bring_its_mode(
+    ladder: str, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def instead(config: Any, ladder: Any, settings: Any, **_: Any) -> int:
+        del config, ladder
+        asked.append(settings.mode)
+        return 0
+
+    monkeypatch.setattr(conduct, "conduct", instead)
+    monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
+    assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
+    assert asked == [expected or given["mode"]]
