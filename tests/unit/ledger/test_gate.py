@@ -208,7 +208,7 @@ def test_a_loss_by_chance_in_one_of_many_rungs_is_none() -> None:
 
 
 def test_a_slowdown_by_chance_in_one_of_many_rungs_is_none() -> None:
-    """Alone the rung is slower (p = 0.006); as one of twelve it is not."""
+    """Alone the rung is slower (p = 0.004); as one of twelve it is not."""
     before, now = ledger(), ledger()
     now["arms"][1]["timing"]["speedup"] |= {"ratio": 1.84, "low": 1.74, "high": 1.94}
     assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
