@@ -16,7 +16,7 @@ from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
 from pycls_fast.build import optimization as build_optimization
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import SyntheticSource
+from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
@@ -416,12 +416,18 @@ class TestOptimizing:
         alone = build.wrap
         monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
         for clip, foreach in (("loop", False), ("foreach", True)):
-            config = vit("seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20")
+            config = vit(
+                "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20",
+                "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
+            )  # fmt: skip
             switches = {**REFERENCE, SwitchName.CLIP: clip}
             step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
             assert (step.seed, step.rank, step.clip_norm, step.clip_foreach) == (9, 1, 0.25, foreach)
             assert step.schedule == build.schedule(config, 7)
             assert step.ema is not None
+            assert step.ema.decay == 0.75
+            assert step.loss == CrossEntropy(0.25)
+            assert isinstance(step.mixer, Mixer)
 
     @pytest.mark.parametrize("seed", [0, 2**31 - 1])
     def test_the_ends_of_the_seeds(self, seed: int) -> None:
