@@ -32,9 +32,10 @@ from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import evaluate
+from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import Run, start_run
+from pycls_fast.train.run import start_run
+from pycls_fast.train.tensorboard import Board
 from tests.integration.fairscale_cpu import play_cuda
 
 
@@ -48,7 +49,7 @@ def whole(value: Any) -> Any:
 
 
 def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str, Any]:
-    """Train the steps of the configuration and evaluate; the same on all ranks."""
+    """Train the steps of the configuration and evaluate; the same on all ranks, but for the evaluations."""
     run = start_run(config, world, Display(speaks=False, mode="plain"))
     began = whole(run.state())
     metrics = TrainMetrics(world.device)
@@ -67,28 +68,12 @@ def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str
     if save:
         run.save(run.total_steps)
         run.finish_saving()
-    state["evaluations"] = [_evaluate(run)]
-    if run.step.ema is not None:
-        with run.step.ema.swapped_in():
-            state["evaluations"].append(_evaluate(run))
-        # What was gathered for the average must not be taken for the weights.
-        state["evaluations"].append(_evaluate(run))
+    evaluations = Evaluations(run, Board(run.folder.path, 0, enabled=False), on_batch=lambda: None)
+    # What was gathered for the average must not be taken for the weights the second time.
+    for _ in range(2):
+        evaluations.take(run.total_steps)
+    state["evaluations"] = evaluations.records() if world.is_main else []
     return whole(state)
-
-
-def _evaluate(run: Run) -> dict[str, Any]:
-    wrapped = run.step.wrapped
-    loader = build.eval_loader(run.config, run.sources["val"], run.world, run.switches)
-    batches = to_device(loader, run.world.device, mode="blocking")
-    return evaluate(
-        wrapped.evaluated,
-        batches,
-        run.step.prepare,
-        run.step.autocast,
-        run.world,
-        together=wrapped.together,
-        settle=wrapped.settle,
-    ).record()
 
 
 def run_cases(cases: dict[str, Any], folder: Path) -> None:

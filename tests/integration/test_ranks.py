@@ -48,7 +48,7 @@ def test_two_ranks_equal_one(tmp_path: Path, digits: Path, accumulation: int) ->
 
 
 def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> None:
-    """Ranks see other images; what is saved is the mean of their statistics, and evaluation on all ranks uses it."""
+    """Ranks see other images; what is saved is the mean of their statistics, of the average, too."""
     overrides = [
         f"data.root={digits}",
         "data.image_size=8",
@@ -56,14 +56,17 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
         "runtime.tensorboard=false",
         "data.global_batch_size=32",
         "augment=none",
+        "optim.ema_decay=0.5",
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("resnet_digits", [*overrides, f"run_dir={one}"])) == 0
     run_process(under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path)
-    ours, theirs = newest_checkpoint(two)["model"], newest_checkpoint(one)["model"]
-    first = next(name for name in ours if name.endswith("running_mean"))
+    ours, theirs = newest_checkpoint(two), newest_checkpoint(one)
+    first = next(name for name in ours["model"] if name.endswith("running_mean"))
     # The mean over two half batches is the mean over the batch.
-    assert ours[first].numpy() == pytest.approx(theirs[first].numpy(), rel=1e-4, abs=1e-6)
+    for part in ("model", "ema"):
+        assert ours[part][first].numpy() == pytest.approx(theirs[part][first].numpy(), rel=1e-4, abs=1e-6)
+    assert not torch.equal(ours["model"][first], ours["ema"][first])
 
 
 def test_mistake_under_torchrun_is_told_once(tmp_path: Path, digits: Path) -> None:

@@ -238,14 +238,15 @@ def compare(chosen: tuple[Any, ...], folder: Path, alone: Path) -> None:
     band = LOSS_BAND[chosen[2]]
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=band)
     assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=5 * band)
-    # Of the model, of the average, and of the model again: what was gathered for the average is not taken for it.
-    assert len(ours["evaluations"]) == len(theirs["evaluations"]) == 3
+    assert [record["weights"] for record in ours["evaluations"]] == ["model", "ema"] * 2
     for mine, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):
         assert mine["count"] == other["count"] == 359
         assert mine["loss"] == pytest.approx(other["loss"], abs=band)
         # Two images may change sides in bfloat16.
         assert mine["top1"] == pytest.approx(other["top1"], abs=1e-9 if chosen[2] == "fp32" else 0.6)
-    assert ours["evaluations"][0] == ours["evaluations"][2] != ours["evaluations"][1]
+    # What was gathered for the average is not taken for the model, nor the other way round.
+    model, average, again, average_again = (record["loss"] for record in ours["evaluations"])
+    assert model == again != average == average_again
 
 
 def compare_learned(ours: dict[str, Any], theirs: dict[str, Any], band: float) -> None:

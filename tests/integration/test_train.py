@@ -53,6 +53,8 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         (44, "val", "ema"),
     ]
     assert {record["count"] for record in evaluations} == {359}
+    # The average is behind the model.
+    assert evaluations[3]["loss"] > evaluations[2]["loss"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["final"] == evaluations[-1]
     assert summary["best"] == max((evaluations[1], evaluations[3]), key=lambda r: r["top1"])
@@ -266,8 +268,8 @@ def test_same_seed_same_run_and_another_seed_another(tmp_path: Path, digits: Pat
 
 
 def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
-    """tools/test_net.py finds the run's configuration and best checkpoint by itself."""
-    run(tmp_path / "run", digits)
+    """tools/test_net.py finds the run's configuration and best checkpoint, with the average in it, by itself."""
+    run(tmp_path / "run", digits, "optim.ema_decay=0.9")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     arguments = command(
         f"weights={tmp_path / 'run'}", f"output={tmp_path / 'scores.json'}", tool="test_net", config_name=None

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from pycls_fast import build, speed
+from pycls_fast import build, optim, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
 from pycls_fast.build import optimization as build_optimization
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import SyntheticSource
+from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import build_parts, make_step
 from pycls_fast.train.display import Display
 
 CPU = torch.device("cpu")
@@ -231,21 +231,17 @@ class TestData:
         assert build.mixer(vit()) is None
         assert build.mixer(vit("augment.mixup_alpha=0.2")) is not None
         assert build.mixer(vit("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
-        kept = build_data.Mixer
-        calls: list[dict[str, Any]] = []
-
-        def make(**named: Any) -> Any:
-            calls.append(named)
-            return kept(**named)
-
-        monkeypatch.setattr(build_data, "Mixer", make)
-        build.mixer(
-            vit(
-                "augment.mixup_alpha=0.3", "augment.cutmix_alpha=0.7", "augment.mix_probability=0.9",
-                "augment.mix_switch_probability=0.4",
-            )
-        )  # fmt: skip
-        assert calls == [{"mixup_alpha": 0.3, "cutmix_alpha": 0.7, "probability": 0.9, "switch_probability": 0.4}]
+        batches, elements = (record(monkeypatch, name) for name in ("Mixer", "ElementMixer"))
+        for mode in ("batch", "pair", "elem"):
+            build.mixer(
+                vit(
+                    "augment.mixup_alpha=0.3", "augment.cutmix_alpha=0.7", "augment.mix_probability=0.9",
+                    "augment.mix_switch_probability=0.4", f"augment.mix_mode={mode}",
+                )
+            )  # fmt: skip
+        values = {"mixup_alpha": 0.3, "cutmix_alpha": 0.7, "probability": 0.9, "switch_probability": 0.4}
+        assert batches == [values]
+        assert elements == [{**values, "mode": "pair"}, {**values, "mode": "elem"}]
 
     @pytest.mark.parametrize(("ranks", "accumulation", "images"), [(1, 1, 64), (2, 1, 32), (2, 4, 8), (1, 64, 1)])
     def test_the_size_of_a_microbatch(self, ranks: int, accumulation: int, images: int) -> None:
@@ -332,6 +328,32 @@ class TestOptimizing:
         for group in made.param_groups:
             assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.6, False)
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("lamb", {"betas": (0.7, 0.8), "eps": 1e-5}),
+            ("lion", {"betas": (0.7, 0.8)}),
+            ("adafactor", {
+                "momentum": 0.6, "momentum_dtype": "float32", "beta2_decay": 0.7, "beta2_cap": 0.99,
+                "min_factored": 16, "clip_threshold": 2.0,
+            }),
+            ("muon", {
+                "momentum": 0.6, "nesterov": False, "newton_schulz_steps": 3, "betas": (0.7, 0.8), "eps": 1e-5,
+            }),
+            ("adamw8bit", {"betas": (0.7, 0.8), "eps": 1e-5}),
+        ],
+    )  # fmt: skip
+    def test_the_other_optimizers(self, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, name, optim)
+        monkeypatch.setattr(build_optimization, "has_compiler", lambda: True)
+        keys = [f"optim.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
+        config = vit(f"optim={name}", "optim.lr=0.5", "optim.weight_decay=0.4", *keys)
+        build.optimizer(config, build.model(config, 10, REFERENCE), {**REFERENCE, SwitchName.OPTIMIZER: "foreach"})
+        (made,) = calls
+        assert {group["weight_decay"] for group in made.pop("0")} == {0.4, 0.0}
+        assert made.pop("implementation", "foreach") == "foreach"
+        assert made == {"lr": build.peak_lr(config), **values}
+
     @pytest.mark.parametrize("key", ["decay_norms", "decay_biases", "decay_embeddings"])
     def test_what_is_decayed(self, key: str) -> None:
         def decayed(*overrides: str) -> int:
@@ -366,6 +388,8 @@ class TestOptimizing:
             200, 25, 0.1, 0.2, "cosine",
         )  # fmt: skip
         assert build.schedule(vit("schedule=constant"), 10).shape == "constant"
+        made = build.schedule(vit("schedule=step", "schedule.step_epochs=3", "schedule.step_factor=0.5"), 10)
+        assert (made.shape, made.step_length, made.step_factor) == ("step", 30, 0.5)
 
     def test_the_average(self) -> None:
         model = nn.Linear(2, 2)
@@ -397,6 +421,24 @@ class TestOptimizing:
                 0.25,
                 17,
             )
+
+    def test_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As the second of two ranks has it, without their exchange."""
+        alone = build.wrap
+        monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
+        for clip, foreach in (("loop", False), ("foreach", True)):
+            config = vit(
+                "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20",
+                "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
+            )  # fmt: skip
+            switches = {**REFERENCE, SwitchName.CLIP: clip}
+            step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
+            assert (step.seed, step.rank, step.clip_norm, step.clip_foreach) == (9, 1, 0.25, foreach)
+            assert step.schedule == build.schedule(config, 7)
+            assert step.ema is not None
+            assert step.ema.decay == 0.75
+            assert step.loss == CrossEntropy(0.25)
+            assert isinstance(step.mixer, Mixer)
 
     @pytest.mark.parametrize("seed", [0, 2**31 - 1])
     def test_the_ends_of_the_seeds(self, seed: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast import build
@@ -133,13 +135,9 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
         switches = build.switches(config, CPU)
         world = World(rank=1, size=2, device=CPU)
         loader = build.train_loader(config, SyntheticSource(20, 16, 3, 0), world, switches, start_step=1, steps=3)
-        prepare, mixer = build.prepare(config, CPU, switches), build.mixer(config)
-
-        class Parts:
-            seed, rank = config.seed, 1
-
-        parts: Any = Parts()
-        parts.prepare, parts.mixer = prepare, mixer
+        parts: Any = SimpleNamespace(
+            seed=config.seed, rank=1, prepare=build.prepare(config, CPU, switches), mixer=build.mixer(config)
+        )
         steps = []
         for number, batch in enumerate(loader):
             steps.append(Step._inputs(parts, 1 + number // 2, number % 2, batch))
@@ -149,6 +147,25 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
         assert torch.equal(images, others)
         assert_same(targets, other_targets)
     assert not torch.equal(found[0][0][0], found[0][1][0])
+
+
+@pytest.mark.parametrize("mode", MIXERS)
+def test_the_targets_are_what_is_in_the_images(mode: str) -> None:
+    """A class is a channel that is full: the mean of each channel says how much of its class the image has."""
+    labels_B = torch.tensor([2, 0, 1, 1, 0, 2, 2, 0])
+    images_BHWC = 255 * F.one_hot(labels_B)[:, None, None].expand(-1, 20, 14, -1).to(torch.uint8)
+    batch = Batch(images_BHWC, labels_B, torch.arange(8), None)
+    parts: Any = SimpleNamespace(seed=3, rank=0, prepare=Prepare((0.0,) * 3, (1.0,) * 3), mixer=MIXERS[mode])
+    mixed = 0
+    for step in range(10):
+        images_BCHW, targets = Step._inputs(parts, step, 0, batch)
+        found_BK = F.one_hot(targets.labels_B).double()
+        if targets.mixed_B is not None:
+            lam_B1 = torch.as_tensor(targets.lam).double().reshape(-1, 1)
+            found_BK = lam_B1 * found_BK + (1 - lam_B1) * F.one_hot(targets.mixed_B)
+        torch.testing.assert_close(found_BK, images_BCHW.double().mean(dim=(2, 3)), rtol=1e-5, atol=1e-5)
+        mixed += bool(((found_BK > 0.01) & (found_BK < 0.4)).any())
+    assert mixed > 5
 
 
 def assert_same(one: Targets, other: Targets) -> None:

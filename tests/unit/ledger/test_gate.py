@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from pycls_fast.config.ladder import read_ladder
-from pycls_fast.ledger.gate import check, compare
+from pycls_fast.ledger.gate import _p_slower, check, compare
+from pycls_fast.ledger.statistics import geometric_mean
 
 Record = dict[str, Any]
 
@@ -201,6 +205,27 @@ def test_a_loss_by_chance_in_one_of_many_rungs_is_none() -> None:
     before["arms"] += others
     now["arms"] += shifted
     assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+
+
+def test_a_slowdown_by_chance_in_one_of_many_rungs_is_none() -> None:
+    """Alone the rung is slower (p = 0.004); as one of twelve it is not."""
+    before, now = ledger(), ledger()
+    now["arms"][1]["timing"]["speedup"] |= {"ratio": 1.84, "low": 1.74, "high": 1.94}
+    assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
+    others = [arm(f"rung {i}", [200.0, 204.0, 196.0], [90.0, 90.1, 90.3], (2.0, 1.9, 2.1)) for i in range(10)]
+    before["arms"] += others
+    now["arms"] += others
+    assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+
+
+def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:
+    """What is kept of the rounds, their mean and its interval, says as much as they do."""
+    before, now = [1.9, 2.0, 2.1, 2.05, 1.95], [1.7, 1.85, 1.8, 1.9, 1.75, 1.8]
+    logarithms = [[math.log(ratio) for ratio in ratios] for ratios in (now, before)]
+    expected = stats.ttest_ind(*logarithms, equal_var=False, alternative="less").pvalue
+    found = _p_slower(asdict(geometric_mean(before)), asdict(geometric_mean(now)))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert 1e-4 < expected < 1e-2
 
 
 def test_a_rung_that_could_not_run_before_is_not_missed() -> None:

@@ -105,14 +105,24 @@ def test_rollout(kind: str) -> None:
         assert 0 < found[sample].sum() <= 1 + 1e-12
 
 
-@pytest.mark.parametrize("kind", ["pooled", "mae", "padded"])
-def test_patch_features_are_what_the_classifier_pools(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_patch_features_are_the_last_block_s(kind: str) -> None:
+    """Normed, without the tokens before and behind the patches."""
     model = vit(**KINDS[kind])
+    unpadded = vit(**{**KINDS[kind], "sequence_padding": 1})
+    unpadded.load_state_dict(model.state_dict())
     with torch.no_grad():
         features = maps.patch_features(model, images())
         logits = model(images())
-    assert features.shape == (2, 3, 3, 12)
+        tokens = unpadded._embed(unpadded.stem(images()))
+        for block in unpadded.blocks:
+            tokens = block(tokens)
+        for sample in range(2):
+            own = tokens[:, sample] if model.batch_dim == 1 else tokens[sample]
+            wanted = torch.stack([model.norm(token) for token in own[model.extra_tokens :]]).reshape(3, 3, 12)
+            torch.testing.assert_close(features[sample], wanted, rtol=1e-10, atol=1e-12)
     if kind == "mae":
+        # The norm is before the mean: these are what the classifier pools.
         torch.testing.assert_close(model.head(features.mean(dim=(1, 2))), logits, rtol=1e-10, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Which evaluation is the best."""
+"""Which steps are evaluated, and which evaluation is the best."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.run import best_evaluation, summary
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])
+def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]) -> None:
+    """And at the end."""
+    config = load_config("vit_digits", ["data.root=x", f"runtime.eval_every_epochs={every}"])
+    run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
+    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
+    assert [step for step in range(71) if evaluations.due(step)] == steps
 
 
 def test_the_first_of_the_best() -> None:

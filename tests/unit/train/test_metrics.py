@@ -1,4 +1,4 @@
-"""Numbers of training: read in every step or once an interval, they are the same."""
+"""Numbers of training: read in every step or once an interval, they are the same; and their rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.metrics import Clock, TrainMetrics
 from tests.unit.train.test_graphs import batch, made
 
 CPU = torch.device("cpu")
@@ -33,3 +33,22 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
         0 if precision != "fp16_master" else pytest.approx(10, abs=9)
     )
     assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+def test_rates_are_those_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock = Clock()
+    # 3, 2 and 4 steps of 64 images in 3, 2 and 2 seconds.
+    for steps, seconds in ((3, 3.0), (2, 2.0), (4, 2.0)):
+        clock.start()
+        for _ in range(steps):
+            clock.add_step(64, 0.125)
+        now += seconds
+        assert clock.read() == {
+            "images_per_second": pytest.approx(64 * steps / seconds),
+            "step_seconds": pytest.approx(seconds / steps),
+            "data_wait_fraction": pytest.approx(0.125 * steps / seconds),
+        }
+    # The first interval warms up.
+    assert clock.medians() == pytest.approx((0.75, 96.0))
