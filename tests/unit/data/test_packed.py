@@ -281,6 +281,28 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
 
 
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    """Of classes, images and damaged images."""
+    content = [sample.data for sample in CONTENT["train"][:3]]
+    folder = tmp_path / "images" / os.fsdecode(b"caf\xe9")
+    folder.mkdir(parents=True)
+    (tmp_path / "images" / "tea").mkdir()
+    for number, data in enumerate(content):
+        (folder / os.fsdecode(b"%d\xe9.jpg" % number)).write_bytes(data)
+        (tmp_path / "images" / "tea" / f"{number}.jpg").write_bytes(data)
+    damaged = folder / os.fsdecode(b"1\xe9.jpg")
+    damaged.write_bytes(b"")
+    source, out = scan_classes(tmp_path / "images"), tmp_path / "out" / "train"
+    done = pack(source, out, PackSettings(), workers=0, title="")
+    assert [name for name, _ in done.damaged] == [str(damaged)]
+    packed = open_packed_split(out)
+    assert packed.classes == source.classes == (folder.name, "tea")
+    assert packed.name(0).endswith(f"[0: {folder.name}/{Path(source.name(0)).name}]")
+    assert samples_of(packed)[:2] == [(content[0], folder.name), (content[2], folder.name)]
+    again = pack(source, out, PackSettings(), workers=0, title="")
+    assert (again.is_new, again.damaged) == (False, done.damaged)
+
+
 def test_changed_bytes_are_found(tmp_path: Path) -> None:
     root = Path(write_packed(tmp_path / "packed", CONTENT))
     assert list(verify(split(root), workers=0, title="")) == []
