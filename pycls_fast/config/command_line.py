@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import sys
 import tempfile
@@ -110,6 +111,9 @@ def reporting(action: Callable[[], int]) -> int:
 
     What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on standard error: a file's or class's name that is no UTF-8 can be printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return action()
     except UserError as error:

@@ -172,12 +172,30 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
     Raises:
         UserError: one line per bad value.
     """
+    broken = [
+        f"{key}: {text} is no UTF-8; rename it, or make a link to it and give that ({composed.where(key)})"
+        for key, text in _no_utf_8(values)
+    ]
+    if broken:
+        raise UserError(*broken)
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise UserError(*messages.lines(error, schema, composed.where, also)) from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{composed.config_name}: a value is not plain data ({error})") from error
+
+
+def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and texts with bytes that are none: paths may have them, JSON and YAML may not."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _no_utf_8(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list):
+        for place, value in enumerate(values):
+            yield from _no_utf_8(value, f"{key}[{place}]")
+    elif isinstance(values, str) and values.encode(errors="ignore").decode() != values:
+        yield key, values
 
 
 def load_config(

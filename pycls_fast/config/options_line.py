@@ -41,6 +41,7 @@ def read_options(arguments: list[str], options: type[Section], words: Sequence[s
         UserError: one line per mistake.
     """
     values: dict[str, Any] = {}
+    texts: dict[str, str | tuple[str, ...]] = {}
     bare = [argument for argument in arguments if words and _is_word(argument, options)]
     for argument in arguments:
         if argument in bare:
@@ -48,26 +49,35 @@ def read_options(arguments: list[str], options: type[Section], words: Sequence[s
         key, separator, text = argument.partition("=")
         if not separator or key.startswith("-"):
             raise UserError(f"{argument}: not a key=value; the keys are {', '.join(options.model_fields)}")
-        try:
-            values[key] = yaml.safe_load(text) if options.model_fields.get(key) is not None else text
-        except yaml.YAMLError as error:
-            raise UserError(f"{key}: cannot read '{text}'") from error
-        if options.model_fields.get(key) is not None and options.model_fields[key].annotation in (str, str | None):
-            # A path may look like a number.
+        if key not in options.model_fields:
             values[key] = text
-    for key in words:
-        if key in values:
-            continue
-        if options.model_fields[key].annotation in (str, str | None):
-            values |= {key: bare.pop(0)} if bare else {}
+        elif _is_text(options, key):
+            # A path may look like a number, or like no YAML at all.
+            texts[key] = text
         else:
-            values[key], bare = bare, []
+            try:
+                values[key] = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise UserError(f"{key}: cannot read '{text}'") from error
+    for key in words:
+        if key in values or key in texts:
+            continue
+        if _is_text(options, key):
+            texts |= {key: bare.pop(0)} if bare else {}
+        else:
+            texts[key], bare = tuple(bare), []
     if bare:
         raise UserError(f"{bare[0]}: one argument too many; the keys are {', '.join(options.model_fields)}")
+    # Files may have names that are no UTF-8, which pydantic does not take: it sees a "?" for what is none.
+    seen = json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace")
     try:
-        return options.model_validate_json(json.dumps(values, default=str))
+        return options.model_validate_json(seen).model_copy(update=texts)
     except ValidationError as error:
         raise UserError(*messages.lines(error, options, lambda key: "the command line")) from error
+
+
+def _is_text(options: type[Section], key: str) -> bool:
+    return options.model_fields[key].annotation in (str, str | None)
 
 
 def _is_word(argument: str, options: type[Section]) -> bool:

@@ -84,6 +84,11 @@ def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:
 
 
 def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarray]:
+    dtype = str(images.dtype).removeprefix("torch.")
+    mistake = UserError(f"images{place}: must be {_KINDS}; got {dtype} {tuple(images.shape)}")
+    # Before a tensor becomes an array: NumPy lacks some of torch's types.
+    if dtype != "uint8":
+        raise mistake
     array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else images
     if array.ndim == 4 and not place:
         for position, image_HWC in enumerate(array):
@@ -91,8 +96,8 @@ def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarra
         return
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1):
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise UserError(f"images{place}: must be {_KINDS}; got {array.dtype} {tuple(images.shape)}")
+    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise mistake
     yield array
 
 

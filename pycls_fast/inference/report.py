@@ -132,7 +132,8 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        with path.open("w", encoding="utf-8", newline="") as stream:
+        # What is no UTF-8 in a class's name becomes an escape, which JSON reads back.
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
             yield stream
     except OSError as error:
         raise UserError(f"output: {path} cannot be written ({error.strerror})") from error

@@ -93,7 +93,8 @@ def tile(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
-    """The text, its end cut off where it is longer than `width` pixels."""
+    """The text, its end cut off where it is longer than `width` pixels; "?" for what is no UTF-8 in a name."""
+    text = text.encode(errors="replace").decode()
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}…") > width:

@@ -172,6 +172,15 @@ def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(added) <= set(again)
 
 
+def test_packing_takes_every_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_folder(tmp_path / "folder", CONTENT)
+    given = {"short_side": 12, "quality": 71, "filter": "lanczos", "store": "raw"}
+    options = [f"{key}={value}" for key, value in given.items()]
+    prepare("pack", f"data.root={root}", f"output={tmp_path / 'packed'}", "split=val", *options, capsys=capsys)
+    about = json.loads((tmp_path / "packed/val/about.json").read_text())
+    assert {key: about[key] for key in given} == given
+
+
 def test_verify_lists_the_damaged(
     tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,7 +156,8 @@ def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, set
         **settings,
         "classes": list(classes),
     }
-    with file.open("w", encoding="utf-8") as written:
+    # Bytes of a folder's or file's name that are no UTF-8 become JSON's escapes, and are read back as they were.
+    with file.open("w", encoding="utf-8", errors="backslashreplace") as written:
         written.write(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         written.flush()
         os.fsync(written.fileno())

@@ -53,7 +53,7 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
         cells = [_cell(each, pictures[each["index"]]) for each in _shown(record, kind) if each["index"] in pictures]
         if cells:
             write_sheets(cells, folder / f"{name}.png")
-    (folder / "index.html").write_text(page(record, pictures), encoding="utf-8")
+    (folder / "index.html").write_text(page(record, pictures), encoding="utf-8", errors="backslashreplace")
     print_comparison(record)
     print(f"page: {folder / 'index.html'}")
     return DONE

@@ -95,8 +95,10 @@ def _finite(value: float) -> float | None:
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
-    """The name of a class; "none" for a score that is not a number."""
-    return "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
+    """The name of a class, in text that can be drawn; "none" for a score that is not a number."""
+    name = "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
+    # A folder's name that is no UTF-8 keeps its bytes, as signs.
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray) -> list[Record]:
@@ -124,6 +126,9 @@ def _shared(one: Predictions, two: Predictions) -> tuple[np.ndarray, np.ndarray]
 def _names(source: Source) -> list[str]:
     """The images' names, without the folder that all of them are in: the data may have been moved."""
     names = [source.name(index) for index in range(len(source))]
+    # A table may have relative paths and absolute ones, which have no folder in common.
+    if len({name.startswith(os.sep) for name in names}) > 1:
+        return names
     folders = {name.rpartition(os.sep)[0] for name in names}
     common = os.path.commonpath(folders) + os.sep
     return [name.removeprefix(common) for name in names]

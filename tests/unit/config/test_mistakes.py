@@ -386,6 +386,13 @@ def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
         load_config("zzz")
 
 
+def test_a_path_that_is_no_utf_8() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("vit_digits", ["data.root=/caf\udce9", "optim.trainable=[head,'\udce9']"])
+    rest = "is no UTF-8; rename it, or make a link to it and give that (the command line)"
+    assert set(caught.value.lines) == {f"data.root: /caf\udce9 {rest}", f"optim.trainable[1]: \udce9 {rest}"}
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         load_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,13 @@ SMALL = ["data.image_size=8", "augment.eval_crop_ratio=1.0"]
 VIT = [*SMALL, "model.width=24", "model.depth=2", "model.heads=3", "model.mlp_width=24", "model.patch_size=2"]
 
 
-def make_run(folder: Path, *overrides: str, config_name: str = "vit_digits", ema: bool = False) -> Path:
+def make_run(
+    folder: Path,
+    *overrides: str,
+    config_name: str = "vit_digits",
+    ema: bool = False,
+    classes: Sequence[str] = CLASSES,
+) -> Path:
     """A run folder that has nothing but a checkpoint."""
     config = load_config(config_name, [*(VIT if config_name == "vit_digits" else SMALL), *overrides])
     network = make_network(config)
@@ -28,7 +35,7 @@ def make_run(folder: Path, *overrides: str, config_name: str = "vit_digits", ema
         "model": network.state_dict(),
         "ema": {name: -value for name, value in network.state_dict().items()} if ema else None,
         "optimizer": {},
-        "classes": list(CLASSES),
+        "classes": list(classes),
         "config": config.model_dump(mode="json"),
     }
     checkpoint.save({k: v for k, v in state.items() if v is not None}, folder / "checkpoints", 7, keep=2)

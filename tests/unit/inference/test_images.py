@@ -107,6 +107,7 @@ def test_a_name_in_no_encoding_can_be_printed(tmp_path: Path) -> None:
         ([np.zeros((4, 4, 3))], "images[0]: must be a path, .*; got float64 (4, 4, 3)"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8), "images: must be .*; got uint8 (3, 8, 8)"),
         ([np.zeros((2, 4, 4, 3), np.uint8)], "images[0]: must be .*; got uint8 (2, 4, 4, 3)"),
+        (torch.zeros(8, 8, dtype=torch.bfloat16), "images: must be .*; got bfloat16 (8, 8)"),
         ([[None]], "images[0][0]: must be .*; got NoneType"),
         ("nowhere.png", "images: nowhere.png is no file, no folder and no pattern that finds images"),
     ],

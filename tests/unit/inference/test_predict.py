@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from PIL import Image
 import pycls_fast
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
-from pycls_fast.inference.report import check_output
+from pycls_fast.inference import report
+from pycls_fast.inference.report import check_output, percent
+from pycls_fast.inference.sheet import Cell
 from tests.unit.inference.conftest import make_run
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -80,6 +83,24 @@ def test_the_sheet(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.Capt
     first = np.asarray(Image.open(bad / "0.png"))
     # 8 pixels on 192, enlarged without smoothing, above the strip with the class.
     assert np.array_equal(sheet[8:152:24, 8:200:24], first[:6])
+
+
+def test_each_picture_on_the_sheet_has_its_own_words(
+    run_dir: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind one that could not be read."""
+    drawn: list[Cell] = []
+    monkeypatch.setattr(report, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
+    files = [bad / name for name in ("1.png", "bad[red].png", "3.png", "more/4.png")]
+    arguments = ["format=sheet", f"output={tmp_path / 'sheet.png'}", "topk=4"]
+    assert run_tool("predict", run_dir, *files, *arguments) == 0
+    del files[1]
+    wanted = pycls_fast.load(run_dir).predict(files)
+    for cell, file, each in zip(drawn, files, wanted, strict=True):
+        assert np.array_equal(np.asarray(cell.picture), np.asarray(Image.open(file)))
+        words = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[:3]]
+        assert (cell.title, [*cell.lines]) == (words[0], [file.name, *words[1:]])
+    assert len({cell.title for cell in drawn}) == 3
 
 
 def test_a_list_on_standard_input(
@@ -172,6 +193,50 @@ def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.C
     odd = (folder / "0.png").rename(folder / "seed=3.png")
     assert run_tool("predict", run_dir, odd, "format=json") == 0
     assert json.loads(capsys.readouterr().out)["images"][0]["image"] == str(odd)
+
+
+@pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])
+@pytest.mark.parametrize("to_file", [True, False])
+def test_names_that_are_no_utf_8(
+    tmp_path: Path,
+    folder: Path,
+    form: str,
+    to_file: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the image, of the classes, and of what is written; from the command line on."""
+    coffee = os.fsdecode(b"caf\xe9")
+    run = make_run(tmp_path / "run", classes=[coffee] * 10)
+    image = (folder / "0.png").rename(folder / f"{coffee}.png")
+    output = folder / f"out {coffee}.{'png' if form == 'sheet' else form}"
+    arguments = [str(run), str(image), f"format={form}", *([f"output={output}"] if to_file else [])]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["predict.py", *arguments])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(TOOLS / "predict.py"), run_name="__main__")
+    said = capsys.readouterr()
+    assert (done.value.code, said.err) == (0, "")
+    if form == "sheet":
+        assert said.out.endswith("out caf\\udce9.png\n" if to_file else "predictions.png\n")
+        Image.open(output if to_file else "predictions.png").load()
+        return
+    text = output.read_text(encoding="utf-8") if to_file else said.out
+    if form == "json":
+        (found,) = json.loads(text)["images"]
+        assert (found["class"], Path(found["image"]).name) == (coffee, "caf\\xe9.png")
+    else:
+        assert "caf\\xe9.png" in text
+        assert "caf\\udce9" in text
+
+
+@pytest.mark.parametrize("name", ["@x.json", "[1] a.json", "7", os.fsdecode(b"caf\xe9.json")])
+def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, name: str) -> None:
+    tool = runpy.run_path(str(TOOLS / "predict.py"))
+    options = read_options([f"run={name}", f"output={name}"], tool["Options"], ("run", "images"))
+    assert (options.run, options.output, options.images) == (name, name, ())
+    with pytest.raises(UserError, match=r"^topk: cannot read '\[1'$"):
+        read_options([f"run={name}", "topk=[1"], tool["Options"])
 
 
 @pytest.mark.parametrize(

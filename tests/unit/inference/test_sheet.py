@@ -47,6 +47,12 @@ def test_a_long_title_stays_on_its_picture() -> None:
         assert (sheet[:, 108:116] == 255).all()
 
 
+def test_bytes_that_are_no_utf_8_are_drawn_as_question_marks() -> None:
+    for title in ("caf\udce9", "\udce9" * 100):
+        sheet, same = (draw_sheet([cell(text)], side=100) for text in (title, title.replace("\udce9", "?")))
+        assert np.array_equal(np.asarray(sheet), np.asarray(same))
+
+
 def test_a_picture_keeps_its_proportions_and_small_ones_their_pixels() -> None:
     small = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
     square = np.asarray(tile(Image.fromarray(small), 40))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +207,41 @@ def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) ->
 
 
 def test_the_same_data_in_another_place_is_compared(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(digits, tmp_path / "moved")
     config = yaml.safe_load((b / "config.yaml").read_text())
     config["data"]["root"] = str(tmp_path / "moved")
     (b / "config.yaml").write_text(yaml.safe_dump(config))
     assert reason(a, b) == ""
+
+
+def test_a_table_of_relative_and_absolute_paths_is_compared(
+    a: Path, b: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data/near").mkdir(parents=True)
+    image = next(digits.rglob("*.png"))
+    shutil.copy(image, "data/near/x.png")
+    Path("data/table.csv").write_text(f"path,label\nnear/x.png,cat\n{image},dog\n")
+    settings = ["data=auto", "data.source=manifest", "data.root=data", "data.train=table.csv", "data.val=table.csv"]
+    config = load_config("vit_digits", settings).model_dump(mode="json")
+    for run in (a, b):
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        Predictions(*np.array([[0, 1], [0, 1], [1, 1], [2, 2]])).save(run / "predictions.npz")
+    assert reason(a, b) == ""
+
+
+def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in (b"caf\xe9", b"tea"):
+            place = tmp_path / "data" / split / os.fsdecode(name)
+            place.mkdir(parents=True)
+            shutil.copy(next(digits.rglob("*.png")), place / os.fsdecode(b"\xe9.png"))
+    config = load_config("vit_digits", ["data=auto", f"data.root={tmp_path / 'data'}"]).model_dump(mode="json")
+    for run, predicted in ((a, 0), (b, 1)):
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        Predictions(np.array([0]), np.array([0]), np.array([predicted]), np.array([1.0])).save(run / "predictions.npz")
+    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from pycls_fast.train.knn import knn_votes, places
+import pycls_fast
+from pycls_fast.config import load_config
+from pycls_fast.train.knn import knn_votes, places, score_neighbours
+from tests.unit.inference.conftest import VIT, make_run
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (20, 1.0), (200, 0.3)])
@@ -57,3 +63,36 @@ def test_single_precision_votes_as_double_does(temperature: float) -> None:
     assert torch.equal(places(single, labels[:50]), places(double, labels[:50]))
     # Few of the classes without a neighbour, many with one whose vote is small beside the others'.
     assert 0.5 < single.isfinite().float().mean() < 1.0
+
+
+def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digits: Path) -> None:
+    """Features that drop-path would change."""
+    images = tmp_path / "images"
+    for split, numbers in (("train", slice(0, 20)), ("val", slice(20, 40))):
+        for folder in digits.iterdir():
+            (images / split / folder.name).mkdir(parents=True)
+            for file in sorted(folder.iterdir())[numbers]:
+                (images / split / folder.name / file.name).symlink_to(file)
+    settings = [
+        *VIT,
+        "model.drop_path=0.5",
+        "data=folder",
+        f"data.root={images}",
+        "data.num_workers=0",
+        "runtime.device=cpu",
+    ]
+    run = make_run(tmp_path / "run", *settings, classes=list("0123456789"))
+    classifier, labels = pycls_fast.load(run), np.repeat(np.arange(10), 20)
+    memory, features = (classifier.features(images / split).double().numpy() for split in ("train", "val"))
+    config = load_config("vit_digits", [*settings, f"weights={run}"])
+    found = []
+    for temperature in (0.01, 1.0):
+        reference = KNeighborsClassifier(
+            15, metric="cosine", algorithm="brute", weights=lambda distance, t=temperature: np.exp(-distance / t)
+        ).fit(memory, labels)
+        output = tmp_path / "knn.json"
+        assert score_neighbours(config, k=15, temperature=temperature, split="val", output=str(output)) == 0
+        found.append(json.loads(output.read_text())["top1"])
+        # One of the 200 images may be between two classes.
+        assert found[-1] == pytest.approx(100 * (reference.predict(features) == labels).mean(), abs=0.6)
+    assert abs(found[0] - found[1]) > 2
