@@ -589,6 +589,8 @@ def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) 
         np.savez(tmp_path / "vit.npz", **jax_arrays(small_timm(), big_vision=False, stacked=stacked))
         with pytest.raises(UserError, match=r"trained with model\.heads=3 and the model has 6"):
             load(small(heads=6), tmp_path / "vit.npz")
+        with pytest.raises(UserError, match=r"trained with model\.norm_eps=1e-06 and the model has 1e-05"):
+            load(small(norm_eps=1e-5), tmp_path / "vit.npz")
     state = pycls_state({"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}, token=True)
     for told, line in (("NUM_HEADS: 6", r"model\.heads=6 and the model has 3"), ("NUM_HEADS: 3", "")):
         settings = f"LN:\n  EPS: 1.0e-06\nMODEL:\n  TYPE: vit\nVIT:\n  {told}\n"
@@ -598,6 +600,11 @@ def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) 
                 load(small(mlp_width=96), tmp_path / "vit.pyth")
         else:
             load(small(mlp_width=96), tmp_path / "vit.pyth")
+    pooled = {"classifier": "pooled", "class_token": True, "classifier_norm": "before_pool"}
+    for name, width in (("vit.npz", 4 * WIDTH), ("vit.pyth", 96)):
+        with pytest.raises(UserError, match=r"model\.classifier=token and the model has pooled"):
+            load(small(mlp_width=width, **pooled), tmp_path / name)
+        assert load(small(mlp_width=width, num_classes=3, **pooled), tmp_path / name).fresh
     settings = "MODEL:\n  TYPE: resnet\nRESNET:\n  STRIDE_1X1: true\n  TRANS_FUN: bottleneck_transform\n"
     torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "resnet.pyth")
     with pytest.raises(UserError, match=r"makes maps smaller in its 1x1 convolutions .*; no model here does; choose"):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 Arrays = Mapping[str, Tensor]
 
+NORM_EPS = 1e-6
+"""Of LayerNorms: flax's default, which neither project changes."""
 _PREFIXES = ("opt/target/", "params/img/", "params/", "")
 _OUTSIDE = {
     "cls": "class_token.value",

@@ -8,7 +8,7 @@ import pathlib
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -249,9 +249,12 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
         shortcut = torchvision.resnet_shortcut(state)
     traits = contents.traits
     if layout == _JAX:
-        traits = Traits(heads=jax.heads(state))
+        traits = Traits(heads=jax.heads(state), norm_eps=jax.NORM_EPS)
     elif pycls.is_pycls(state):
         traits = pycls.traits(contents.settings)
+    if layout in (_JAX, pycls.VIT) and "class_token.value" in tensors:
+        # Both have one only where the head sees it.
+        traits = replace(traits, classifier="token")
     return ReadWeights(
         source=source,
         layout=layout,
