@@ -21,8 +21,9 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import like_train, quoted, split_at_random
 from pycls_fast.errors import UserError
 
-_VAL_NAMES = ("val", "valid", "validation", "dev")
-_SPLIT_NAMES = ("train", *_VAL_NAMES, "test")
+_VAL_NAMES = ("val", "valid", "validation")
+# `dev/` is a split only where no other is for validation, and with class folders: others keep a development kit there.
+_SPLIT_NAMES = ("train", *_VAL_NAMES, "dev", "test")
 _TRAIN_FOLDERS = ("train", "Train", "training", "Training")
 _LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
 _SCAN_THREADS = 16
@@ -249,7 +250,7 @@ def _nested_splits(root: Path, folders: list[str]) -> list[str]:
 def _split_of(folder: str) -> str:
     """The split that people mean by a folder's name, or ""."""
     word = folder.lower()
-    if word in _VAL_NAMES:
+    if word in (*_VAL_NAMES, "dev"):
         return "val"
     return {"train": "train", "training": "train", "test": "test", "testing": "test"}.get(word, "")
 
@@ -260,7 +261,8 @@ def _has_split_folders(root: Path, folders: list[str]) -> bool:
         only_splits = all(name in _SPLIT_NAMES for name in folders)
         return only_splits or bool(subfolders(root / "train"))
     nested = [name for name in folders if name in _SPLIT_NAMES and subfolders(root / name)]
-    if nested:
+    # A class may be called dev.
+    if nested and (nested != ["dev"] or folders == nested):
         raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
     return False
 
@@ -270,10 +272,11 @@ def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str 
     found = [name for name in _VAL_NAMES if name in folders]
     if len(found) > 1:
         raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")
-    test = "test" if "test" in folders and subfolders(root / "test") else None
-    if found:
-        return found[0], test
-    return test, None
+    labelled = [name for name in ("dev", "test") if name in folders and subfolders(root / name)]
+    if not found and "dev" in labelled:
+        found = ["dev"]
+    test = "test" if "test" in labelled else None
+    return (found[0], test) if found else (test, None)
 
 
 def _no_class_folders(root: Path) -> str:

@@ -72,6 +72,17 @@ def test_unlabelled_test_folder_is_no_validation_split(tmp_path: Path, write_tre
     assert recognise(str(tmp_path)) == ("folder",)
 
 
+def test_dev_is_validation_where_no_other_folder_is(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "both", {"train/a": 2, "val/a": 1, "dev/a": 2})
+    assert names(open_plain(tmp_path / "both")["val"]) == [str(tmp_path / "both/val/a/0.png")]
+    write_tree(tmp_path / "flat", {"train/a": 4, "dev": 3})
+    assert {split: len(source) for split, source in open_plain(tmp_path / "flat").items()} == {"train": 3, "val": 1}
+    write_tree(tmp_path / "class", {"bus": 4, "car": 4, "dev/film": 4})
+    assert open_plain(tmp_path / "class")["train"].classes == ("bus", "car", "dev")
+    write_tree(tmp_path / "alone", {"dev/a": 2})
+    assert "found folder dev/ but no train/" in error_line(tmp_path / "alone")
+
+
 def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"train/a": 1, "train/b": 1, "train/c": 1, "val/c": 2, "val/b": 1})
     val = open_plain(tmp_path)["val"]
