@@ -41,7 +41,12 @@ def is_remote(place: str) -> bool:
 
 
 def find_files(
-    root: str, extensions: Sequence[str], *, train: str | None = None, val: str | None = None
+    root: str,
+    extensions: Sequence[str],
+    *,
+    train: str | None = None,
+    val: str | None = None,
+    follow_links: bool = True,
 ) -> dict[str, tuple[str, ...]]:
     """The files of each split, "train" among them: "train", "val", "test", or "all" when no name tells them apart.
 
@@ -53,6 +58,7 @@ def find_files(
         extensions: how the names end, e.g. (".tar",).
         train, val: the files of a split by name instead: a path below `root`, an absolute one or an address, with `*`
             and `{000..146}`.
+        follow_links: also take what lies in linked folders; a file that is reached twice is taken once.
 
     Raises:
         UserError: no files, a shard that is missing, names that do not tell, several versions of the same split.
@@ -64,17 +70,19 @@ def find_files(
         return named if val is not None else {"all": named["train"]}
     if val is not None:
         raise UserError("data.val: given without data.train; give both")
-    found = _list_files(root, extensions)
+    found = _list_files(root, extensions, follow_links)
     if not found:
         raise UserError(f"there are no {' or '.join(extensions)} files in {root} (see data/README.md)")
     _check_complete(found)
     splits: dict[str, list[str]] = {}
     for file in found:
         splits.setdefault(_split_of(root, file), []).append(file)
+    if not is_remote(root):
+        splits = {split: _each_once(files) for split, files in splits.items()}
     for files in splits.values():
         _check_one_configuration(root, files)
     if set(splits) == {""}:
-        return {"all": tuple(found)}
+        return {"all": tuple(splits[""])}
     if "" in splits:
         raise UserError(
             f"{root}: {quoted([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train or "
@@ -85,7 +93,7 @@ def find_files(
     return {name: tuple(files) for name, files in splits.items()}
 
 
-def _list_files(root: str, extensions: Sequence[str]) -> list[str]:
+def _list_files(root: str, extensions: Sequence[str], follow_links: bool) -> list[str]:
     if is_remote(root):
         return _list_remote(root, extensions)
     path = Path(root)
@@ -93,23 +101,42 @@ def _list_files(root: str, extensions: Sequence[str]) -> list[str]:
         return [str(path)]
     if not path.is_dir():
         raise UserError(f"there is no dataset {path.absolute()}")
-    return sorted(_walk(str(path), tuple(extensions), frozenset()))
+    return sorted(_walk(str(path), str(path), tuple(extensions), frozenset(), follow_links))
 
 
-def _walk(folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """Files at any depth, hidden ones left out. Links are followed, but not into a folder that they lie in."""
+def _walk(
+    root: str, folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]], follow_links: bool
+) -> Iterator[str]:
+    """Files at any depth, hidden ones left out. Links are followed, if at all, not into a folder that they lie in."""
     status = Path(folder).stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
         return
-    with os.scandir(folder) as entries:
+    try:
+        entries = os.scandir(folder)
+    except PermissionError:
+        # A disk's `lost+found`, or somebody's backup, beside the splits.
+        if folder == root or _split_of(root, folder):
+            raise
+        return
+    with entries:
         for entry in entries:
             if entry.name[0] == ".":
                 continue
             if is_folder(entry):
-                yield from _walk(entry.path, extensions, above | {here})
+                if follow_links or not entry.is_symlink():
+                    yield from _walk(root, entry.path, extensions, above | {here}, follow_links)
             elif entry.name.endswith(extensions) and Path(entry.path).is_file():
                 yield entry.path
+
+
+def _each_once(files: Sequence[str]) -> list[str]:
+    """Without those that a link to their folder shows again (`latest/` beside `2024-05/`)."""
+    folders = {folder: folder.resolve() for folder in {Path(file).parent for file in files}}
+    first: dict[Path, str] = {}
+    for file in files:
+        first.setdefault(folders[Path(file).parent] / Path(file).name, file)
+    return list(first.values())
 
 
 def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:
@@ -216,17 +243,24 @@ def name_classes(
         labels: integers, or texts; texts that are all whole numbers count as integers.
         names: of the classes, where known. Numbers are positions in it; texts must be among them.
         where: the file, for messages.
-        may_lack: all may be -1, as they are in a test split without labels.
+        may_lack: it is a test split: all may be -1.
 
     Raises:
-        UserError: labels that are neither, or outside of `names`.
+        UserError: labels that are neither, or outside of `names`, or that some images of a test split lack.
     """
     values = np.asarray(labels)
     if values.dtype.kind not in "iu":
         values = _whole_numbers(values)
+    if may_lack:
+        lacking = np.flatnonzero(values.astype(str) == "-1")
+        if len(lacking) == len(values):
+            return tuple(names or ()), np.full(len(values), -1, dtype=np.int32)
+        if len(lacking):
+            raise UserError(
+                f"{where}: {len(lacking):,} of {len(values):,} test images have no label, or the label -1 (number "
+                f"{lacking[0] + 1:,} first), and the others have one; label them all, or none"
+            )
     if values.dtype.kind in "iu":
-        if may_lack and np.all(values == -1):
-            return tuple(names or ()), values.astype(np.int32)
         if len(values) and int(values.min()) < 0:
             raise UserError(
                 f"{where}: the label {int(values.min())}: labels count from 0 (if this split has none, choose others "

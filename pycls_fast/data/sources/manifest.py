@@ -40,7 +40,8 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val)
+    # A linked folder holds the images, and perhaps tables of its own.
+    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, follow_links=False)
     for split, found in files.items():
         if len(found) > 1:
             raise UserError(
@@ -88,7 +89,10 @@ class _Table:
         reader = _read_parquet if self.path.suffix == ".parquet" else _read_csv
         columns: dict[str, Any] = dict(reader(self.path))
         if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
-            columns[label_column] = [-1] * max(map(len, columns.values()), default=0)
+            # Left out, whatever else it has or has not.
+            none = Texts.of(())
+            arrays = {"names": none.data, "name_ends": none.ends, "labels": np.zeros(0, dtype=np.int32)}
+            return Index(arrays, {"classes": []}, stamp)
         for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
             if column not in columns:
                 raise missing_column(str(self.path), column, list(columns), key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -85,8 +86,10 @@ def recognise(root: str) -> tuple[str, ...]:
         kinds.discard("manifest")
     classes = _count_class_folders(path)
     if not kinds and not classes:
-        # A clone of the hub's may have a folder for each configuration.
-        kinds = _kinds_of_files([path / name for name in subfolders(path)[:_LOOK_AT]]) - {"manifest"}
+        # A clone of the hub's may have a folder for each configuration, and in it one for each split. Archives in such
+        # folders are what class folders were unpacked from.
+        inner = (top / name for top in _some_folders(path) for name in (".", *_SPLITS))
+        kinds = _kinds_of_files(inner) & {"parquet"}
     if classes and "manifest" not in kinds:
         kinds.clear()
     # A single folder beside a table holds the table's images.
@@ -112,9 +115,15 @@ def _count_class_folders(path: Path) -> int:
 
 
 def _class_folders(top: Path) -> Iterator[Path]:
-    for name in subfolders(top)[:_LOOK_AT]:
-        if any(file.name.lower().endswith(EXTENSIONS) for file in _some(top / name)):
-            yield top / name
+    for folder in _some_folders(top):
+        if any(file.name.lower().endswith(EXTENSIONS) for file in _some(folder)):
+            yield folder
+
+
+def _some_folders(top: Path) -> list[Path]:
+    """The first folders in a folder, without those that may not be read (as `lost+found` of a disk)."""
+    folders = [top / name for name in subfolders(top)[:_LOOK_AT]]
+    return [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
 
 
 def _some(folder: Path, limit: int = 50) -> list[Path]:

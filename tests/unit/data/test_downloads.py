@@ -7,7 +7,9 @@ import os
 import pickle
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from tests.unit.data.layouts import (
     write_hub_parquet,
     write_manifest,
     write_packed,
+    write_tars,
 )
 
 CONTENT = make_content()
@@ -252,10 +255,10 @@ def test_configurations_of_the_hub(tmp_path: Path, name: str) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / f"whole/data/{split}-00000-of-00001.parquet").rename(file)
             shutil.rmtree(tmp_path / "whole")
-        if configuration == "160px" and "/" not in name:
+        if configuration == "160px":
             # A single one is found.
             assert samples_of(opened("auto", tmp_path)["train"]) == expected(CONTENT["train"])
-    line = mistake("parquet", tmp_path)
+    line = mistake("auto", tmp_path)
     assert "files of the same names in 160px/, full_size/" in line
     assert f"choose one with data.root={tmp_path}/full_size, say" in line
     assert samples_of(opened("auto", tmp_path / "full_size")["val"]) == expected(CONTENT["val"])
@@ -277,6 +280,38 @@ def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     line = mistake(kind, root)
     assert line.startswith(f"{root} cannot be read ({root}/")
     assert line.endswith(": Permission denied)")
+
+
+@pytest.mark.parametrize("name", ["lost+found", "train/part"])
+def test_folders_beside_shards_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_tars(tmp_path, CONTENT)
+    (tmp_path / name).mkdir(parents=True)
+
+    def refuse(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(path: Any) -> Any:
+            if str(path).startswith(str(tmp_path / name)):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return call
+
+    for function in ("scandir", "listdir"):
+        monkeypatch.setattr(os, function, refuse(getattr(os, function)))
+    monkeypatch.setattr(os, "access", lambda path, mode: name not in str(path))
+    if name == "train/part":
+        assert mistake("tar", tmp_path) == f"{tmp_path} cannot be read ({tmp_path}/train/part: Permission denied)"
+    else:
+        for kind in ("auto", "tar"):
+            assert samples_of(opened(kind, tmp_path)["val"]) == expected(CONTENT["val"])
+
+
+def test_archives_left_in_class_folders(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        (tmp_path / name / f"{name}.tar").write_bytes(b"")
+        for sample in CONTENT["train"][:3]:
+            (tmp_path / name / "deeper" / sample.name).write_bytes(sample.data)
+    assert opened("auto", tmp_path)["train"].classes == ("cat", "dog")
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

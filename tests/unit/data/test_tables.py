@@ -94,7 +94,7 @@ def test_a_column_that_says_train_and_test(tmp_path: Path, word: str) -> None:
     assert "no row whose column split says train" in mistake("manifest", tmp_path)
 
 
-@pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n"])
+@pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n", "id,x\n1,2\n"])
 def test_a_test_table_without_labels_is_left_out(tmp_path: Path, test: str) -> None:
     (tmp_path / "train.csv").write_text("path,label\na,x\nb,y\n")
     (tmp_path / "val.csv").write_text("path,label\na,x\n")
@@ -118,6 +118,15 @@ def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> No
     assert splits["val"].name(0) == f"{tmp_path}/d"
     (tmp_path / "all.csv").write_text("\n".join([*rows, "f,,train"]))
     assert "row 6 below the header has no path or no label" in mistake("manifest", tmp_path)
+
+
+def test_tables_in_linked_folders_are_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    write_manifest(tmp_path / "set", CONTENT)
+    (tmp_path / "set/images").rename(tmp_path / "elsewhere/images")
+    (tmp_path / "elsewhere/images/train.csv").write_text("id,box\n1,2\n")
+    (tmp_path / "set/images").symlink_to(tmp_path / "elsewhere/images")
+    assert samples_of(opened("auto", tmp_path / "set")["train"]) == expected(CONTENT["train"])
 
 
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:

@@ -108,9 +108,22 @@ def test_test_shards_without_labels_are_left_out(tmp_path: Path, members: dict[s
     tar_of(tmp_path / "set-test-000000.tar", members)
     assert set(opened("tar", tmp_path)) == {"train", "val"}
     # One with a label and one without are a mistake.
-    tar_of(tmp_path / "set-test-000001.tar", {"x.jpg": JPEG, "x.cls": b"1"})
-    with pytest.raises(UserError, match="the label -1"):
-        opened("tar", tmp_path)
+    for label in (b"1", CLASSES[1].encode()):
+        tar_of(tmp_path / "set-test-000001.tar", {"x.jpg": JPEG, "x.cls": label})
+        with pytest.raises(UserError, match=r"1 of 2 test images have no label, or the label -1 \(number 1 first\)"):
+            opened("tar", tmp_path)
+
+
+def test_a_folder_and_a_link_to_it(tmp_path: Path) -> None:
+    write_tars(tmp_path / "2024-05", CONTENT)
+    (tmp_path / "latest").symlink_to("2024-05")
+    assert {split: len(source) for split, source in opened("tar", tmp_path).items()} == {"train": 16, "val": 6}
+    # Training's own images as the validation split, for a trial.
+    trial = tmp_path / "trial"
+    trial.mkdir()
+    tar_of(trial / "train/000.tar", {"x.jpg": JPEG, "x.cls": b"0"})
+    (trial / "val").symlink_to("train")
+    assert {split: len(source) for split, source in opened("tar", trial).items()} == {"train": 1, "val": 1}
 
 
 def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
