@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,15 @@ def literal(text: str, most: int) -> str:
 
 def _name(text: str) -> str:
     return literal(text, 26)
+
+
+def _legend(figure: Figure, axes: Axes, entries: int, **place: Any) -> None:
+    """Names of a few arms go where `place` says; those of many below the plot, for which the figure grows."""
+    if entries <= len(_SIGNS):
+        axes.legend(fontsize=7.5, frameon=False, **place)
+        return
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(entries / 2))
+    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
 
 
 def _throughput(record: Record) -> Chart | None:
@@ -222,17 +232,19 @@ def _accuracy(record: Record) -> Chart | None:
         if not any((r > rate and s >= score) or (r >= rate and s > score) for r, s in zip(rates, scores, strict=True))
     )
     axes.step(*zip(*front, strict=True), where="pre", color=LINE, linewidth=1, linestyle="--", zorder=0)
+    # More arms than there are signs are numbered.
+    signs = _SIGNS if len(arms) <= len(_SIGNS) else [f"${place}$" for place in range(len(arms))]
     for place, (arm, rate, score) in enumerate(zip(arms, rates, scores, strict=True)):
         half = arm["training"]["top1"]["half"]
         first = arm["before"] is None
         axes.errorbar(
-            rate, score, yerr=half, marker=_SIGNS[place % len(_SIGNS)], color=INK, capsize=3, elinewidth=1,
-            markerfacecolor=PALE if first else "white" if (rate, score) not in front else INK, markersize=7,
-            linestyle="none", label=_name(arm["name"]),
+            rate, score, yerr=half, marker=signs[place], color=INK, capsize=3, elinewidth=1, markersize=7,
+            markerfacecolor=PALE if first else "white" if (rate, score) not in front else INK, linestyle="none",
+            label=_name(arm["name"]),
         )  # fmt: skip
     axes.set_xlabel("images/s", fontsize=9)
     axes.set_ylabel("top-1, %", fontsize=9)
-    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _legend(figure, axes, len(arms), loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return Chart(
         "accuracy",
         "Accuracy against throughput",
@@ -258,7 +270,7 @@ def _loss(record: Record) -> Chart | None:
         )  # fmt: skip
     axes.set_xlabel("epoch", fontsize=9)
     axes.set_ylabel("training loss, nats", fontsize=9)
-    axes.legend(fontsize=7.5, frameon=False)
+    _legend(figure, axes, len(arms))
     return Chart("loss", "Loss curves", "Mean over the seeds; the broad line is the first rung.", figure)
 
 
