@@ -23,7 +23,7 @@ Made by `python tools/switch_cards.py` from `pycls_fast/speed/`, `pycls_fast/pre
 device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device
 cannot run is an error that names another. What a value owes its reference: `identical`, the same bits; `rounding`, the
 same mathematics in another order; `training`, it changes what is learned, and its accuracy has to be measured.
-`python tools/ledger.py ladder=switches switches=[NAME]` measures one.
+`python tools/ledger.py ladder=switches switches=[NAME]` measures one, and what it has to be compared with.
 """
 
 _PRECISION = """\

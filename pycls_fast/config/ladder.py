@@ -24,6 +24,8 @@ class Rung(Section):
 
     `ranks` is the number of processes of this rung and, in a cumulative ladder, of those behind it. `needs` is for what
     does not run elsewhere, or too slowly to be of use. `image_size_ratio` is a larger image, in whole patches.
+    `against` names the rung that this one is one change away from, where the baseline is more: in mode one_at_a_time
+    the two are compared, and who picks this one gets the other, too.
     """
 
     name: Text
@@ -31,6 +33,7 @@ class Rung(Section):
     ranks: PositiveInt | None = None
     needs: Literal["cuda"] | None = None
     image_size_ratio: PositiveFloat | None = None
+    against: Text | None = None
     note: str = ""
 
 
@@ -65,6 +68,14 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"ladder: {file}: more than one rung is called {', '.join(twice)}; give each a name of its own")
+    wrong = [
+        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is no other rung"
+        f"{did_you_mean(rung.against, names[1:])}; give the name of one, or leave it out for the baseline"
+        for rung in ladder.rungs
+        if rung.against is not None and rung.against not in set(names[1:]) - {rung.name}
+    ]
+    if wrong:
+        raise UserError(*wrong)
     return ladder
 
 

@@ -162,8 +162,10 @@ class Ledger:
 
     def _plan(self) -> dict[str, Any]:
         return {
-            # Its mode is that of the settings.
-            "ladder": self.ladder.model_dump(mode="json", exclude={"mode"}),
+            # Its mode is that of the settings, and what a rung is against changes nothing that is measured.
+            "ladder": self.ladder.model_dump(
+                mode="json", exclude={"mode": True, "baseline": {"against"}, "rungs": {"__all__": {"against"}}}
+            ),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),
             **self.conditions,

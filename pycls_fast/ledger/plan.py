@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,15 +50,19 @@ class Arm:
 
 
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
-    """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key.
+    """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key, and the
+    rungs that they are against.
+
+    What a rung sets as the one that it is against does is that one's.
 
     Raises:
         UserError: a name that fits no rung.
     """
     if not names:
         return ladder
+    rungs = {rung.name: rung for rung in ladder.rungs}
     words = {
-        rung.name: {rung.name, *(o.lstrip("+~").partition("=")[0] for o in rung.overrides)} for rung in ladder.rungs
+        rung.name: {rung.name, *(o.lstrip("+~").partition("=")[0] for o in _own(rung, rungs))} for rung in ladder.rungs
     }
     # A switch may be named without its section: compile for speed.compile.
     words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
@@ -70,7 +74,19 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     ]
     if wrong:
         raise UserError(*wrong)
-    return ladder.model_copy(update={"rungs": tuple(r for r in ladder.rungs if words[r.name] & set(names))})
+    picked: set[str] = set()
+    for name in rungs:
+        other: str | None = name if words[name] & set(names) else None
+        while other is not None and other not in picked:
+            picked.add(other)
+            other = rungs[other].against
+    return ladder.model_copy(update={"rungs": tuple(rung for rung in ladder.rungs if rung.name in picked)})
+
+
+def _own(rung: Rung, rungs: Mapping[str, Rung]) -> list[str]:
+    """The overrides of a rung that the one it is against does not have."""
+    others = () if rung.against is None else rungs[rung.against].overrides
+    return [override for override in rung.overrides if override not in others]
 
 
 def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[str] = ()) -> list[Arm]:
@@ -78,7 +94,8 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
     Args:
         ladder: with at least one rung.
-        mode: "cumulative": each rung on top of those before it. "one_at_a_time": each alone on the baseline.
+        mode: "cumulative": each rung on top of those before it. "one_at_a_time": each alone on the baseline,
+            one step from it or from the rung that it is against.
             "leave_one_out": all rungs, and all but each.
         ranks: processes where the ladder says nothing.
         impossible: rungs that cannot run here. They are arms all the same, so that they are seen to be missing, but the
@@ -86,7 +103,7 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
     """
     base = _arm(ladder.baseline, (), ladder.baseline.ranks or ranks, None)
     if mode == "one_at_a_time":
-        return [base, *(_arm(rung, base.overrides, rung.ranks or base.ranks, base.name) for rung in ladder.rungs)]
+        return [base, *(_alone(rung, base) for rung in ladder.rungs)]
     if mode == "leave_one_out":
         return _leave_one_out(ladder, base, impossible)
     made = [base]
@@ -100,6 +117,15 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
 def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None) -> Arm:
     return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note)
+
+
+def _alone(rung: Rung, base: Arm) -> Arm:
+    """A rung on the baseline, one step away from the rung that it is against, which its note tells."""
+    arm = _arm(rung, base.overrides, rung.ranks or base.ranks, rung.against or base.name)
+    if rung.against is None:
+        return arm
+    told = f"the one before is '{rung.against}'"
+    return dataclasses.replace(arm, note=f"{told}; {rung.note}" if rung.note else told)
 
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:

@@ -148,6 +148,10 @@ def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float],
     return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 
 
+# Of no effect on a weight that is not 0 itself.
+_LEAST_LR = 1e-30
+
+
 def compile_step(optimizer: Optimizer) -> Optimizer:
     """Compile the optimizer's step in place, with each group's lr as a tensor so that a new value compiles nothing."""
     for group in optimizer.param_groups:
@@ -160,8 +164,9 @@ def compile_step(optimizer: Optimizer) -> Optimizer:
     def step(*args: Any, **kwargs: Any) -> Any:
         for group in optimizer.param_groups:
             # torch's Adam, as it is compiled, divides by the rate: at 0, where a warm-up begins, a gradient of zero
-            # would make weights NaN.
-            group["lr"].clamp_(min=torch.finfo(torch.float32).tiny)
+            # would make weights NaN. It first multiplies the rate (by 0.3 with betas of 0.9 and 0.999), which has to
+            # leave more than 0 where denormals are flushed.
+            group["lr"].clamp_(min=_LEAST_LR)
         return compiled(*args, **kwargs)
 
     optimizer.step = step  # type: ignore[method-assign]

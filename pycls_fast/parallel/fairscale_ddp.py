@@ -55,7 +55,8 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         sync_models_at_startup=False,
         # FairScale's buckets are long-lived buffers that gradients are views of: after `zero_grad(set_to_none=True)`
         # the gradients are new tensors, the buffers go on being reduced, and training is wrong without an error.
-        # Without buckets there is nothing to be wrong about, and no rank keeps gradients that it does not own.
+        # Without buckets there is nothing to be wrong about, and no rank keeps gradients that it does not own
+        # after they are exchanged.
         reduce_buffer_size=0,
         auto_refresh_trainable=False,
     )

@@ -19,6 +19,7 @@ def footprint(
     compute_bytes: int = 4,
     autocast_bytes: int = 0,
     recomputes: bool = False,
+    accumulates: bool = False,
 ) -> float:
     """Bytes a rank needs at the peak of a step.
 
@@ -37,6 +38,7 @@ def footprint(
         autocast_bytes: of the copy of a weight that autocast makes in the forward pass; it is kept for the backward
             pass, and no strategy divides it.
         recomputes: blocks are computed again in the backward pass, so that one block's copies are alive at a time.
+        accumulates: gradients of several microbatches are added up before ranks exchange them.
     """
     trained = parameters if trained is None else trained
     reached = parameters if reached is None else reached
@@ -47,8 +49,10 @@ def footprint(
         halves = float(compute_bytes * (parameters + trained)) if compute_bytes < 4 else 0.0
         return weights + gradients + state + halves + casts
     if strategy == "fairscale_sharded_ddp":
-        # The average is of whole weights, and gradients are whole until the last microbatch's are exchanged.
-        return weights + gradients + state / degree + casts
+        # The average is of whole weights. A gradient leaves for its owner as soon as it is there, a block's are on
+        # their way at a time; all are kept until the last microbatch.
+        sent = gradients / degree + 4.0 * min(largest_unit, trained)
+        return weights + (gradients if accumulates else min(sent, gradients)) + state / degree + casts
     shards = math.ceil(parameters / degree) * 4 * (1 + averaged) + math.ceil(trained / degree) * 4 * (1 + state_copies)
     # A block's weights and their gradients, and the weights of the next one, which is gathered meanwhile.
     gathered = (2 * largest_unit if reshard_after_forward else parameters) + min(largest_unit, trained)

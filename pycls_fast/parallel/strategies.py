@@ -114,7 +114,8 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         numerics="rounding",
         note="FairScale's OSS and ShardedDataParallel (ZeRO-2): each parameter has an owner, to which its gradient is "
         "reduced and which alone updates it; for runs that come from it.",
-        holds="All weights; gradients and optimizer state of the parameters that it owns.",
+        holds="All weights; optimizer state of the parameters that it owns, and their gradients; with "
+        "optim.accumulation_steps above 1 all gradients.",
         mathematics="None: gradients are summed in another order.",
         helps="Runs that come from FairScale; fsdp with parallel.reshard_after_forward=false shares out the weights, "
         "too.",

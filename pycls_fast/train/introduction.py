@@ -90,6 +90,7 @@ def memory_per_rank(run: Run) -> float:
         compute_bytes=compute_bytes if level.weights != "float32" else 4,
         autocast_bytes=compute_bytes if level.autocast else 0,
         recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
+        accumulates=config.optim.accumulation_steps > 1,
     )
 
 

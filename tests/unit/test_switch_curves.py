@@ -9,6 +9,7 @@ or one rounding more, is soon in every number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -135,11 +136,20 @@ def switched(chosen: str) -> dict[SwitchName, str]:
     return {SwitchName(name): value for name, value in pairs}
 
 
+def compiles(in_force: Mapping[SwitchName, str]) -> bool:
+    """Whether code for a CPU is compiled, which takes a C++ compiler."""
+    plain = {SwitchName.COMPILE: "off", SwitchName.OPTIMIZER_COMPILE: "off", SwitchName.CROSS_ENTROPY: "plain"}
+    return any(in_force[name] != value for name, value in plain.items())
+
+
 @pytest.mark.slow
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("experiment", "company", "chosen"), arms())
 def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, digits: Path, jpegs: Path) -> None:
+    overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
+    if compiles(build.switches(load_config(experiment, overrides), CPU)) and not build.device.has_compiler():
+        pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
     names = set(switched(chosen))
     images = jpegs if SwitchName.DECODE in names else digits
@@ -152,6 +162,16 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
         assert not torch.equal(found, expected), "it did nothing"
     if {switch.numerics for switch in CATALOGUE if switch.name in names} == {"identical"}:
         assert torch.equal(found, expected)
+
+
+def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.device, "has_compiler", lambda: False)
+    compiled = {SwitchName(name) for name in ("compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu")}
+    found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
+    assert len(found) == 6
+    for arm in found:
+        with pytest.raises(pytest.skip.Exception):
+            test_the_loss_stays_in_the_band(*arm, Path(), Path())
 
 
 def test_every_rounding_switch_of_a_cpu_has_a_curve() -> None:

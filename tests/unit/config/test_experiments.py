@@ -22,7 +22,6 @@ from pycls_fast.parallel import ALONE
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 # `ladder` holds ladders of switches for the ledger, no group.
 GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
-IMAGENET = 1_281_167  # training images
 HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
 # Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
@@ -46,9 +45,17 @@ def load(name: str, *overrides: str) -> RunConfig:
     return load_config(name, [*root, *overrides])
 
 
+def training_images(name: str) -> int:
+    """Of an experiment; some number where it takes any images."""
+    if "cifar10" in name:
+        return 50_000
+    return {"imagenet": 1_281_167, "digits": 1_437}.get(chosen_data(name), 10_000)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_builds(name: str) -> None:
-    config = build.by_size(load(name), 10_000, ALONE)
+    images = training_images(name)
+    config = build.by_size(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
     assert any(key == "weights" for key, _ in problems(config, trains=True)) == ("weights=" in header)
@@ -69,7 +76,7 @@ def test_an_experiment_builds(name: str) -> None:
     build.mixer(config)
     if average is not None:
         # The average's warm-up is over at the end of training, and the initial weights are forgotten.
-        steps = config.schedule.epochs * (IMAGENET // config.data.global_batch_size)
+        steps = config.schedule.epochs * (images // config.data.global_batch_size)
         last = steps - steps % average.every - 1
         assert average.share(last) == 1 - average.decay**average.every
         assert average.decay**steps < 0.002

@@ -25,7 +25,7 @@ from pycls_fast.ledger.conduct import conduct, refusal
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.plan import EVERYTHING, Mode
+from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.table import rows
 from pycls_fast.speed import CATALOGUE
@@ -289,9 +289,12 @@ def test_every_value_of_every_switch_is_a_rung_of_a_ladder_that_ships() -> None:
     ladder = read_ladder(file.stem, [CONFIGS])
     assert ladder.baseline.overrides == ("speed=reference",)
     expected = {f"{switch.name} {value}": (switch, value) for switch in CATALOGUE for value in switch.values[1:]}
-    assert [rung.name for rung in ladder.rungs if rung.name not in expected] == []
+    company = {rung.against for rung in ladder.rungs}
+    assert [rung.name for rung in ladder.rungs if rung.name not in {*expected, *company}] == []
     assert [name for name in expected if name not in {rung.name for rung in ladder.rungs}] == []
     for rung in ladder.rungs:
+        if rung.name not in expected:
+            continue
         switch, value = expected[rung.name]
         needed = switch.requires.get(value)
         assert rung.overrides[0] == f"speed.{switch.name}={value}"
@@ -303,6 +306,30 @@ def test_every_value_of_every_switch_is_a_rung_of_a_ladder_that_ships() -> None:
         config = load_config(experiment, [*ladder.baseline.overrides, *half, *rung.overrides])
         device = torch.device("cpu" if needed == "cpu" else "cuda")
         assert build.switches(config, device)[switch.name] == value
+
+
+def test_a_switch_is_one_change_away_from_what_it_is_compared_with() -> None:
+    ladder = read_ladder("switches", [CONFIGS])
+    found = {rung.name: dict(o.split("=") for o in rung.overrides) for rung in ladder.rungs}
+    for rung in ladder.rungs:
+        switch, value = rung.name.split()
+        own, other = found[rung.name], {} if rung.against is None else found[rung.against]
+        if value != "off":
+            assert {key for key in {*own, *other} if own.get(key) != other.get(key)} == {f"speed.{switch}"}
+        assert {rung.name, rung.against or rung.name} <= {picked.name for picked in pick(ladder, [switch]).rungs}
+    assert [rung.name for rung in pick(ladder, ["decode_scale"]).rungs] == ["decode region", "decode_scale dct"]
+    assert [rung.name for rung in pick(ladder, ["gelu"]).rungs] == ["gelu polynomial", "compile model"]
+    assert [rung.name for rung in pick(ladder, ["mix_on"]).rungs] == ["mix_on device"]
+
+
+def test_a_folder_goes_on_whatever_its_rungs_are_against(tmp_path: Path) -> None:
+    start(tmp_path, mode="one_at_a_time")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert not [rung for rung in (plan["ladder"]["baseline"], *plan["ladder"]["rungs"]) if "against" in rung]
+    b, c = LADDER.rungs
+    against = LADDER.model_copy(update={"rungs": (b, c.model_copy(update={"against": "B"}))})
+    record = collect(start(tmp_path, against, mode="one_at_a_time"), "x")
+    assert [arm["before"] for arm in record["arms"]] == [None, "base", "B"]
 
 
 def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:

@@ -75,6 +75,38 @@ def test_rungs_are_picked_by_name_or_switch(names: tuple[str, ...], picked: int)
     assert len(pick(LADDER, names).rungs) == picked
 
 
+STEPS = Ladder(
+    description="one change behind the other",
+    baseline=Rung(name="base"),
+    rungs=(
+        Rung(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
+        Rung(name="one", overrides=("a=1",)),
+        Rung(name="two", overrides=("b=1", "a=1"), against="one"),
+        Rung(name="other", overrides=("d=1",)),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "picked"),
+    [("c", ["three", "one", "two"]), ("two", ["one", "two"]), ("b", ["one", "two"]), ("a", ["one"]), ("d", ["other"])],
+)
+def test_a_rung_brings_along_what_it_is_against(name: str, picked: list[str]) -> None:
+    assert [rung.name for rung in pick(STEPS, [name]).rungs] == picked
+
+
+def test_a_rung_alone_is_one_step_from_what_it_is_against() -> None:
+    made = arms(STEPS, "one_at_a_time")
+    assert [(a.name, a.before, a.note) for a in made] == [
+        ("base", None, ""),
+        ("three", "two", "the one before is 'two'; slow"),
+        ("one", "base", ""),
+        ("two", "one", "the one before is 'one'"),
+        ("other", "base", ""),
+    ]
+    assert [a.before for a in arms(STEPS, "cumulative")] == [None, "base", "three", "one", "two"]
+
+
 def test_a_rung_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean fused"):
         pick(LADDER, ["fusde"])
@@ -115,6 +147,12 @@ def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
         ("description: x\nbaseline: {name: a}\nrungs: []\n", "rungs"),
         ("description: x\nbaseline: {name: a}\nrungs: [{name: b, overide: [x=1]}]\n", "rungs.0.overide"),
         ("description: x\nbaseline: {name: a}\nrungs: [{name: a}]\n", "more than one rung is called a"),
+        (
+            "description: x\nbaseline: {name: a}\nrungs: [{name: bat, against: cat}, {name: cats}]\n",
+            "'bat' is against cat, which is no other rung; did you mean cats",
+        ),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: b}]\n", "is against b, which is no other"),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: a}]\n", "is against a, which is no other"),
         ("a: [", "cannot be read"),
     ],
 )

@@ -84,9 +84,10 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("average", ["null", "0.9"])
-def test_a_rank_of_oss_holds_what_the_table_says(eight: World, average: str) -> None:
-    overrides = ("parallel=fairscale_sharded_ddp", "optim.accumulation_steps=2")
+def test_a_rank_of_oss_holds_what_the_table_says(eight: World, average: str, accumulation: int) -> None:
+    overrides = ("parallel=fairscale_sharded_ddp", f"optim.accumulation_steps={accumulation}")
     assert_held(eight, *overrides, f"optim.ema_decay={average}")
 
 
@@ -100,9 +101,12 @@ def test_footprint() -> None:
     assert footprint(**sizes, strategy="fsdp", degree=4, reshard_after_forward=False) == 4_000 + 4_400
     assert footprint(**sizes, strategy="fsdp", degree=4, averaged=True) == 5_000 + 1_200
     assert footprint(**sizes, strategy="fsdp", degree=4, trained=40) == 1_000 + 120 + 800 + 160
-    # Whole, but for the state.
-    assert footprint(**sizes, strategy="fairscale_sharded_ddp", degree=4) == 8_000 + 2_000
-    assert footprint(**sizes, strategy="fairscale_sharded_ddp", degree=4, averaged=True) == 12_000 + 2_000
+    # Weights whole, and a block's gradients on their way to their owners; all gradients where they are added up.
+    sizes["strategy"] = "fairscale_sharded_ddp"
+    assert footprint(**sizes, degree=4) == 4_000 + 1_000 + 400 + 2_000
+    assert footprint(**sizes, degree=4, trained=40) == 4_000 + 160 + 80
+    assert footprint(**sizes, degree=4, accumulates=True) == 8_000 + 2_000
+    assert footprint(**sizes, degree=4, accumulates=True, averaged=True) == 12_000 + 2_000
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp", "fairscale_sharded_ddp", "fairscale_fsdp"])
