@@ -233,14 +233,16 @@ def _accuracy(record: Record) -> Chart | None:
     )
     axes.step(*zip(*front, strict=True), where="pre", color=LINE, linewidth=1, linestyle="--", zorder=0)
     # More arms than there are signs are numbered.
-    signs = _SIGNS if len(arms) <= len(_SIGNS) else [f"${place}$" for place in range(len(arms))]
+    many = len(arms) > len(_SIGNS)
     for place, (arm, rate, score) in enumerate(zip(arms, rates, scores, strict=True)):
         half = arm["training"]["top1"]["half"]
-        first = arm["before"] is None
+        fill = INK if (rate, score) in front else "white"
+        if arm["before"] is None:
+            fill = PALE
         axes.errorbar(
-            rate, score, yerr=half, marker=signs[place], color=INK, capsize=3, elinewidth=1, markersize=7,
-            markerfacecolor=PALE if first else "white" if (rate, score) not in front else INK, linestyle="none",
-            label=_name(arm["name"]),
+            rate, score, yerr=half, color=INK, ecolor=PALE if many else INK, capsize=3, elinewidth=1, linestyle="none",
+            marker=f"${place}$" if many else _SIGNS[place], markersize=9 if many else 7,
+            markeredgewidth=0.3 if many else 1, markerfacecolor=INK if many else fill, label=_name(arm["name"]),
         )  # fmt: skip
     axes.set_xlabel("images/s", fontsize=9)
     axes.set_ylabel("top-1, %", fontsize=9)
@@ -248,8 +250,8 @@ def _accuracy(record: Record) -> Chart | None:
     return Chart(
         "accuracy",
         "Accuracy against throughput",
-        "Mean over the seeds with its 95% interval. Filled: nothing is both faster and better (the dashed front). "
-        "Whether a difference means anything is said in the table.",
+        f"Mean over the seeds with its 95% interval. {'On' if many else 'Filled, on'} the dashed front: nothing is "
+        "both faster and better. Whether a difference means anything is said in the table.",
         figure,
     )
 

@@ -231,6 +231,23 @@ def test_one_timed_rung_is_a_page(record: Record, tmp_path: Path) -> None:
     assert (tmp_path / "charts" / "throughput.png").is_file()
 
 
+def test_many_rungs_leave_room_for_what_is_drawn(record: Record) -> None:
+    """Signs run out, and names are longer than the plot is high; what squeezes it to nothing is a warning."""
+    rungs = [
+        arm(f"a switch of the catalogue, {n}", "A", timing=timing(90 + n, 1.0), training=training(90, None))
+        for n in range(40)
+    ]
+    many = {each.name: each.figure for each in charts({**record, "arms": [record["arms"][0], *rungs]})}
+    for name in ("accuracy", "loss"):
+        figure = many[name]
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        assert axes.get_window_extent().height > 2.5 * figure.dpi
+        (legend,) = figure.legends
+        assert legend.get_window_extent().ymax <= axes.get_window_extent().ymin
+        assert len(legend.get_texts()) == 41
+
+
 def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     """The terminal's library reads words in brackets as styles, and ends where it cannot."""
     record["arms"][0]["name"] = record["reference"] = "plain [fp32]"
