@@ -72,7 +72,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             "</section>",
             "<h2>All numbers</h2>",
             f"<div class='scroll'>{_table(record)}</div>",
-            f"<p class='quiet'>{escape(record['rule'])}</p>",
+            f"<p class='quiet'>{escape(record['rule'])}</p>" if settings["seeds"] else "",
             _list("Notes", [(arm["name"], arm["note"]) for arm in record["arms"] if arm["note"]]),
             _list("Not measured", list(record["unmeasured"].items())),
             _list("Not run here", [(arm["name"], arm["reason"]) for arm in record["arms"] if arm["reason"]]),

@@ -115,8 +115,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         _line(columns),
         _line(["---"] * len(columns)),
         *(_line([row[column] for column in columns]) for row in table),
-        "",
-        f"The rule of the verdicts: {record['rule']}",
+        *(["", f"The rule of the verdicts: {record['rule']}"] if seeds else []),
     ]
     notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
     missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]

@@ -205,6 +205,14 @@ def test_without_rounding_there_is_no_word_of_it(record: Record) -> None:
     assert "None" not in markdown(record).partition("| rung")[0]
 
 
+def test_without_training_there_is_no_rule_of_verdicts(record: Record) -> None:
+    assert "the rule" in page(record, [])
+    assert "the rule" in markdown(record)
+    record["settings"]["seeds"] = 0
+    assert "the rule" not in page(record, [])
+    assert "rule" not in markdown(record)
+
+
 def test_what_was_not_measured_has_no_chart(record: Record) -> None:
     for arm in record["arms"]:
         arm |= {"training": None, "numerics": None, "ranks": 1}
