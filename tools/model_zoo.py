@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pycls_fast import published
-from pycls_fast.config import NoOptions, load_config, options_line
+import torch
+
+from pycls_fast import build, published
+from pycls_fast.config import NoOptions, RunConfig, load_config, options_line
+from pycls_fast.ledger.outcome import IMAGENET_TRAINING_IMAGES
+from pycls_fast.models import complexity
+
+# FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.
+H100_PEAK = 989e12
 
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "MODEL_ZOO.md"
@@ -26,6 +34,10 @@ from `docs/results/top1.json`, where every number has its command and hardware; 
 Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop, as published and, under `here`, as
 measured here. Parameters with 1,000 classes. GMACs are billions of multiply-adds of one image at the size given (a
 run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
+
+`H100 hours` is arithmetic, not a measurement: all FLOPs of a training, three times those of its forward passes, at 989
+TFLOP/s, the dense bfloat16 peak of one H100. Nothing is faster. Published runs reach 29 % of it with a ViT-g/14 (NeMo,
+8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has to keep up, too.
 """
 
 _RECIPES = """\
@@ -106,6 +118,7 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         "GMACs",
         "at px",
         "epochs",
+        "H100 hours",
         "published",
         "source",
         "measured here",
@@ -116,10 +129,24 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         config = load_config(name, ["data.root=/path/to/imagenet"])
         top1 = "none" if known.top1 is None else f"{known.top1:g}"
         weights = f"`{known.weights}`" if known.weights else ""
-        size = f"{known.parameters:g} | {known.gmacs:g} | {known.size} | {config.schedule.epochs}"
+        size = f"{known.parameters:g} | {known.gmacs:g} | {known.size}"
+        length = f"{config.schedule.epochs} | {_hours(config):.2f}"
         ours = _ours(measured, "experiment", name)
         model = _network(config.model.model_dump())
-        yield f"| `{name}` | {model} | {size} | {top1} | {known.source} | {ours} | {weights} |"
+        yield f"| `{name}` | {model} | {size} | {length} | {top1} | {known.source} | {ours} | {weights} |"
+
+
+def _hours(config: RunConfig) -> float:
+    """Hours of one H100 at its peak for a training on ImageNet-1k."""
+    switches = build.switches(config, torch.device("cpu"))
+    sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
+    firsts = [*sorted(sizes), config.schedule.epochs]
+    per_image = {
+        size: complexity(lambda: build.counted_model(config, 1_000, switches), image_size=size).forward_flops
+        for size in set(sizes.values())
+    }
+    forward = sum(per_image[sizes[first]] * (last - first) for first, last in pairwise(firsts))
+    return 3 * forward * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
 
 
 def _small(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:

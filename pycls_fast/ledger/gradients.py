@@ -27,6 +27,7 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.records import write_record
 from pycls_fast.network import Network
+from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
@@ -249,7 +250,7 @@ def _output_file(config: RunConfig, output: str | None) -> Path:
         return output_file(output)
     if config.run_dir is not None:
         return output_file(Path(config.run_dir) / "gradients.json")
-    return output_file(Path("gradients") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json")
+    return output_file(Path("gradients") / f"{config.config_name}-{timestamp()}.json")
 
 
 def _print(display: Display, record: Mapping[str, Any]) -> None:

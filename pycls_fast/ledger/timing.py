@@ -35,6 +35,7 @@ from pycls_fast.ledger.report import print_record
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, prepare_model
+from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
@@ -152,12 +153,11 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
 
 
 def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
-    moment = time.strftime("%Y-%m-%d_%H-%M-%S")
     if output is not None:
         return output_file(output, world)
     if config.run_dir is not None:
-        return output_file(Path(config.run_dir) / f"timing-{moment}.json", world)
-    return output_file(Path("timings") / f"{config.config_name}-{moment}.json", world)
+        return output_file(Path(config.run_dir) / f"timing-{timestamp()}.json", world)
+    return output_file(Path("timings") / f"{config.config_name}-{timestamp()}.json", world)
 
 
 def _build(

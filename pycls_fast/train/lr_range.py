@@ -7,7 +7,6 @@ where the rate is useful, and rises again where it is too high.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
-from pycls_fast.paths import user_path
+from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
@@ -146,7 +145,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
 
 
 def _default_folder(config: RunConfig) -> Path:
-    return Path("lr_find") / f"{config.config_name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    return Path("lr_find") / f"{config.config_name}-{timestamp()}"
 
 
 def _told(verdict: Verdict, rates: Sequence[float]) -> list[str]:

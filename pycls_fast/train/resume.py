@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, first_of_launch
-from pycls_fast.paths import user_path
+from pycls_fast.paths import timestamp, user_path
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.run_folder import RunFolder
@@ -57,7 +56,7 @@ def _choose(config: RunConfig) -> tuple[Path, bool]:
 
 def _new_folder(experiment: str) -> Path:
     """Made here, so that of two runs that start in the same second each has its own."""
-    time_of_start = time.strftime("%Y-%m-%d_%H-%M-%S")
+    time_of_start = timestamp()
     for suffix in ("", *(f"~{number}" for number in range(2, 10_000))):
         path = Path("runs") / experiment / f"{time_of_start}{suffix}"
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,13 @@ from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.ledger.compare.images import compare_images, why_not_paired
 from pycls_fast.ledger.compare.page import page
 from pycls_fast.ledger.compare.runs import RunFiles, read_run
-from pycls_fast.ledger.compare.settings import differences
+from pycls_fast.ledger.compare.settings import differences, environment_differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
 from pycls_fast.paths import user_path
 from pycls_fast.speed import Device
 from pycls_fast.train.environment import environment_command, versions
+from pycls_fast.train.output_file import write_json
 
 Record = dict[str, Any]
 
@@ -45,8 +45,17 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
     except OSError as error:
         raise UserError(f"output: {folder} cannot be made ({error.strerror}); give another") from error
     record = comparison(a, b, images)
-    (folder / "compare.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    pictures = _pictures(a, b, record)
+    try:
+        _write(folder, record, _pictures(a, b, record))
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to ({error.strerror}); give another") from error
+    print_comparison(record)
+    print(f"page: {folder / 'index.html'}")
+    return DONE
+
+
+def _write(folder: Path, record: Record, pictures: Mapping[int, Image.Image]) -> None:
+    write_json(folder / "compare.json", record)
     for kind, name in (("only_a", "a_right_b_wrong"), ("only_b", "b_right_a_wrong")):
         for old in folder.glob(f"{name}*.png"):
             old.unlink()
@@ -54,9 +63,6 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
         if cells:
             write_sheets(cells, folder / f"{name}.png")
     (folder / "index.html").write_text(page(record, pictures), encoding="utf-8", errors="backslashreplace")
-    print_comparison(record)
-    print(f"page: {folder / 'index.html'}")
-    return DONE
 
 
 def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
@@ -71,6 +77,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
         "a": _run(a),
         "b": _run(b),
         "settings": differences(a.config, b.config, (_device(a), _device(b))),
+        "environment": environment_differences(a.environment, b.environment),
         "not_paired": reason,
         "without_pictures": (a.missing if a.source is None else None) and b.missing,
         "images": None if reason is not None else compare_images(a, b, images),
@@ -87,6 +94,7 @@ def _run(run: RunFiles) -> Record:
     return {
         "path": str(run.path),
         "config_name": run.config.get("config_name"),
+        "environment": dict(run.environment),
         "finished": run.summary is not None,
         "steps": summary.get("steps", newest.get("step")),
         "epochs": summary.get("epochs", newest.get("epoch")),

@@ -14,7 +14,18 @@ from PIL import Image
 
 from pycls_fast.inference.sheet import tile
 from pycls_fast.ledger.compare.charts import charts
-from pycls_fast.ledger.compare.table import NUMBERS, SETTINGS, class_row, nats, notes, numbers, settings, verdict
+from pycls_fast.ledger.compare.table import (
+    ENVIRONMENT,
+    NUMBERS,
+    SETTINGS,
+    class_row,
+    environment,
+    nats,
+    notes,
+    numbers,
+    settings,
+    verdict,
+)
 from pycls_fast.ledger.page import STYLE, figure_html
 
 Record = Mapping[str, Any]
@@ -60,13 +71,16 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
             _table(NUMBERS, numbers(record)),
             "<h2>Settings that differ</h2>",
             _settings(record),
+            *_environment(record),
             "<section class='charts'>",
             *(figure_html(chart) for chart in charts(record)),
             "</section>",
             *_disagreements(record["images"], pictures),
             *_classes(record["images"]),
             "<h2>Made with</h2>",
-            f"<p><code>{escape(record['command'])}</code></p><p class='quiet'>{when} · {escape(versions)}</p>",
+            *(f"<p>{name}: <code>{escape(command)}</code></p>" for name, command in _commands(record)),
+            f"<p>this page: <code>{escape(record['command'])}</code></p>",
+            f"<p class='quiet'>{when} · {escape(versions)}</p>",
             "</body></html>",
             "",
         ]
@@ -82,6 +96,16 @@ def _settings(record: Record) -> str:
         "mathematics in another order; training: it changes what is learned.</p>"
     )  # fmt: skip
     return _table(SETTINGS, rows, words=True) + owed
+
+
+def _environment(record: Record) -> list[str]:
+    rows = environment(record)
+    return ["<h2>Versions and machine</h2>", _table(ENVIRONMENT, rows, words=True)] if rows else []
+
+
+def _commands(record: Record) -> list[tuple[str, str]]:
+    found = [(name.upper(), record[name]["environment"].get("command")) for name in ("a", "b")]
+    return [(name, command) for name, command in found if command]
 
 
 def _disagreements(found: Record | None, pictures: Mapping[int, Image.Image]) -> list[str]:

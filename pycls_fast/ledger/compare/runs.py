@@ -31,6 +31,7 @@ class RunFiles:
         config: plain values, as it was saved.
         records: the lines of `metrics.jsonl`.
         summary: None while the run goes on.
+        environment: command, versions, commit and machine of its latest start; empty where it is not there.
         classes: names, or None where no checkpoint tells them.
         predictions: of the latest evaluation; None before the first.
         source: the images of the latest evaluation; None where the data is not there any more.
@@ -41,6 +42,7 @@ class RunFiles:
     config: Mapping[str, Any]
     records: list[Record]
     summary: Record | None
+    environment: Mapping[str, Any]
     classes: tuple[str, ...] | None
     predictions: Predictions | None
     source: Source | None = field(repr=False)
@@ -65,8 +67,8 @@ def read_run(text: str) -> RunFiles:
         raise UserError(f"{text}: not a run folder (it has no config.yaml)")
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
-        summary = folder.path / "summary.json"
-        read = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None
+        summary = _json(folder.path / "summary.json")
+        environment = _json(folder.path / "environment.json")
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{text}: a file of the run cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(config, dict):
@@ -76,12 +78,17 @@ def read_run(text: str) -> RunFiles:
         path=folder.path,
         config=config,
         records=list(folder.records()),
-        summary=read,
+        summary=summary,
+        environment=environment or {},
         classes=_classes(folder) or (source.classes if source is not None else None),
         predictions=Predictions.load(folder.predictions) if folder.predictions.is_file() else None,
         source=source,
         missing=missing,
     )
+
+
+def _json(file: Path) -> Record | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _classes(folder: RunFolder) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""What two configurations differ in."""
+"""What two runs were asked for, and ran on, that differs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pycls_fast.speed import CATALOGUE, Device, SwitchName
 Record = dict[str, Any]
 
 _OF_THE_PLACE = {"run_dir", "resume"}
+# The settings tell the command, the numbers the ranks and the device; memory differs by a page from boot to boot.
+_NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 NOT_SET = "-"
 
 
@@ -37,6 +39,18 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], devices: tuple[Devic
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
         for key in dict.fromkeys((*first, *second))
         if key not in _OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
+    ]
+
+
+def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Record]:
+    """Versions, commit and machine that differ, as `{key, a, b}`; none where one of the two is not known (empty)."""
+    if not a or not b:
+        return []
+    first, second = _flat(a), _flat(b)
+    return [
+        {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
+        for key in dict.fromkeys((*first, *second))
+        if key not in _NOT_TOLD and first.get(key, NOT_SET) != second.get(key, NOT_SET)
     ]
 
 

@@ -15,6 +15,7 @@ from pycls_fast.train.display import human, wide_console
 Record = Mapping[str, Any]
 
 _CLASSES = 10
+_MACHINE = {"processor", "cpu_count", "threads"}
 
 
 def verdict(record: Record) -> str:
@@ -36,8 +37,9 @@ def verdict(record: Record) -> str:
 
 
 SETTINGS = ("setting", "A", "B", "owes")
+ENVIRONMENT = ("ran with", "A", "B")
 NUMBERS = ("", "A", "B", "B to A")
-"""Heads of the rows that `settings` and `numbers` give."""
+"""Heads of the rows that `settings`, `environment` and `numbers` give."""
 
 
 def settings(record: Record) -> list[tuple[str, str, str, str]]:
@@ -48,6 +50,11 @@ def settings(record: Record) -> list[tuple[str, str, str, str]]:
         a, b = (row["a"], row["b"]) if a == b else (a, b)
         rows.append((row["key"], a, b, row["class"] or ""))
     return rows
+
+
+def environment(record: Record) -> list[tuple[str, str, str]]:
+    """Rows (key, A, B) of versions, commit and machine that differ."""
+    return [(row["key"], row["a"], row["b"]) for row in record["environment"]]
 
 
 def numbers(record: Record) -> list[tuple[str, str, str, str]]:
@@ -91,6 +98,8 @@ def notes(record: Record) -> list[str]:
     places = [(run["device"], run["world_size"]) for run in (a, b)]
     if None not in (a["device"], b["device"]) and places[0] != places[1]:
         lines.append("The runs were on other devices or numbers of ranks: their speeds are not comparable.")
+    elif any(row["key"] in _MACHINE for row in record["environment"]):
+        lines.append("The runs were on other machines, or with other threads: their speeds are not comparable.")
     if found is not None:
         if found["left_out"]:
             lines.append(f"{found['left_out']:,} images that only one of the two could read are left out.")
@@ -118,6 +127,9 @@ def print_comparison(record: Record) -> None:
         table(SETTINGS, settings(record))
     else:
         console.print("Their settings are the same.")
+    if record["environment"]:
+        console.print()
+        table(ENVIRONMENT, environment(record))
     console.print()
     table(NUMBERS, numbers(record))
     console.print()

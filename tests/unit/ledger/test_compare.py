@@ -20,7 +20,7 @@ from pycls_fast.ledger.compare.charts import charts
 from pycls_fast.ledger.compare.conduct import comparison
 from pycls_fast.ledger.compare.runs import read_run
 from pycls_fast.ledger.compare.settings import differences
-from pycls_fast.ledger.compare.table import verdict
+from pycls_fast.ledger.compare.table import notes, verdict
 from pycls_fast.ledger.page import figure_html
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -146,6 +146,12 @@ def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
 
 
+def test_a_place_that_cannot_be_written(a: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "index.html").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"output: .*out cannot be written to \(Is a directory\); give another"):
+        compare(str(a), str(a), output=str(tmp_path / "out"), images=3)
+
+
 def test_classes_are_called_as_they_are(a: Path, b: Path) -> None:
     record = comparison(read_run(str(a)), read_run(str(b)), 3)
     names = ["$a_$", "issue #head #123456"]
@@ -186,6 +192,35 @@ def test_settings_are_those_in_force() -> None:
     assert "run_dir" not in found
     on_cuda = {row["key"]: row["a"] for row in differences(a, b, ("cuda", "cpu"))}
     assert on_cuda["speed.input_copy"] == "prefetch"
+
+
+def ran_with(run: Path, torch: str, commit: str, processor: str) -> None:
+    RunFolder(run).write_json("environment.json", {
+        "command": f"python tools/train_net.py run_dir=<{run.name}>", "versions": {"python": "3.12.1", "torch": torch},
+        "git": {"commit": commit, "changed": False}, "processor": processor, "threads": 2, "memory_bytes": len(torch),
+        "device": "cpu", "world_size": 1,
+    })  # fmt: skip
+
+
+def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) -> None:
+    said = "The runs were on other machines, or with other threads: their speeds are not comparable."
+    ran_with(a, "2.11.0", "0123", "one processor")
+    # Of one of the two nothing is known.
+    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    assert (record["environment"], record["b"]["environment"]) == ([], {})
+    ran_with(b, "2.15.0+cpu", "0123", "one processor")
+    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    assert record["environment"] == [{"key": "versions.torch", "a": "2.11.0", "b": "2.15.0+cpu"}]
+    assert said not in notes(record)
+    ran_with(b, "2.11.0", "4567", "another")
+    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    assert [row["key"] for row in record["environment"]] == ["git.commit", "processor"]
+    assert said in notes(record)
+    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    page = Page()
+    page.feed((tmp_path / "out" / "index.html").read_text())
+    for words in ("Versions and machine", "4567", "A: python tools/train_net.py run_dir=<a>", said):
+        assert words in page.text
 
 
 def reason(a: Path, b: Path) -> str:
