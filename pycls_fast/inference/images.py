@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import EXTENSIONS, as_rgb
+from pycls_fast.data.sources.files import is_folder
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 
@@ -106,7 +107,7 @@ def find_images(words: Iterable[str]) -> list[Path]:
 
     Args:
         words: files, of any name; folders, whose images at any depth are taken in the order of their paths, hidden ones
-            left out; patterns with `*`, `?`, `[...]` and `**`.
+            left out and links followed; patterns with `*`, `?`, `[...]` and `**`.
 
     Raises:
         UserError: a line for each word that means nothing.
@@ -136,10 +137,23 @@ def find_images(words: Iterable[str]) -> list[Path]:
     return found
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    for top, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(top) / name for name in names if _is_image(name))
+def _below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """Images at any depth, but for what lies behind a link to one of the folders `above` (their devices and inodes)."""
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as listed:
+            entries = [(entry.name, is_folder(entry)) for entry in listed]
+    except OSError:
+        # Another user's, as `lost+found` is.
+        return
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    for name, nested in entries:
+        if nested and not name.startswith("."):
+            yield from _below(folder / name, above | {here})
+        elif not nested and _is_image(name):
+            yield folder / name
 
 
 def _is_image(name: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, Texts
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """File names that are images, in any case."""
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.paths import user_path
 
-_FORMAT = 1
+_FORMAT = 2
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
 

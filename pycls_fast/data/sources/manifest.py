@@ -34,7 +34,7 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
     says train, val or test, else split at random class by class. Test images without labels are left out.
     Paths in them are absolute, or relative to `root` where that is a folder, else to the table's own folder. Labels are
-    names or numbers (named by `classes.txt`, if that lies beside the table).
+    names or numbers (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
@@ -62,6 +62,7 @@ class _Table:
     def __init__(self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
         path_column, label_column, cache = options.path_column, options.label_column, options.cache
         self.path = path
+        self._base = base
         self._is_test = split == "test"
         status = path.stat()
         stamp = {
@@ -107,11 +108,18 @@ class _Table:
             raise UserError(f"{self.path}: row {empty} below the header has no path or no label")
         paths, labels = list(compress(paths, kept)), list(compress(labels, kept))
         classes, numbers = name_classes(labels, names=class_names, where=str(self.path), may_lack=self._is_test)
-        names = Texts.of(os.fsencode(str(path)) for path in paths)
+        names = Texts.of(os.fsencode(path) for path in self._slashed([str(path) for path in paths]))
         arrays = {"names": names.data, "name_ends": names.ends, "labels": numbers}
         if splits is not None:
             arrays["splits"] = splits[kept]
         return Index(arrays, {"classes": list(classes)}, stamp)
+
+    def _slashed(self, paths: list[str]) -> list[str]:
+        """Windows' paths with slashes; elsewhere a backslash may be part of a name, so the first one is looked for."""
+        first = next((path for path in paths if "\\" in path), None)
+        if first is None or any("/" in path for path in paths) or os.access(self._base / first, os.F_OK):
+            return paths
+        return [path.replace("\\", "/") for path in paths]
 
     def _split_numbers(self, values: Sequence[object]) -> np.ndarray:
         unknown = sorted({str(value) for value in values} - set(SPLIT_OF))

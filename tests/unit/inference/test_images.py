@@ -51,6 +51,18 @@ def test_words_that_mean_nothing_are_told_at_once(tree: Path, monkeypatch: pytes
     ]
 
 
+def test_links_to_folders_are_followed_but_not_in_circles(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "g.png").touch()
+    (tree / "c/linked").symlink_to(elsewhere)
+    # Back to where it began, to itself, and to nothing.
+    (elsewhere / "back").symlink_to(tree)
+    (elsewhere / "own").symlink_to("own")
+    (elsewhere / "nothing").symlink_to(elsewhere / "missing")
+    found = [str(path.relative_to(tree)) for path in find_images([str(tree)])]
+    assert found == ["a.PNG", "b.jpg", "c/d.webp", "c/linked/g.png", "odd[1].png"]
+
+
 def test_names_that_no_file_can_have(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tree)
     long = f"{'x' * 300}.png"
