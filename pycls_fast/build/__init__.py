@@ -3,12 +3,14 @@
 from pycls_fast.build.data import (
     check_mixing,
     eval_loader,
+    for_scoring,
     microbatch_size,
     mixer,
     num_workers,
     prepare,
     prepare_on_host,
     preprocessing,
+    steps_per_epoch,
     train_loader,
     with_preprocessing,
 )
@@ -25,6 +27,7 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
+from pycls_fast.build.processor import cores
 from pycls_fast.build.sizes import by_size
 from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
 
@@ -35,11 +38,13 @@ __all__ = [
     "check_mixing",
     "class_counts",
     "compute_dtype",
+    "cores",
     "counted_model",
     "draw_on_device",
     "ema",
     "eval_loader",
     "eval_set",
+    "for_scoring",
     "freeze",
     "imagenet_wnids",
     "is_sharded",
@@ -62,6 +67,7 @@ __all__ = [
     "schedule",
     "set_backend",
     "sources",
+    "steps_per_epoch",
     "strategy",
     "switches",
     "train_loader",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 import torch
 
 from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.build.processor import cores_per_rank
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
@@ -34,6 +34,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
+
+# Enough to keep a GPU busy without gradients, and few enough for a laptop.
+_SCORING_BATCH = 128
 
 
 def train_loader(
@@ -129,7 +132,11 @@ def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
 
 
 def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
-    """This rank's share of a split, every image once over all ranks."""
+    """This rank's share of a split, every image once over all ranks.
+
+    Raises:
+        UserError: no `data.eval_batch_size`, and a global batch that cannot be divided.
+    """
     augment = config.augment
     transform = EvalTransform(
         image_size=config.data.image_size,
@@ -149,6 +156,19 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
     return _loader(config, dataset, sampler, world)
 
 
+def for_scoring(config: RunConfig) -> RunConfig:
+    """The configuration (numbers, no `auto`) with an `eval_batch_size` where it has none.
+
+    Training's batch is for its own ranks and their memory, and it does not change what an image scores.
+    """
+    data = config.data
+    if data.eval_batch_size is not None:
+        return config
+    microbatch = max(data.global_batch_size // config.optim.accumulation_steps, 1)
+    update = {"eval_batch_size": min(microbatch, _SCORING_BATCH)}
+    return config.model_copy(update={"data": data.model_copy(update=update)})
+
+
 def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
     return make_loader(
         dataset,
@@ -163,8 +183,7 @@ def num_workers(config: RunConfig) -> int:
     """Loading processes of this rank: as configured, else its share of the cores that the run may use, 16 at most."""
     if config.data.num_workers is not None:
         return config.data.num_workers
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(len(os.sched_getaffinity(0)) // ranks_here, 1), 16)
+    return min(cores_per_rank(), 16)
 
 
 def microbatch_size(config: RunConfig, world: World) -> int:
@@ -181,6 +200,20 @@ def microbatch_size(config: RunConfig, world: World) -> int:
             f"optim.accumulation_steps={config.optim.accumulation_steps}; use {below} or {below + parts}"
         )
     return config.data.global_batch_size // parts
+
+
+def steps_per_epoch(config: RunConfig, images: int) -> int:
+    """Whole global batches of a training set of so many images.
+
+    Raises:
+        UserError: not even one.
+    """
+    batch = config.data.global_batch_size
+    if images < batch:
+        raise UserError(
+            f"data.global_batch_size: {batch} is larger than the training set of {images} images; use a smaller one"
+        )
+    return images // batch
 
 
 def check_mixing(config: RunConfig, world: World) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from pycls_fast import precision, speed
 from pycls_fast.build.impossible import Switches, impossible
+from pycls_fast.build.processor import cores_per_rank, cpu_limit
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
@@ -136,6 +137,9 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
     """
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
+    elif cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
+        # torch counts cores, and a container's limit is on time: beyond it the kernel stops all threads for a while.
+        torch.set_num_threads(min(torch.get_num_threads(), cores_per_rank()))
     keep_freed_memory(switches(config, device)[SwitchName.ALLOCATOR] == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):

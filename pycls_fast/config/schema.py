@@ -146,8 +146,8 @@ class TimmModel(Section):
 class Data(Section):
     """Where images come from and how they are batched.
 
-    `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (left out: that of training),
-    `num_workers` per rank (left out: the rank's share of the cores).
+    `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (left out: that of training; in
+    tools that only score 128 at most), `num_workers` per rank (left out: the rank's share of the cores).
 
     `source` is a layout of `data/README.md`; `auto` looks at what is in `root`: a path, for `tar` perhaps an address,
     for `hub` a dataset's name. `train` and `val` name the files (for `hub`: the splits) where their own names do not
@@ -490,6 +490,7 @@ class Runtime(Section):
     `keep_checkpoints` are the newest; the best is kept besides them. With `checkpoint_async` training goes on while a
     copy of its state is written; the copy takes as much of the host's memory as a rank's share of the state.
     `eval_every_epochs: auto` makes 20 evaluations in a run at most.
+    `threads` compute on the CPU (left out: torch's choice, but no more than a container's CPU limit).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     """
 

@@ -38,8 +38,8 @@ Damage = tuple[str, str]
 _MOST_REPLACED = 16
 _SHARED_MEMORY = Path("/dev/shm")
 _MORE_SHARED_MEMORY = (
-    "enlarge it (docker run --shm-size=8g, or --ipc=host), or lower data.num_workers, data.prefetch_factor or "
-    "data.global_batch_size"
+    "enlarge it (docker run --shm-size=8g, or --ipc=host), or lower data.num_workers, data.prefetch_factor or the "
+    "batch (data.global_batch_size; of evaluations data.eval_batch_size)"
 )
 
 # The machine is at its limits, which says nothing about the image.

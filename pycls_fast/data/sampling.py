@@ -9,7 +9,6 @@ import numpy as np
 
 from pycls_fast.counter import counter_seed, microbatch_seed
 from pycls_fast.data.draws import frozen_generator
-from pycls_fast.errors import UserError
 
 Key = tuple[int, int]
 """(epoch, index): all that a worker needs to know to make a sample."""
@@ -111,20 +110,13 @@ class TrainSampler:
                 the positions index, index + count, index + 2 count ..., and the epoch ends as early as ever. A global
                 batch has all first copies, then all second ones ...: neighbours are mixed (`Mixer`), and copies that
                 stood side by side would be mixed with each other. DeiT deals them out to different ranks.
-
-        Raises:
-            UserError: when the batch cannot be filled or divided.
         """
-        if count < global_batch_size:
-            raise UserError(
-                f"the training set has {count:,} images, fewer than one global batch of "
-                f"{global_batch_size:,}; lower data.global_batch_size"
-            )
-        parts = world_size * accumulation_steps
-        if global_batch_size < 1 or global_batch_size % parts:
-            raise UserError(
-                f"data.global_batch_size {global_batch_size:,} cannot be divided among {world_size:,} ranks "
-                f"x {accumulation_steps:,} accumulation steps; choose a multiple of {parts:,}"
+        if not 1 <= global_batch_size <= count:
+            raise ValueError(f"global_batch_size {global_batch_size} of count {count}")
+        if global_batch_size % (world_size * accumulation_steps):
+            raise ValueError(
+                f"global_batch_size {global_batch_size} for world_size {world_size} x accumulation_steps "
+                f"{accumulation_steps}"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")

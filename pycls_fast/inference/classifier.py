@@ -23,7 +23,9 @@ from pycls_fast.train.restore import Restored, restore
 Skip = Callable[[str, str], None]
 """Told the name of an image that cannot be read, and why."""
 
-_BATCH = 64
+BATCH_SIZE = 64
+"""Images at a time, where no number is given."""
+
 # So many images are read sooner by one process than workers are started.
 _FEW = 128
 
@@ -163,7 +165,7 @@ class Classifier:
         few = source.in_memory or len(source) <= _FEW
         data = self.config.data.model_copy(
             update={
-                "eval_batch_size": batch_size or _BATCH,
+                "eval_batch_size": batch_size or BATCH_SIZE,
                 "num_workers": 0 if few and num_workers is None else num_workers,
             }
         )

@@ -21,6 +21,8 @@ from pycls_fast.inference.report import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.paths import user_path
+from pycls_fast.train.environment import device_name
+from pycls_fast.train.memory import enough_memory
 
 MOST_IMAGES = 200
 """Of a call: their maps are held together, and nobody looks at more."""
@@ -62,10 +64,11 @@ def draw_maps(
     # Written out where it is asked for; the rest of the network may be as fast as it likes.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
-    found = [
-        _mapped(classifier, batch, kind)
-        for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
-    ]
+    with enough_memory(f"device: the maps do not fit the memory of {device_name(classifier.device)}; use device=cpu"):
+        found = [
+            _mapped(classifier, batch, kind)
+            for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
+        ]
     if found:
         pictures = np.concatenate([pictures_BHWC for pictures_BHWC, *_ in found])
         names = [source.name(index) for _, indices, *_ in found for index in indices]

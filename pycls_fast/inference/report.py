@@ -17,12 +17,14 @@ from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
-from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.records import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import wide_console
+from pycls_fast.train.environment import device_name
+from pycls_fast.train.memory import enough_memory
 
 _NAME = 60
 # Lines under a picture, besides the one on it.
@@ -61,7 +63,11 @@ def predict(
         check_output(path, is_sheet=format == "sheet")
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
-    with progress("predict", len(source), "images") as advance:
+    too_many = (
+        f"batch_size: {batch_size or BATCH_SIZE} images at a time do not fit the memory of "
+        f"{device_name(classifier.device)}; use a smaller one, or device=cpu"
+    )
+    with enough_memory(too_many), progress("predict", len(source), "images") as advance:
         found = classifier.predict(
             source,
             topk=topk,

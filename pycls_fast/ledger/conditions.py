@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
         "experiment": config.model_dump(mode="json", exclude={"run_dir"}),
         "device": _gpu() if device == "cuda" else device,
         "processor": here["processor"],
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": here["cpu_count"],
         "torch": torch.__version__,
     }
 

@@ -31,7 +31,7 @@ from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment, environment_command, versions
+from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file
 
@@ -230,9 +230,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             "clip_norm": config.optim.clip_norm,
             "parameters": parts.complexity.parameters,
             "loss": metrics.read(world)["loss"],
-            "device": device_name(world.device),
-            "versions": versions(),
-            "environment": environment(world.device, world.size),
+            **provenance(world.device, world.size),
             "total": watch.total().record(),
             "layers": watch.layers(),
             "config": config.model_dump(mode="json"),

@@ -39,7 +39,7 @@ from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment, environment_command, versions
+from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.output_file import output_file
 
@@ -181,11 +181,9 @@ def _build(
     train = sources["train"]
     config = build.by_size(config, len(train), world)
     microbatch = build.microbatch_size(config, world)
-    if {"loader", "both"} & set(parts) and len(train) < config.data.global_batch_size:
-        raise UserError(
-            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
-            f"{len(train)} images; use a smaller one"
-        )
+    if {"loader", "both"} & set(parts):
+        # Only these read images, and need a whole batch of them.
+        build.steps_per_epoch(config, len(train))
     classes = build.num_classes(config, train)
     variant = Variant(
         name=name,
@@ -303,10 +301,7 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
         "time": time.time(),
         "command": environment_command(),
         **settings,
-        "world_size": world.size,
-        "device": device_name(world.device),
-        "versions": versions(),
-        "environment": environment(world.device, world.size),
+        **provenance(world.device, world.size),
         # Of rank 0 so far, workers left out; on the CPU the system knows no other peak than this one.
         "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }

@@ -59,12 +59,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     sources = build.sources(config, world)
     config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
     build.check_mixing(config, world)
-    steps_per_epoch = len(sources["train"]) // config.data.global_batch_size
-    if steps_per_epoch == 0:
-        raise UserError(
-            f"data.global_batch_size: {config.data.global_batch_size} is larger than the training set of "
-            f"{len(sources['train'])} images; use a smaller one"
-        )
+    steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)

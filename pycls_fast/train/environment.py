@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pycls_fast import __version__
+from pycls_fast import __version__, build
 
 # What a run computes with, new files included; results and notes may lie beside it.
 _CODE = ("pycls_fast", "tools", "configs")
@@ -47,12 +47,19 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
         "git": git_state(Path(__file__).parents[2]),
         "platform": platform.platform(),
         "processor": _processor(),
-        "cpu_count": os.cpu_count(),
+        # Not the machine's: what the run's speed depends on.
+        "cpu_count": build.cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device_name(device),
         "world_size": world_size,
     }
+
+
+def provenance(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Where a tool's numbers come from: the environment, with what is looked for first beside it."""
+    whole = environment(device, world_size)
+    return {key: whole[key] for key in ("world_size", "device", "versions")} | {"environment": whole}
 
 
 def device_name(device: torch.device) -> str:

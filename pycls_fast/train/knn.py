@@ -21,7 +21,8 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.environment import device_name, provenance
+from pycls_fast.train.memory import enough_memory, enough_to_score
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
 
@@ -80,8 +81,8 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         output: a JSON file for the numbers.
 
     Raises:
-        UserError: weights, a split or as many training images as neighbours that are not there, or an `output` that
-            cannot be written.
+        UserError: weights, a split or as many training images as neighbours that are not there, an `output` that cannot
+            be written, or more images than the memory holds.
     """
     weights = config.weights
     if weights is None:
@@ -97,20 +98,25 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         train = sources["train"]
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
-        config = normalized(build.by_size(config, len(train), world), world)
-        network, origin = load_network(config, weights, train, world, switches, for_training=True)
-        with display:
-            memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
-            features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
-        votes_NK = knn_votes(
-            features_ND,
-            memory_MD,
-            labels_M,
-            classes=build.num_classes(config, train),
-            k=min(k, len(labels_M)),
-            temperature=temperature,
-        )
-        place_N = places(votes_NK, labels_N)
+        config = build.for_scoring(normalized(build.by_size(config, len(train), world), world))
+        with enough_to_score(config, world):
+            network, origin = load_network(config, weights, train, world, switches, for_training=True)
+            with display:
+                memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
+                features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
+        with enough_memory(
+            f"runtime.device: the features of {len(labels_M):,} training images and their votes do not fit the memory "
+            f"of {device_name(world.device)}; use runtime.device=cpu"
+        ):
+            votes_NK = knn_votes(
+                features_ND,
+                memory_MD,
+                labels_M,
+                classes=build.num_classes(config, train),
+                k=min(k, len(labels_M)),
+                temperature=temperature,
+            )
+            place_N = places(votes_NK, labels_N)
         top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))
         if not world.is_main:
             return DONE
@@ -140,10 +146,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 "checkpoint": str(origin.path),
                 "config_name": config.config_name,
                 "preprocessing": build.preprocessing(config),
-                "world_size": world.size,
-                "device": device_name(world.device),
-                "versions": versions(),
-                "environment": environment(world.device, world.size),
+                **provenance(world.device, world.size),
             }
             write_json(file, values)
         return DONE

@@ -19,8 +19,9 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate
+from pycls_fast.train.memory import enough_to_score
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
@@ -75,7 +76,8 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         own_preprocessing: weights of other projects that say how images are prepared for them get theirs so.
 
     Raises:
-        UserError: weights or a split that do not exist or do not fit, or an `output` that cannot be written.
+        UserError: weights or a split that do not exist or do not fit, an `output` that cannot be written, or images
+            that are too many for the memory.
     """
     if config.weights is None:
         raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
@@ -90,20 +92,21 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         switches = build.switches(config, world.device)
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
-        config = normalized(build.by_size(config, len(source), world), world)
-        network, origin = load_network(config, found, source, world, switches, for_training=False)
-        with display:
-            display.begin_evaluation(split, len(source))
-            result = evaluate(
-                network,
-                to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"),
-                build.prepare(config, world.device, switches),
-                build.autocast(config, world.device),
-                world,
-                lambda images: display.advance_evaluation(images * world.size),
-                among=_on_device(scored.among, world),
-                answers_NM=_on_device(scored.answers_NM, world),
-            )
+        config = build.for_scoring(normalized(build.by_size(config, len(source), world), world))
+        with enough_to_score(config, world):
+            network, origin = load_network(config, found, source, world, switches, for_training=False)
+            with display:
+                display.begin_evaluation(split, len(source))
+                result = evaluate(
+                    network,
+                    to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"),
+                    build.prepare(config, world.device, switches),
+                    build.autocast(config, world.device),
+                    world,
+                    lambda images: display.advance_evaluation(images * world.size),
+                    among=_on_device(scored.among, world),
+                    answers_NM=_on_device(scored.answers_NM, world),
+                )
         if world.is_main:
             taken = about if own_preprocessing else None
             comparison = _tell(display, config, split, scored, origin, result, taken)
@@ -164,8 +167,5 @@ def _record(
         "step": origin.step,
         "config_name": config.config_name,
         "damaged": [list(item) for item in result.damaged],
-        "world_size": world.size,
-        "device": device_name(world.device),
-        "versions": versions(),
-        "environment": environment(world.device, world.size),
+        **provenance(world.device, world.size),
     }

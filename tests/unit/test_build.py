@@ -180,6 +180,30 @@ class TestData:
         assert samplers[1]["batch_size"] == 2
 
     @pytest.mark.parametrize(
+        ("overrides", "images"),
+        [
+            (["data.global_batch_size=4096"], 128),
+            (["data.global_batch_size=64", "optim.accumulation_steps=4"], 16),
+            (["data.global_batch_size=4096", "data.eval_batch_size=500"], 500),
+        ],
+    )
+    def test_scoring_has_batches_of_its_own(
+        self, monkeypatch: pytest.MonkeyPatch, overrides: list[str], images: int
+    ) -> None:
+        """3 ranks, which divide none of training's batches."""
+        samplers = record(monkeypatch, "EvalSampler")
+        for name in ("EvalTransform", "ImageDataset", "make_loader"):
+            record(monkeypatch, name)
+        config = vit(*SYNTHETIC, "data.eval_batch_size=null", *overrides)
+        build.eval_loader(build.for_scoring(config), SyntheticSource(300, 16, 3, 0), world(1, 3), FAST)
+        assert samplers == [{"0": 300, "batch_size": images, "rank": 1, "world_size": 3}]
+
+    def test_steps_of_an_epoch(self) -> None:
+        assert [build.steps_per_epoch(vit("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [1, 1, 2]
+        with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
+            build.steps_per_epoch(vit("data.global_batch_size=8"), 7)
+
+    @pytest.mark.parametrize(
         ("ranks", "overrides", "says"),
         [
             (8, ["augment.mixup_alpha=0.2"], r"^augment.mixup_alpha: mixing needs at least 2 images .* each of 8 ra"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import pycls_fast
@@ -20,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference import report
 from pycls_fast.inference.report import check_output, percent
 from pycls_fast.inference.sheet import Cell
+from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -50,6 +52,25 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
     assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
     assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
+
+
+@pytest.mark.parametrize(
+    ("tool", "line"),
+    [
+        ("predict", "batch_size: 64 images at a time do not fit the memory of cpu; use a smaller one, or device=cpu"),
+        ("feature_maps", "device: the maps do not fit the memory of cpu; use device=cpu"),
+    ],
+)
+def test_memory_that_does_not_suffice(
+    run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, line: str
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(VisionTransformer, "forward", full)
+    with pytest.raises(UserError) as caught:
+        run_tool(tool, run_dir, folder, f"output={tmp_path / 'x.png'}")
+    assert caught.value.lines == (line,)
 
 
 def test_csv(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,89 @@
+"""The cores that are the run's, not the machine's: a container's limit on processor time counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.build import device as build_device
+from pycls_fast.build import processor
+from pycls_fast.config import load_config
+from pycls_fast.train.environment import environment
+
+CPU = torch.device("cpu")
+
+
+def limit(place: Path, own: str, files: dict[str, str]) -> int | None:
+    for name, text in files.items():
+        (place / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "mount" / name).write_text(f"{text}\n")
+    (place / "own").write_text(own)
+    return processor.cpu_limit(place / "mount", place / "own")
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "400000 100000"}, 4),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "20000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000", "cpu.max": "900000 100000"}, 3),
+        # Another group's is not ours.
+        ("0::/a/b\n", {"a/c/cpu.max": "100000 100000"}, None),
+        ("1:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        # The host's path, in a container.
+        ("9:cpu:/docker/12\n", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "25000"}, 2),
+        ("5:cpuset:/\n", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "25000"}, None),
+    ],
+)
+def test_quotas(tmp_path: Path, own: str, files: dict[str, str], cores: int | None) -> None:
+    assert limit(tmp_path, own, files) == cores
+
+
+def test_without_control_groups(tmp_path: Path) -> None:
+    assert processor.cpu_limit(tmp_path, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 12), (4, 4), (64, 12)])
+def test_the_smaller_of_both_counts(monkeypatch: pytest.MonkeyPatch, quota: int | None, cores: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    monkeypatch.setattr(processor, "cpu_limit", lambda: quota)
+    assert build.cores() == environment(CPU, 1)["cpu_count"] == cores
+    config = load_config("vit_digits", ["data.num_workers=null"])
+    assert build.num_workers(config) == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert build.num_workers(config) == cores // 3
+
+
+@pytest.mark.parametrize(
+    ("quota", "omp", "overrides", "threads"),
+    [
+        (1, None, [], 1),
+        (None, None, [], 2),
+        (1, "2", [], 2),
+        (1, None, ["runtime.threads=2"], 2),
+    ],
+)
+def test_threads_stay_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, overrides: list[str], threads: int
+) -> None:
+    """Unless somebody chose their number."""
+    monkeypatch.setattr(processor, "cpu_limit", lambda: quota)
+    monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        build.set_backend(load_config("vit_digits", ["runtime.threads=null", *overrides]), CPU)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

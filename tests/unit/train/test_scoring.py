@@ -1,0 +1,76 @@
+"""Scoring on another machine than training's: its batch and its memory are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.build import data as build_data
+from pycls_fast.config import load_config
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import EvalSampler
+from pycls_fast.errors import UserError
+from pycls_fast.models import VisionTransformer
+from pycls_fast.train import knn
+from pycls_fast.train.score import score
+
+TOOLS: dict[str, Callable[[RunConfig], int]] = {
+    "score": lambda config: score(config, "val", None),
+    "knn": lambda config: knn.score_neighbours(config, k=1, temperature=1.0, split="val", output=None),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A large batch for several machines."""
+    base = [
+        "data=synthetic", "data.image_size=8", "data.num_workers=0", "data.synthetic_train_images=200",
+        "data.synthetic_val_images=150", "data.synthetic_classes=3", "data.global_batch_size=4096",
+        "data.eval_batch_size=null", "model.width=16", "model.heads=2", "model.depth=1", "model.mlp_width=16",
+        "runtime.threads=1", "runtime.device=cpu", "runtime.progress=plain", "precision=fp32",
+    ]  # fmt: skip
+    network = build.model(load_config("vit_digits", base), 3, build.switches(load_config("vit_digits", base), _CPU))
+    torch.save(network.state_dict(), tmp_path / "weights.pt")
+    return load_config("vit_digits", [*base, f"weights={tmp_path / 'weights.pt'}"])
+
+
+_CPU = torch.device("cpu")
+
+
+def full(*arguments: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_batches(tool: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def sampler(count: int, **options: Any) -> EvalSampler:
+        sizes.append(options["batch_size"])
+        return EvalSampler(count, **options)
+
+    monkeypatch.setattr(build_data, "EvalSampler", sampler)
+    assert TOOLS[tool](config) == 0
+    assert set(sizes) == {128}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VisionTransformer, "forward", full)
+    with pytest.raises(UserError) as caught:
+        TOOLS[tool](config)
+    assert caught.value.lines == (
+        "data.eval_batch_size: the network and 128 images at a time do not fit the memory of cpu; use a smaller one, "
+        "or runtime.device=cpu",
+    )
+
+
+def test_votes_that_do_not_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn, "knn_votes", full)
+    with pytest.raises(UserError, match=r"^runtime.device: the features of 200 training images .* runtime.device=cpu$"):
+        TOOLS["knn"](config)
