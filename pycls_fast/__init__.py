@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pycls_fast.paths import name_user
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pycls_fast.inference import Classifier
 
 __version__ = "0.1.0"
+
+# Before anything imports torchvision.
+name_user()
 
 
 def load(

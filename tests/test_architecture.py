@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "ledger": _LEDGER,
     "tools": _LEDGER | {"ledger"},
     # `pycls_fast.load`, which imports when it is called.
-    "pycls_fast": {"inference"},
+    "pycls_fast": {"paths", "inference"},
 }
 
 _ONLY_IN_CONFIG = {"hydra", "omegaconf"}

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pycls_fast.train.evaluation import Predictions
 
 
-def confusion(predictions: Predictions, classes: int) -> np.ndarray:
-    """Images by right class (rows) and predicted class (columns), int64 (K, K).
+class Confusion(NamedTuple):
+    """The cells of a confusion matrix that are not 0, row by row: C of them, no more than there are images.
+
+    The whole matrix would be 80 GB for 100,000 classes.
+    """
+
+    right_C: np.ndarray
+    """int64, right classes: the rows."""
+    predicted_C: np.ndarray
+    """int64, predicted classes: the columns."""
+    images_C: np.ndarray
+    """int64, at least 1."""
+
+
+def confusion(predictions: Predictions, classes: int) -> Confusion:
+    """Images by right class and predicted class.
 
     Images without a right class, or with a score that is no number, are left out; so are predictions of outputs that
     stand for no class.
     """
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
-    cells_N = labels_N[counted_N] * classes + predicted_N[counted_N]
-    return np.bincount(cells_N, minlength=classes * classes).reshape(classes, classes)
+    cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)
+    return Confusion(cells_C // classes, cells_C % classes, images_C)
 
 
 def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
@@ -30,17 +44,22 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
     that it was taken for most often.
     """
     count = len(classes)
-    counts_KK = confusion(predictions, count)
+    right_C, predicted_C, images_C = confusion(predictions, count)
     images_K = np.bincount(predictions.labels_N[predictions.labels_N >= 0], minlength=count)
-    right_K = counts_KK.diagonal()
-    wrong_KK = counts_KK - np.diag(right_K)
+    hit_C = right_C == predicted_C
+    right_K, times_K, taken_for_K = (np.zeros(count, dtype=np.int64) for _ in range(3))
+    right_K[right_C[hit_C]] = images_C[hit_C]
+    # Of each right class the mistake with the most images first, of equal ones the first class.
+    order = np.lexsort((predicted_C, -images_C, right_C))
+    mistaken = order[~hit_C[order]]
+    rows_M, first_M = np.unique(right_C[mistaken], return_index=True)
+    taken_for_K[rows_M], times_K[rows_M] = predicted_C[mistaken][first_M], images_C[mistaken][first_M]
     rows: list[dict[str, Any]] = []
     for k, name in enumerate(classes):
         row: dict[str, Any] = {"class": name, "images": int(images_K[k]), "right": int(right_K[k])}
         row["top1"] = 100.0 * row["right"] / row["images"] if row["images"] else None
-        taken_for = int(wrong_KK[k].argmax())
-        row["taken_for"] = classes[taken_for] if wrong_KK[k, taken_for] else None
-        row["times"] = int(wrong_KK[k, taken_for])
+        row["taken_for"] = classes[taken_for_K[k]] if times_K[k] else None
+        row["times"] = int(times_K[k])
         rows.append(row)
     scores = [row["top1"] for row in rows if row["top1"] is not None]
     return {"class_top1": sum(scores) / len(scores) if scores else None, "classes": rows}

@@ -3,7 +3,7 @@
     checkpoints/step_000000123/   what torch.distributed.checkpoint writes: a file per rank, and `.metadata`
                      state.json   everything that is no tensor: step, configuration, classes, ...
                      files.json   size and SHA-256 of every other file, written last
-    checkpoints/best              a link to one of them
+    checkpoints/best              a link to one of them; a copy where there are no links, or a program copied the run so
 
 All of it is written into `.step_*.tmp`, flushed to the disk, and renamed when every rank is done. So a name without the
 dot is a whole checkpoint, whenever the processes are killed; what happens to its bytes later, `damage` finds.
@@ -11,6 +11,7 @@ dot is a whole checkpoint, whenever the processes are killed; what happens to it
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -47,8 +48,8 @@ def checkpoints(folder: Path) -> Iterator[Path]:
 def begin(folder: Path, step: int) -> Path:
     """A new temporary folder for a checkpoint; what earlier processes left of theirs is removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in (*folder.glob(".step_*.tmp"), *folder.glob(f".{BEST}.*.tmp")):
+        _remove(leftover)
     # A name of its own: a process of a run that was restarted meanwhile may still be writing.
     temporary = folder / f".step_{step:09d}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
@@ -104,17 +105,34 @@ def set_aside(folder: Path, after_step: int) -> list[Path]:
         if step_of(path) > after_step:
             moved.append(path.rename(_free_name(path)))
     best = folder / BEST
-    if best.is_symlink() and not best.exists():
-        best.unlink()
+    if best.is_symlink():
+        if not best.exists():
+            best.unlink()
+    elif best.is_dir() and _step_in(best) > after_step:
+        # A copy, perhaps of one that is gone.
+        moved.append(best.rename(_free_name(best)))
     return moved
 
 
 def keep_as_best(path: Path) -> None:
-    """Make `best` a link to this checkpoint, at once."""
-    temporary = path.with_name(f".{BEST}.{secrets.token_hex(4)}.tmp")
-    temporary.symlink_to(path.name, target_is_directory=True)
-    temporary.replace(path.with_name(BEST))
-    flush_folder(path.parent)
+    """Make `best` a link to this checkpoint, at once; a copy of it where the file system has no links."""
+    best = path.with_name(BEST)
+    temporary, former = (path.with_name(f".{BEST}.{secrets.token_hex(4)}.tmp") for _ in range(2))
+    try:
+        try:
+            temporary.symlink_to(path.name, target_is_directory=True)
+        except OSError:
+            # exFAT, SMB, Google Drive. Where the reason is another one (a full disk), copying fails for it as well.
+            _copy(path, temporary)
+        if not (temporary.is_symlink() and best.is_symlink()) and (best.is_symlink() or best.exists()):
+            # No folder takes the place of another, or of a link, in one step. Without a best one the newest stands for
+            # it, which this one is.
+            best.rename(former)
+        temporary.replace(best)
+        flush_folder(path.parent)
+        _remove(former)
+    finally:
+        _remove(temporary)
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -147,16 +165,47 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder as durable as the files' contents."""
+    """Make the names in a folder as durable as the files' contents, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some refuse it for any folder (shared folders of VirtualBox); PostgreSQL's `fsync_fname` lets these two pass.
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 
 
+def _remove(path: Path) -> None:
+    """A folder, a link or a file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _copy(checkpoint: Path, target: Path) -> None:
+    """The files alone, flushed: modes and times are what such a file system may refuse."""
+    target.mkdir()
+    for file in checkpoint.iterdir():
+        with file.open("rb") as source, (target / file.name).open("xb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+    flush_folder(target)
+
+
+def _step_in(checkpoint: Path) -> int:
+    """The step that a checkpoint's values say; 0 where they cannot be read."""
+    try:
+        return int(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def _free_name(path: Path) -> Path:
-    """`set_aside_step_N`, with a number where that is taken."""
+    """`set_aside_NAME`, with a number where that is taken."""
     free, number = path.with_name(_ASIDE + path.name), 1
     while free.exists():
         number += 1

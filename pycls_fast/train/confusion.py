@@ -11,46 +11,56 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pycls_fast.train.by_class import Confusion
 from pycls_fast.train.output_file import whole
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
 _PAIRS = 20
+# Rows and columns; about as many pixels as they are drawn with.
+_MOST_CELLS = 1500
 _LONGEST = 24
 
 
-def draw_confusion(counts_KK: np.ndarray, classes: Sequence[str], path: Path, title: str) -> None:
+def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
     """Draw the shares of each right class (row) that were predicted as each class (column).
 
     Up to 25 classes have the numbers of images in the cells, up to 80 their names at the sides; with more than 25 the
-    most frequent confusions are listed by name beside the picture.
+    most frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
 
     Args:
-        counts_KK: int64, images by right class and predicted class.
+        counts: images by right class and predicted class.
         classes: K names, of any characters.
         path: the PNG file, written whole or not at all.
         title: above the picture.
     """
     count = len(classes)
-    names = [_short(name) for name in classes]
     named = min(count, _WITH_NAMES)
     side = 4.0 + 0.33 * min(named, _WITH_NUMBERS) + 0.1 * max(named - _WITH_NUMBERS, 0)
     lists = count > _WITH_NUMBERS
     figure = Figure(figsize=(side + (4.5 if lists else 0.0), side), layout="constrained")
     if lists:
         axes, beside = figure.subplots(1, 2, width_ratios=(side, 4.5))
-        _list_pairs(beside, counts_KK, names)
+        _list_pairs(beside, counts, classes)
     else:
         axes = figure.subplots()
-    images_K1 = counts_KK.sum(axis=1, keepdims=True)
-    share_KK = counts_KK / np.maximum(images_K1, 1)
+    size = -(-count // _MOST_CELLS)
+    share_DD = _shares(counts, count, size)
+    # Of single classes these are imshow's own.
+    end = len(share_DD) * size - 0.5
     picture = axes.imshow(
-        share_KK, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest" if count <= 200 else "auto"
+        share_DD,
+        cmap="Blues",
+        vmin=0.0,
+        vmax=1.0,
+        interpolation="nearest" if count <= 200 else "auto",
+        extent=(-0.5, end, end, -0.5),
     )
-    figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the right class")
-    _label(axes, names)
+    whose = "the right class" if size == 1 else f"{size} right classes together"
+    figure.colorbar(picture, ax=axes, fraction=0.046, label=f"share of {whose}")
+    _label(axes, classes)
     if count <= _WITH_NUMBERS:
-        _write_numbers(axes, counts_KK, share_KK)
+        _write_numbers(axes, counts, share_DD)
     figure.suptitle(title, fontsize=11, parse_math=False)
     with whole(path) as temporary, warnings.catch_warnings():
         # A name may have characters that the font draws as boxes.
@@ -58,32 +68,46 @@ def draw_confusion(counts_KK: np.ndarray, classes: Sequence[str], path: Path, ti
         figure.savefig(temporary, dpi=110, format="png")
 
 
-def _label(axes: Axes, names: Sequence[str]) -> None:
+def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
+    """Of the images of `size` right classes, the share that each `size` classes were predicted for.
+
+    float64 (D, D), rows of right classes, D = classes / size rounded up; 0 in rows without images.
+    """
+    cells = -(-classes // size)
+    images_DD = np.zeros((cells, cells))
+    np.add.at(images_DD, (counts.right_C // size, counts.predicted_C // size), counts.images_C)
+    images_DD /= np.maximum(images_DD.sum(axis=1, keepdims=True), 1)
+    return images_DD
+
+
+def _label(axes: Axes, classes: Sequence[str]) -> None:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("right class")
-    if len(names) > _WITH_NAMES:
+    if len(classes) > _WITH_NAMES:
         # Positions, as in classes.json.
         return
+    names = [_short(name) for name in classes]
     size = 8 if len(names) <= _WITH_NUMBERS else 5
     places = range(len(names))
     axes.set_xticks(places, names, rotation=90, fontsize=size, parse_math=False)
     axes.set_yticks(places, names, fontsize=size, parse_math=False)
 
 
-def _write_numbers(axes: Axes, counts_KK: np.ndarray, share_KK: np.ndarray) -> None:
-    for row, column in zip(*np.nonzero(counts_KK), strict=True):
+def _write_numbers(axes: Axes, counts: Confusion, share_KK: np.ndarray) -> None:
+    for row, column, images in zip(*counts, strict=True):
         color = "white" if share_KK[row, column] > 0.4 else "black"
-        number = f"{counts_KK[row, column]}"
-        axes.text(column, row, number, ha="center", va="center", fontsize=7, color=color)
+        axes.text(column, row, f"{images}", ha="center", va="center", fontsize=7, color=color)
 
 
-def _list_pairs(axes: Axes, counts_KK: np.ndarray, names: Sequence[str]) -> None:
+def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
     """The largest numbers off the diagonal: images, right class, predicted class."""
     axes.axis("off")
-    wrong_KK = counts_KK - np.diag(counts_KK.diagonal())
-    largest = np.argsort(-wrong_KK, axis=None, kind="stable")[:_PAIRS]
-    pairs = [divmod(int(cell), len(names)) for cell in largest]
-    lines = [f"{wrong_KK[a, b]:>5} x  {names[a]} ({a}) → {names[b]} ({b})" for a, b in pairs if wrong_KK[a, b]]
+    mistakes = np.flatnonzero(counts.right_C != counts.predicted_C)
+    largest = mistakes[np.argsort(-counts.images_C[mistakes], kind="stable")[:_PAIRS]]
+    lines = [
+        f"{images:>5} x  {_short(classes[a])} ({a}) → {_short(classes[b])} ({b})"
+        for a, b, images in zip(*(values_C[largest] for values_C in counts), strict=True)
+    ]
     text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
     axes.text(0, 1, text, va="top", fontsize=8, transform=axes.transAxes, parse_math=False)
 

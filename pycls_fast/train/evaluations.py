@@ -121,7 +121,7 @@ class Evaluations:
         self.board.add(record)
 
     def keep_if_best(self) -> None:
-        """Link the newest checkpoint if it is that of the newest evaluation and that is the best; on the main rank."""
+        """Keep the newest checkpoint if it is of the newest evaluation and that is the best; on the main rank."""
         run = self.run
         evaluations = primary_records(run, self.records())
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
@@ -136,7 +136,7 @@ class Evaluations:
             # The best before it.
             checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
         except OSError as error:
-            self.run.display.warn(f"{newest}: the best so far, but no link to it can be made ({error.strerror})")
+            self.run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
 
     def draw(self, *, whole: bool = False) -> None:
         """The pictures of the run folder: the curves and, of the whole run, the latest confusion; on the main rank."""
@@ -145,6 +145,6 @@ class Evaluations:
         with writing(curves):
             draw_curves(run.folder.records(), curves, run.config.config_name)
         if whole and run.folder.predictions.is_file():
-            counts_KK = confusion(Predictions.load(run.folder.predictions), len(run.classes))
+            counts = confusion(Predictions.load(run.folder.predictions), len(run.classes))
             with writing(matrix):
-                draw_confusion(counts_KK, run.classes, matrix, run.config.config_name)
+                draw_confusion(counts, run.classes, matrix, run.config.config_name)

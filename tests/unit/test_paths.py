@@ -1,12 +1,20 @@
-"""Paths with a tilde."""
+"""Paths with a tilde, and users without a home or a name."""
 
 from __future__ import annotations
 
+import getpass
+import os
+import pwd
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from pycls_fast.paths import user_path
+from pycls_fast.data import native
+from pycls_fast.data.sources.index_cache import _places
+from pycls_fast.errors import UserError
+from pycls_fast.paths import cache_folder, name_user, user_path
 
 
 def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,8 +25,62 @@ def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_path_of_the_code_is_resolved_by_pathlib() -> None:
-    """Its `expanduser` raises a RuntimeError for a user that there is not: a traceback for a mistyped path."""
+    """Its `expanduser` and `home` raise a RuntimeError for a user that there is not: a traceback."""
     root = Path(__file__).parents[2]
     files = [file for folder in ("pycls_fast", "tools") for file in (root / folder).rglob("*.py")]
     assert len(files) > 100
-    assert [file for file in files if ").expanduser(" in file.read_text(encoding="utf-8")] == []
+    for call in (").expanduser(", "Path.home("):
+        assert [file for file in files if call in file.read_text(encoding="utf-8")] == []
+
+
+def _without_a_passwd_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`docker run --user 12345` without HOME."""
+    _without_a_passwd_line(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cache_folder() == Path("~/.cache/pycls_fast")
+    assert _places("hub:x", "auto")[0].parent == cache_folder()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    native.library.cache_clear()
+    with pytest.raises(UserError, match="no compiler no-such-compiler"):
+        native.library()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert cache_folder() == Path("/elsewhere/pycls_fast")
+
+
+def test_a_user_without_a_name_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_a_passwd_line(monkeypatch)
+    # As good as missing, and restored behind the test.
+    monkeypatch.setenv("LOGNAME", "")
+    name_user()
+    assert getpass.getuser() == f"uid_{os.getuid()}"
+    monkeypatch.setenv("LOGNAME", "anna")
+    name_user()
+    assert getpass.getuser() == "anna"
+
+
+def test_importing_the_package_names_the_user() -> None:
+    """torchvision asks for the name when it is imported with torch 2.11, and an optimizer when it is made."""
+    code = """
+import pwd
+
+def unknown(number):
+    raise KeyError("getpwuid(): uid not found")
+
+pwd.getpwuid = unknown
+import pycls_fast, getpass
+print(getpass.getuser())
+"""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"uid_{os.getuid()}\n"

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.errors import UserError
+from pycls_fast.paths import cache_folder
 
 _SOURCE = Path(__file__).with_name("jpeg_region.c")
 # No contraction of products and sums: the coefficients have to be those of Pillow to the bit.
@@ -40,7 +41,7 @@ def library() -> ctypes.CDLL:
     Raises:
         UserError: it cannot be compiled here, with what is missing.
     """
-    path = _cache_folder() / f"jpeg_region-{_fingerprint()}.so"
+    path = cache_folder() / f"jpeg_region-{_fingerprint()}.so"
     if not path.exists():
         _compile(path)
     try:
@@ -116,10 +117,6 @@ def array_region(
     if library().array_region(image_HWC.ctypes.data, image_HWC.shape[1], numbers, cut_HWC.ctypes.data) != _OK:
         raise MemoryError("resizing an image")
     return cut_HWC
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pycls_fast"
 
 
 def _fingerprint() -> str:

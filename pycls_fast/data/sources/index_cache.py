@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import map_array
-from pycls_fast.paths import user_path
+from pycls_fast.paths import cache_folder, user_path
 
 _FORMAT = 2
 _ABOUT = "about.json"
@@ -96,7 +96,7 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     if setting != "auto":
         return [user_path(setting) / name]
-    general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pycls_fast" / name
+    general = cache_folder() / name
     if not isinstance(root, Path) or not root.is_dir():
         return [general]
     whole = root.resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
-from pycls_fast.train.by_class import class_scores, confusion
-from pycls_fast.train.confusion import draw_confusion
+from pycls_fast.train import confusion as drawing
+from pycls_fast.train.by_class import Confusion, class_scores, confusion
+from pycls_fast.train.confusion import _shares, draw_confusion
 from pycls_fast.train.evaluation import Predictions
 
 
@@ -20,13 +22,30 @@ def predictions(labels: list[int], predicted: list[int]) -> Predictions:
     return Predictions(*whole, np.zeros(count, dtype=np.float32))
 
 
+def dense(counts: Confusion, classes: int) -> np.ndarray:
+    counts_KK = np.zeros((classes, classes), dtype=np.int64)
+    counts_KK[counts.right_C, counts.predicted_C] = counts.images_C
+    return counts_KK
+
+
+def sparse(counts_KK: np.ndarray) -> Confusion:
+    right_C, predicted_C = np.nonzero(counts_KK)
+    return Confusion(right_C, predicted_C, counts_KK[right_C, predicted_C])
+
+
 def test_equals_scikit_learn() -> None:
     generator = np.random.RandomState(0)
     labels, predicted = generator.randint(0, 7, 300), generator.randint(0, 7, 300)
     found = predictions(labels.tolist(), predicted.tolist())
-    assert (confusion(found, 7) == confusion_matrix(labels, predicted)).all()
+    counts = confusion(found, 7)
+    assert (counts.images_C > 0).all()
+    assert (dense(counts, 7) == confusion_matrix(labels, predicted)).all()
     scores = class_scores(found, [f"c{k}" for k in range(7)])
     assert scores["class_top1"] == pytest.approx(100 * balanced_accuracy_score(labels, predicted))
+    wrong_KK = confusion_matrix(labels, predicted)
+    np.fill_diagonal(wrong_KK, 0)
+    assert [row["taken_for"] for row in scores["classes"]] == [f"c{k}" for k in wrong_KK.argmax(axis=1)]
+    assert [row["times"] for row in scores["classes"]] == wrong_KK.max(axis=1).tolist()
     assert sum(row["images"] for row in scores["classes"]) == 300
 
 
@@ -41,15 +60,46 @@ def test_rows_say_what_a_class_was_taken_for() -> None:
     ]
     assert scores["class_top1"] == pytest.approx(12.5)
     assert class_scores(predictions([], []), ["a", "b"])["class_top1"] is None
+    tied = class_scores(predictions([1, 1, 1, 1], [2, 0, 2, 0]), ["a", "b", "c"])["classes"][1]
+    assert (tied["taken_for"], tied["times"]) == ("a", 2)
 
 
-@pytest.mark.parametrize("count", [2, 30, 300])
-def test_any_number_of_classes_of_any_name_is_drawn(count: int, tmp_path: Path) -> None:
+def test_many_classes_need_no_matrix() -> None:
+    """A table with ids as labels: 20,000 x 20,000 numbers are 3.2 GB."""
+    classes = [str(k) for k in range(20_000)]
+    found = predictions([*range(0, 20_000, 1000), 7, 7], [*range(5, 20_005, 1000), 19_999, 19_999])
+    tracemalloc.start()
+    try:
+        rows = class_scores(found, classes)["classes"]
+        shares_DD = _shares(confusion(found, 20_000), 20_000, 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100e6
+    assert shares_DD.shape == (1000, 1000)
+    assert rows[7] == {"class": "7", "images": 2, "right": 0, "top1": 0.0, "taken_for": "19999", "times": 2}
+    assert rows[3000]["taken_for"] == "3005"
+    assert rows[19_999]["taken_for"] is None
+
+
+def test_neighbouring_classes_share_a_cell() -> None:
+    counts_KK = np.array([[2, 0, 0, 1, 0], [1, 0, 0, 0, 4], [0, 0, 3, 0, 0], [0, 0, 0, 1, 0], [5, 0, 0, 0, 0]])
+    expected = [[3 / 8, 1 / 8, 4 / 8], [0, 1, 0], [1, 0, 0]]
+    assert _shares(sparse(counts_KK), 5, 2).tolist() == expected
+    of_one = counts_KK / counts_KK.sum(axis=1, keepdims=True)
+    assert np.array_equal(_shares(sparse(counts_KK), 5, 1), of_one)
+
+
+@pytest.mark.parametrize(("count", "most_cells"), [(2, 1500), (30, 1500), (300, 1500), (300, 70)])
+def test_any_number_of_classes_of_any_name_is_drawn(
+    count: int, most_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Formulas, colours of emoji, line ends, bytes that are no text: warnings are errors here."""
+    monkeypatch.setattr(drawing, "_MOST_CELLS", most_cells)
     names = [f"class {k}" for k in range(count)]
     names[0], names[1] = "$x^{2 \\frac $ _ 🐻 猫\n\x00", "\udcff" + 50 * "long "
     counts = np.random.RandomState(0).poisson(0.5, (count, count)) + np.diag(np.full(count, 9))
-    draw_confusion(counts, names, tmp_path / "confusion.png", "an $experiment")
+    draw_confusion(sparse(counts), names, tmp_path / "confusion.png", "an $experiment")
     with Image.open(tmp_path / "confusion.png") as picture:
         width, height = picture.size
         dark = (np.asarray(picture.convert("L")) < 100).mean()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import pickle
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +124,66 @@ def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path.with_name("moved") / "best")["step"] == 4
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_best_in_a_copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    """scp -r and the like write a folder for the link; file systems without links are copied to as well."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    for step in (1, 2):
+        checkpoint.save(state(step), run, step, keep=2)
+    checkpoint.keep_as_best(run / "step_000000001")
+    shutil.copytree(run, moved, symlinks=False)
+    shutil.copytree(moved / "best", moved / ".best.12345678.tmp")
+    (moved / ".best.87654321.tmp").symlink_to("step_000000001", target_is_directory=True)
+    if not links:
+
+        def refuse(self: Path, *_: object, **__: object) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+    for step in (3, 4):
+        checkpoint.keep_as_best(checkpoint.save(state(step), moved, step, keep=2))
+        checkpoint.retire(moved, 2)
+        assert checkpoint.load(moved / "best")["step"] == step
+        assert (moved / "best").is_symlink() == links
+    assert names(moved) == ["best", "step_000000003", "step_000000004"]
+
+
+def test_a_link_gives_way_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoint.keep_as_best(checkpoint.save(state(2), tmp_path, 2, keep=2))
+    assert names(tmp_path) == ["best", "step_000000001", "step_000000002"]
+    assert checkpoint.load(tmp_path / "best")["step"] == 2
+    assert checkpoint.load(tmp_path / "step_000000001")["step"] == 1
+    # A disk that is full says so, and the best is still there.
+    monkeypatch.setattr(shutil, "copyfileobj", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EOPNOTSUPP)):
+        checkpoint.keep_as_best(tmp_path / "step_000000001")
+    assert names(tmp_path) == ["best", "step_000000001", "step_000000002"]
+    assert checkpoint.load(tmp_path / "best")["step"] == 2
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_folders_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """VirtualBox's shared folders; an error of the disk is one."""
+    fsync = os.fsync
+
+    def of_files_alone(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    if number == errno.EIO:
+        with pytest.raises(UserError, match="could not be written"):
+            checkpoint.save(state(1), tmp_path, 1, keep=2)
+    else:
+        assert checkpoint.load(checkpoint.save(state(1), tmp_path, 1, keep=2))["step"] == 1
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -226,6 +288,20 @@ def test_later_ones_are_set_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in moved) == ["set_aside_step_000000002", "set_aside_step_000000003"]
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [1]
     assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_later_best_that_is_a_copy_is_set_aside(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    for step in (1, 2):
+        checkpoint.save(state(step), run, step, keep=5)
+    checkpoint.keep_as_best(run / "step_000000002")
+    shutil.copytree(run, moved, symlinks=False)
+    assert checkpoint.set_aside(moved, 2) == []
+    assert names(moved) == ["best", "step_000000001", "step_000000002"]
+    # As where it has been retired: the copy is all there is.
+    shutil.rmtree(moved / "step_000000002")
+    assert [path.name for path in checkpoint.set_aside(moved, 1)] == ["set_aside_best"]
+    assert names(moved) == ["set_aside_best", "step_000000001"]
 
 
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:
