@@ -155,9 +155,9 @@ def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mappin
         return state
 
 
-def _turn_to_rgb(tensors: dict[str, Tensor], network: nn.Module, fitted: Fitted) -> None:
+def _turn_to_rgb(tensors: dict[str, Tensor], network: Network, fitted: Fitted) -> None:
     """The first layer of a network that was trained on images with blue first, for images with red first."""
-    name = f"{getattr(network, 'first_conv_name', None)}.weight"
+    name = f"{network.first_conv_name}.weight"
     if name in tensors and tensors[name].ndim == 4:
         tensors[name] = tensors[name].flip(1)
         fitted.note(name, "input channels from BGR to RGB")
@@ -213,9 +213,8 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
     fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
 
 
-def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes, fitted: Fitted) -> None:
-    first = getattr(network, "first_conv_name", None)
-    name = f"{first}.weight"
+def _fit_channels(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:
+    name = f"{network.first_conv_name}.weight"
     if name not in tensors or name not in shapes or tensors[name].ndim != 4:
         return
     before, wanted = tensors[name].shape[1], shapes[name][1]
