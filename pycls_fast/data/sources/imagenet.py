@@ -14,8 +14,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
-from pycls_fast.data.sources.splits import quoted
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 
 _DEVKIT = "ILSVRC2012_devkit_t12"
 _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -51,15 +50,15 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
         return None
     strange = sorted(set(files) - set(numbered))
     if strange:
-        raise UserError(f"{root}: {quoted(strange)}: no names of ImageNet's validation images; remove them")
+        raise UserError(f"{root}: {first_few(strange)}: no names of ImageNet's validation images; remove them")
     wnid_of, table = _labels(root)
     missing = sorted(stem for stem in stems.values() if stem not in wnid_of)
     if missing:
-        raise UserError(f"{table} has no label for {quoted(missing)} in {root}")
+        raise UserError(f"{table} has no label for {first_few(missing)} in {root}")
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     unknown = sorted({wnid_of[stem] for stem in stems.values()} - set(label_of))
     if unknown:
-        raise UserError(f"{root}: there are no training images of the class {quoted(unknown)}, which {table} names")
+        raise UserError(f"{root}: there are no training images of the class {first_few(unknown)}, which {table} names")
     labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
     labels = np.array([label for label, _ in labelled], dtype=np.int32)
     return FileSource(root, classes, Texts.of(name for _, name in labelled), labels)

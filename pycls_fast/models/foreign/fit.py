@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.positions import fit_positions
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
@@ -65,10 +65,7 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in found.items():
         by_reason.setdefault(reason, []).append(name)
-    return [
-        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {reason}"
-        for reason, names in by_reason.items()
-    ]
+    return [f"{first_few(names, 3)}: {reason}" for reason, names in by_reason.items()]
 
 
 def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
@@ -266,10 +263,8 @@ def _settle(
     lines = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             lines.append(
-                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: "
-                f"{', '.join(names[:5])}{more}"
+                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: {first_few(names)}"
             )
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
