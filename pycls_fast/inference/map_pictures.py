@@ -87,10 +87,10 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
     network, inputs_BCHW = classifier.network, classifier.inputs(batch)
     scores_BK = classifier.scores(batch).double()
     labels_B = scores_BK.argmax(dim=1)
-    chances_B = (scores_BK.sigmoid() if classifier.config.loss.name == "bce" else scores_BK.softmax(dim=1)).amax(dim=1)
+    probabilities_B = classifier.probabilities(scores_BK).amax(dim=1)
     titles = [
-        f"{percent(chance)}%  {classifier.class_name(label)}"
-        for label, chance in zip(labels_B.tolist(), chances_B.tolist(), strict=True)
+        f"{percent(probability)}%  {classifier.class_name(label)}"
+        for label, probability in zip(labels_B.tolist(), probabilities_B.tolist(), strict=True)
     ]
     with float32_convolutions():
         if kind == "attention":
