@@ -264,17 +264,10 @@ def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
     augment = config.augment
     if augment.mix_probability == 0 or (augment.mixup_alpha == 0 and augment.cutmix_alpha == 0):
         return None
-    if augment.mix_mode != "batch":
-        return ElementMixer(
-            mode=augment.mix_mode,
-            mixup_alpha=augment.mixup_alpha,
-            cutmix_alpha=augment.cutmix_alpha,
-            switch_probability=augment.mix_switch_probability,
-            probability=augment.mix_probability,
-        )
-    return Mixer(
-        mixup_alpha=augment.mixup_alpha,
-        cutmix_alpha=augment.cutmix_alpha,
-        switch_probability=augment.mix_switch_probability,
-        probability=augment.mix_probability,
-    )
+    shares = {
+        "mixup_alpha": augment.mixup_alpha,
+        "cutmix_alpha": augment.cutmix_alpha,
+        "switch_probability": augment.mix_switch_probability,
+        "probability": augment.mix_probability,
+    }
+    return Mixer(**shares) if augment.mix_mode == "batch" else ElementMixer(mode=augment.mix_mode, **shares)
