@@ -23,13 +23,13 @@ import numpy as np
 
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.folders import scan_classes, subfolders
+from pycls_fast.data.sources.imagenet import VAL_NUMBER
 from pycls_fast.data.sources.index_cache import CachePolicy
 from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError, first_few
 
 _WNID = re.compile(r"n\d{8}")
-_VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, va
         raise UserError(f"data.eval_root: {file}: the model has {len(order):,} classes and none for {largest}")
     answers_NM = np.full((len(val), max(map(len, lists), default=1) or 1), -1, dtype=np.int64)
     for index in range(len(val)):
-        match = _VAL_NUMBER.search(val.name(index))
+        match = VAL_NUMBER.search(val.name(index))
         if match is None:
             raise UserError(
                 f"data.root: {val.name(index)}: ReaL numbers the validation images by their names, "

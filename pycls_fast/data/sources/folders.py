@@ -17,6 +17,7 @@ from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
+from pycls_fast.data.sources.layout import SPLIT_OF
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import like_train, split_at_random
 from pycls_fast.errors import UserError, first_few
@@ -249,10 +250,7 @@ def _nested_splits(root: Path, folders: list[str]) -> list[str]:
 
 def _split_of(folder: str) -> str:
     """The split that people mean by a folder's name, or ""."""
-    word = folder.lower()
-    if word in (*_VAL_NAMES, "dev"):
-        return "val"
-    return {"train": "train", "training": "train", "test": "test", "testing": "test"}.get(word, "")
+    return {**SPLIT_OF, "testing": "test"}.get(folder.lower(), "")
 
 
 def _has_split_folders(root: Path, folders: list[str]) -> bool:

@@ -21,7 +21,8 @@ _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _META = "meta.mat"
 _KAGGLE_TABLE = "LOC_val_solution.csv"
 _KAGGLE_IMAGES = Path("ILSVRC/Data/CLS-LOC")
-_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+"""Of a validation image, in its name."""
 
 
 def kaggle_root(root: Path) -> Path:
@@ -45,7 +46,7 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
     with os.scandir(root) as entries:
         files = [entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS)]
     stems = {name: name.partition(".")[0] for name in files}
-    numbered = [name for name, stem in stems.items() if _NUMBER.fullmatch(stem)]
+    numbered = [name for name, stem in stems.items() if VAL_NUMBER.fullmatch(stem)]
     if not numbered:
         return None
     strange = sorted(set(files) - set(numbered))
