@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,7 @@ from pycls_fast.data import (
 from pycls_fast.data.policies import rand_augment
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.errors import UserError
-
-WriteTree = Callable[[Path, Mapping[str, int]], Path]
+from tests.unit.data.conftest import WriteTree
 
 # torch's warning about more workers than cores, on small machines.
 TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="bilinear"),), erase_probability=0.5)
