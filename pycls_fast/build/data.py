@@ -248,7 +248,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         UserError: a size that does not go with the model.
     """
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
-    # Of the whole pixels that were published: `EvalTransform` rounds to just those.
+    # A ratio of two whole pixel counts: `EvalTransform`'s rounding gives back exactly `short_side`.
     augment = {"eval_crop_ratio": about.image_size / about.short_side, "interpolation": about.interpolation}
     changed = config.model_copy(
         update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}

@@ -187,7 +187,7 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
 
 
 def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Keys and texts with bytes that are none: paths may have them, JSON and YAML may not."""
+    """(key, text) of every value that is not valid UTF-8: paths may be, JSON and YAML may not."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _no_utf_8(value, f"{key}.{name}" if key else str(name))

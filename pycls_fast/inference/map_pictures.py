@@ -23,9 +23,9 @@ from pycls_fast.models import maps
 from pycls_fast.paths import user_path
 
 MOST_IMAGES = 200
-"""Of a call: their maps are held together, and nobody looks at more."""
+"""Images per call: all their maps are in memory at once."""
 
-# Of dark to light, so that it is read in grey as well.
+# A colour map that also reads in greyscale.
 _COLOURS = mpl.colormaps["inferno"]
 _BATCH = 8
 
@@ -59,7 +59,7 @@ def draw_maps(
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
     path = user_path(output or f"{kind}.png")
     check_output(path, is_sheet=True)
-    # Written out where it is asked for; the rest of the network may be as fast as it likes.
+    # Attention that is shown is computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
     found = [

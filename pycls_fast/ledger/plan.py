@@ -54,7 +54,7 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key, and the
     rungs that they are against.
 
-    What a rung sets as the one that it is against does is that one's.
+    A key that a rung sets to the value it has in the rung it is against is that one's change, not this one's.
 
     Raises:
         UserError: a name that fits no rung.

@@ -98,7 +98,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
     _fit_channels(tensors, network, shapes, fitted)
-    _settle(tensors, unknown, shapes, fitted, allow)
+    _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
 
@@ -148,7 +148,7 @@ def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mappin
     try:
         return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
     except Exception:  # noqa: BLE001  # of any kind: they take for granted what their own model's files have
-        # It is another model's file then, and `_settle` says what does not fit.
+        # It is another model's file then, and `_resolve` says what does not fit.
         return state
 
 
@@ -165,7 +165,7 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
     if weight in tensors and tuple(tensors[weight].shape) == shapes[weight]:
         return
     if weight in tensors and tensors[weight].shape[0] == shapes[weight][0] and "pre_logits.weight" not in shapes:
-        # As many classes on other features is no other task but another model; `_settle` says so.
+        # As many classes on other features is no other task but another model; `_resolve` says so.
         return
     before = f"{tensors[weight].shape[0]} classes in the file" if weight in tensors else "none in the file"
     for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
@@ -224,7 +224,7 @@ def _fit_channels(tensors: dict[str, Tensor], network: Network, shapes: Shapes, 
     fitted.note(name, f"{before} input channels {how} to {wanted}")
 
 
-def _settle(
+def _resolve(
     tensors: dict[str, Tensor], unknown: Sequence[str], shapes: Shapes, fitted: Fitted, allow: Sequence[str]
 ) -> None:
     """Sort what is left into what fits, what is allowed not to, and errors."""
