@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, its kind where it says nothing."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+
+
+def first_few(names: Sequence[str], limit: int = 5) -> str:
+    """Names in a message: the first ones, and the number of the others."""
+    shown = ", ".join(names[:limit])
+    return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
 class UserError(Exception):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-Units = list[tuple[str, nn.Module]]
+Units = Sequence[tuple[str, nn.Module]]
 
 
 class Network(nn.Module):

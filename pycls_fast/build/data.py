@@ -281,7 +281,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         UserError: a size that does not go with the model.
     """
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
-    # Of the whole pixels that were published: `EvalTransform` rounds to just those.
+    # A ratio of two whole pixel counts: `EvalTransform`'s rounding gives back exactly `short_side`.
     augment = {"eval_crop_ratio": about.image_size / about.short_side, "interpolation": about.interpolation}
     changed = config.model_copy(
         update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
@@ -297,17 +297,10 @@ def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
     augment = config.augment
     if augment.mix_probability == 0 or (augment.mixup_alpha == 0 and augment.cutmix_alpha == 0):
         return None
-    if augment.mix_mode != "batch":
-        return ElementMixer(
-            mode=augment.mix_mode,
-            mixup_alpha=augment.mixup_alpha,
-            cutmix_alpha=augment.cutmix_alpha,
-            switch_probability=augment.mix_switch_probability,
-            probability=augment.mix_probability,
-        )
-    return Mixer(
-        mixup_alpha=augment.mixup_alpha,
-        cutmix_alpha=augment.cutmix_alpha,
-        switch_probability=augment.mix_switch_probability,
-        probability=augment.mix_probability,
-    )
+    shares = {
+        "mixup_alpha": augment.mixup_alpha,
+        "cutmix_alpha": augment.cutmix_alpha,
+        "switch_probability": augment.mix_switch_probability,
+        "probability": augment.mix_probability,
+    }
+    return Mixer(**shares) if augment.mix_mode == "batch" else ElementMixer(mode=augment.mix_mode, **shares)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,8 +35,6 @@ from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
-
-Options = TypeVar("Options", bound=Section)
 
 
 class NoOptions(Section):

@@ -26,7 +26,7 @@ from pycls_fast.config.explain import (
     shown_path,
     unreadable,
 )
-from pycls_fast.config.quoting import quote_value
+from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
@@ -95,7 +95,7 @@ class Composed:
         """The command line, or the YAML file that set the key, or where it can be set."""
         key = re.sub(r"\[\d+\]", "", key)
         for override in reversed(self.overrides):
-            name, _, value = override.lstrip("+~").partition("=")
+            name, value = key_of(override), override.partition("=")[2]
             if name in self.choices and not value.startswith("{"):
                 continue  # It chose a file; the value is in there.
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
@@ -154,7 +154,7 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
     Raises:
         UserError: one line per bad value, all at once.
     """
-    if any(override.lstrip("+~").partition("=")[0] == "config_name" for override in composed.overrides):
+    if any(key_of(override) == "config_name" for override in composed.overrides):
         raise UserError(
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
@@ -187,7 +187,7 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
 
 
 def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Keys and texts with bytes that are none: paths may have them, JSON and YAML may not."""
+    """(key, text) of every value that is not valid UTF-8: paths may be, JSON and YAML may not."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _no_utf_8(value, f"{key}.{name}" if key else str(name))

@@ -38,7 +38,7 @@ class Rung(Section):
 
 
 class Ladder(Section):
-    """A baseline and the changes to it, in their order; `mode` is the only one that they make sense in."""
+    """A baseline and the changes to it, in order; `mode`: the only one that its rungs can be run in, None: any."""
 
     description: Text
     source: str = ""

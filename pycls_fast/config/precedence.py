@@ -32,8 +32,8 @@ def notes(composed: Composed) -> Iterator[str]:
         values = ", ".join(f"{key}={as_typed(composed.values['augment'][key])}" for key in kept)
         own = " ".join(shlex.quote(f"augment.{key}={as_typed(value)}") for key, value in kept.items())
         yield (
-            f"augment={augmentation}: {values}: set in {origin}, which wins over {_shown(composed, 'augment')}; for "
-            f"that file's: {own}"
+            f"augment={augmentation}: {values}: set in {origin}, which wins over {_shown(composed, 'augment')}; to "
+            f"take that file's values: {own}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Values as they are typed: quotes around those that Hydra's grammar would not read as they are."""
+"""Keys and values as they are typed: quotes around what Hydra's grammar would not read as it is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def quote_value(override: str) -> str:
         return override
     quoted = f"{key}={_quoted(value)}"
     return quoted if _is_read(quoted) else override
+
+
+def key_of(override: str) -> str:
+    """`++data.root=/photos` -> `data.root`; `~weights` -> `weights`."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def as_typed(value: Any) -> str:

@@ -12,6 +12,7 @@ from hydra.types import RunMode
 
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
 from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain
+from pycls_fast.config.quoting import key_of
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
@@ -28,8 +29,8 @@ def variant(overrides: Sequence[str], *, options: type[Section], needs_data: boo
         UserError: one line per mistake.
     """
     settings, folders = HydraConfig.get(), config_folders()
-    typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
-    own = [o for o in overrides if _key(o) in options.model_fields]
+    typed = [o for o in typed_overrides(settings) if key_of(o) not in options.model_fields]
+    own = [o for o in overrides if key_of(o) in options.model_fields]
     if own:
         raise UserError(f"{own[0]}: a key of the tool, the same for every variant")
     try:
@@ -54,7 +55,7 @@ def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
     settings = HydraConfig.get()
     more = [s.path for s in settings.runtime.config_sources if s.schema == "file" and Path(s.path) != CONFIGS]
     flags = [part for folder in more[:1] for part in ("--config-dir", folder)]
-    typed = [o for o in typed_overrides(settings) if _key(o) not in options.model_fields]
+    typed = [o for o in typed_overrides(settings) if key_of(o) not in options.model_fields]
     return [*flags, "--config-name", str(settings.job.config_name).removesuffix(".yaml")], typed
 
 
@@ -66,13 +67,9 @@ def command_alone() -> list[str] | None:
     # What Hydra knows of its sweep alone.
     number = str(HydraConfig.get().job.num)
     known = [override.removeprefix("++").replace("${hydra:job.num}", number) for override in typed]
-    return [*flags, *(override for override in known if _key(override) != "run_dir")]
+    return [*flags, *(override for override in known if key_of(override) != "run_dir")]
 
 
 def config_folders() -> list[Path]:
     """Where this process's configuration files are; only inside `command_line`'s tool."""
     return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]

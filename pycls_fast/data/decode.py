@@ -28,8 +28,8 @@ from PIL import Image, UnidentifiedImageError
 # Only rasters that Pillow reads by itself: it would hand a disguised EPS file to Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
-DEFAULT_MAX_PIXELS = 2 * 89_478_485
-"""Above this Pillow itself refuses an image as a decompression bomb. ImageNet's largest has 61 million."""
+MAX_PIXELS = 2 * 89_478_485
+"""A file with more is refused as a decompression bomb, by Pillow too. ImageNet's largest image has 61 million."""
 
 
 class DamagedImage(Exception):
@@ -40,12 +40,11 @@ class DamagedImage(Exception):
         self.reason = reason
 
 
-def decode(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def decode(data: bytes | np.ndarray) -> Image.Image:
     """Decode one image to mode "RGB".
 
     Args:
         data: the encoded file, or an already decoded `uint8` array of shape (height, width, 3).
-        max_pixels: refuse images with more pixels (a decompression bomb). Pillow's own limit holds as well.
 
     Raises:
         DamagedImage: when the bytes are no complete, sane image, with the reason.
@@ -53,7 +52,7 @@ def decode(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) ->
     if isinstance(data, np.ndarray):
         return Image.fromarray(checked_array(data))
     with _named_damage(data):
-        image = _open(data, max_pixels)
+        image = _open(data)
         image.load()
         return _to_rgb(image)
 
@@ -80,11 +79,11 @@ def checked_array(image_HWC: np.ndarray) -> np.ndarray:
     return image_HWC
 
 
-def _open(data: bytes, max_pixels: int) -> Image.Image:
+def _open(data: bytes) -> Image.Image:
     if not data:
         raise DamagedImage("the file is empty (0 bytes)")
     image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    _check_size(image, max_pixels)
+    _check_size(image)
     return image
 
 
@@ -108,12 +107,12 @@ def _named_damage(data: bytes) -> Iterator[None]:
             raise DamagedImage(f"{_one_line(error)} ({type(error).__name__})") from error
 
 
-def _check_size(image: Image.Image, max_pixels: int) -> None:
+def _check_size(image: Image.Image) -> None:
     width, height = image.size
     if width < 1 or height < 1:
         raise DamagedImage(f"the image has no pixels ({width} x {height})")
-    if width * height > max_pixels:
-        raise DamagedImage(f"{width} x {height} pixels are more than the limit of {max_pixels:,} (decompression bomb)")
+    if width * height > MAX_PIXELS:
+        raise DamagedImage(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,} (decompression bomb)")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

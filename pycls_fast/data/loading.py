@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.augment import NO_BOX, Box, Transform, TransformByEpoch
-from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, DamagedImage
+from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.mix import Mixed
 from pycls_fast.data.mix_elements import MixedElements
 from pycls_fast.data.pictures import Decoder, open_with_pillow
@@ -142,7 +142,6 @@ class ImageDataset(Dataset[Sample]):
         host: HostStage | None = None,
         repeats: int = 1,
         open_picture: Decoder = open_with_pillow,
-        max_pixels: int = DEFAULT_MAX_PIXELS,
     ) -> None:
         """
         Args:
@@ -151,7 +150,6 @@ class ImageDataset(Dataset[Sample]):
             training: replace damaged images instead of leaving them out.
             repeats: how often an image is in an epoch (`TrainSampler`).
             open_picture: how images are decoded (`pictures.DECODERS`).
-            max_pixels: larger images count as damaged.
         """
         self.source = source
         self.transform = transform
@@ -160,7 +158,6 @@ class ImageDataset(Dataset[Sample]):
         self.host = host
         self._repeats = repeats
         self._open_picture = open_picture
-        self._max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -229,7 +226,7 @@ class ImageDataset(Dataset[Sample]):
             if error.errno in _OUR_OWN_ERRORS:
                 raise
             raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
-        picture = self._open_picture(data, max_pixels=self._max_pixels)
+        picture = self._open_picture(data)
         image_HWC, erase = transform(picture, seed)
         return Sample(image_HWC, label, index, erase, damaged)
 

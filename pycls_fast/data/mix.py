@@ -11,15 +11,14 @@ from pycls_fast.data.draws import frozen_generator
 
 
 class Mixed(NamedTuple):
-    """How a batch was mixed: image i with image i - roll (cyclically), which has the share 1 - lam."""
+    """How a batch was mixed: image i with image i - 1 (the first with the last), which has the share 1 - lam."""
 
-    roll: int
     lam: float
     """Share of the image itself, in 0..1. 1 for a batch that was left alone."""
 
     def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         """`(labels_a_B, labels_b_B, lam)`: the loss is lam * loss(a) + (1 - lam) * loss(b)."""
-        return labels_B, labels_B.roll(self.roll, 0), self.lam
+        return labels_B, labels_B.roll(1, 0), self.lam
 
 
 class Mixer:
@@ -59,10 +58,10 @@ class Mixer:
         """The mixed images (new memory, or the same tensor if nothing was mixed), and how."""
         generator = frozen_generator(seed)
         if not self.enabled or generator.random_sample() >= self._probability:
-            return images_BCHW, Mixed(roll=1, lam=1.0)
+            return images_BCHW, Mixed(lam=1.0)
         if generator.random_sample() >= self._cutmix_probability:
             lam = float(generator.beta(self._mixup_alpha, self._mixup_alpha))
-            return mixup(images_BCHW, lam), Mixed(roll=1, lam=lam)
+            return mixup(images_BCHW, lam), Mixed(lam=lam)
         lam = float(generator.beta(self._cutmix_alpha, self._cutmix_alpha))
         height, width = images_BCHW.shape[2:]
         center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
@@ -71,7 +70,7 @@ class Mixer:
         # The box is clipped at the borders and its sides are whole pixels, so its share is counted, not
         # drawn.
         lam = 1 - (bottom - top) * (right - left) / (height * width)
-        return cutmix(images_BCHW, box), Mixed(roll=1, lam=lam)
+        return cutmix(images_BCHW, box), Mixed(lam=lam)
 
 
 def mixup(images_BCHW: torch.Tensor, lam: float) -> torch.Tensor:

@@ -14,7 +14,6 @@ Every decoder gives damaged and unusual files to `pillow`, so that they all refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import DEFAULT_MAX_PIXELS, checked_array, decode
+from pycls_fast.data.decode import MAX_PIXELS, checked_array, decode
 
 Interpolation = Literal["bilinear", "bicubic"]
 Box = tuple[int, int, int, int]
@@ -107,13 +106,11 @@ class RegionPicture:
     Args:
         data: the file.
         size: (height, width).
-        max_pixels: of images that are accepted.
         scaled: decode large images at a part of their size, no smaller than what the cut resizes its box to.
     """
 
-    def __init__(self, data: bytes, size: tuple[int, int], max_pixels: int, *, scaled: bool = False) -> None:
+    def __init__(self, data: bytes, size: tuple[int, int], *, scaled: bool = False) -> None:
         self._data = data
-        self._max_pixels = max_pixels
         self._scaled = scaled
         self.size = size
 
@@ -128,7 +125,7 @@ class RegionPicture:
             divisor=divisor(cut) if self._scaled else 1,
         )
         if image_HWC is None:
-            return PillowPicture(decode(self._data, max_pixels=self._max_pixels)).cut(cut)
+            return PillowPicture(decode(self._data)).cut(cut)
         return image_HWC
 
 
@@ -163,49 +160,49 @@ class Decoder(Protocol):
         DamagedImage: it is no image that can be used, as far as is known without its pixels.
     """
 
-    def __call__(self, data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture: ...
+    def __call__(self, data: bytes | np.ndarray) -> Picture: ...
 
 
-def open_with_pillow(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+def open_with_pillow(data: bytes | np.ndarray) -> Picture:
     """Decode all of it with Pillow: the reference."""
-    return PillowPicture(decode(data, max_pixels=max_pixels))
+    return PillowPicture(decode(data))
 
 
-def open_with_simplejpeg(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+def open_with_simplejpeg(data: bytes | np.ndarray) -> Picture:
     """Decode all of a JPEG with simplejpeg, which brings libjpeg-turbo along."""
     if isinstance(data, np.ndarray):
         return TensorPicture(torch.tensor(checked_array(data)).permute(2, 0, 1))
     if not data.startswith(_JPEG):
-        return open_with_pillow(data, max_pixels=max_pixels)
+        return open_with_pillow(data)
     import simplejpeg
 
     try:
         height, width, color, _ = simplejpeg.decode_jpeg_header(data)
-        if color in ("YCbCr", "RGB", "Gray") and height * width <= min(max_pixels, DEFAULT_MAX_PIXELS):
+        if color in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
             return TensorPicture(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
     except ValueError:
         # libjpeg found damage; what it is called, and whether it matters, is decided in one place.
         pass
-    return open_with_pillow(data, max_pixels=max_pixels)
+    return open_with_pillow(data)
 
 
-def open_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS, scaled: bool = False) -> Picture:
+def open_region(data: bytes | np.ndarray, *, scaled: bool = False) -> Picture:
     """Read a JPEG's header; its pixels are decoded as far as a cut needs them, `scaled` as `RegionPicture` has it."""
     if isinstance(data, np.ndarray):
         return ArrayPicture(checked_array(data))
     if data.startswith(_JPEG):
         size = native.jpeg_size(data)
-        if size is not None and size[0] * size[1] <= min(max_pixels, DEFAULT_MAX_PIXELS):
-            return RegionPicture(data, size, max_pixels, scaled=scaled)
-    return open_with_pillow(data, max_pixels=max_pixels)
+        if size is not None and size[0] * size[1] <= MAX_PIXELS:
+            return RegionPicture(data, size, scaled=scaled)
+    return open_with_pillow(data)
 
 
-def open_scaled_region(data: bytes | np.ndarray, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+def open_scaled_region(data: bytes | np.ndarray) -> Picture:
     """`open_region`, large JPEGs at a part of their size."""
-    return open_region(data, max_pixels=max_pixels, scaled=True)
+    return open_region(data, scaled=True)
 
 
-DECODERS: dict[str, Callable[..., Picture]] = {
+DECODERS: dict[str, Decoder] = {
     "pillow": open_with_pillow,
     "simplejpeg": open_with_simplejpeg,
     "region": open_region,

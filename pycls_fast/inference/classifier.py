@@ -125,13 +125,12 @@ class Classifier:
         return found
 
     def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
-        alone = self.config.loss.name == "bce"
-        chances_BK = scores_BK.sigmoid() if alone else scores_BK.softmax(dim=1)
-        # By the scores, of which more differ than of the chances; of equals the first, as in evaluation.
+        # By the scores, of which more differ than of the probabilities; of equals the first, as in evaluation.
         order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-        rows = zip(batch.indices_B.tolist(), order_BT.tolist(), chances_BK.gather(1, order_BT).tolist(), strict=True)
-        for position, labels, chances in rows:
-            top = (Guess(k, self.class_name(k), chance) for k, chance in zip(labels, chances, strict=True))
+        likely_BT = self.probabilities(scores_BK).gather(1, order_BT)
+        rows = zip(batch.indices_B.tolist(), order_BT.tolist(), likely_BT.tolist(), strict=True)
+        for position, labels, probabilities in rows:
+            top = (Guess(k, self.class_name(k), p) for k, p in zip(labels, probabilities, strict=True))
             yield Prediction(source.name(position), position, tuple(top))
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
@@ -188,6 +187,10 @@ class Classifier:
         """Logits (B, K) of a batch, in the format that the precision gives them."""
         with float32_convolutions(), self._autocast():
             return self.network(self.inputs(batch))
+
+    def probabilities(self, scores_BK: Tensor) -> Tensor:
+        """Of each class (B, K): on its own for a network trained with binary cross-entropy, else they sum to 1."""
+        return scores_BK.sigmoid() if self.config.loss.name == "bce" else scores_BK.softmax(dim=1)
 
     def inputs(self, batch: Batch) -> Tensor:
         """A batch as the network takes it: (B, C, H, W), normalised."""

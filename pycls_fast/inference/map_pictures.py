@@ -25,9 +25,9 @@ from pycls_fast.train.environment import device_name
 from pycls_fast.train.memory import enough_memory
 
 MOST_IMAGES = 200
-"""Of a call: their maps are held together, and nobody looks at more."""
+"""Images per call: all their maps are in memory at once."""
 
-# Of dark to light, so that it is read in grey as well.
+# A colour map that also reads in greyscale.
 _COLOURS = mpl.colormaps["inferno"]
 _BATCH = 8
 
@@ -61,7 +61,7 @@ def draw_maps(
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
     path = user_path(output or f"{kind}.png")
     check_output(path, is_sheet=True)
-    # Written out where it is asked for; the rest of the network may be as fast as it likes.
+    # Attention that is shown is computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
     with enough_memory(f"device: the maps do not fit the memory of {device_name(classifier.device)}; use device=cpu"):
@@ -90,10 +90,10 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
     network, inputs_BCHW = classifier.network, classifier.inputs(batch)
     scores_BK = classifier.scores(batch).double()
     labels_B = scores_BK.argmax(dim=1)
-    chances_B = (scores_BK.sigmoid() if classifier.config.loss.name == "bce" else scores_BK.softmax(dim=1)).amax(dim=1)
+    probabilities_B = classifier.probabilities(scores_BK).amax(dim=1)
     titles = [
-        f"{percent(chance)}%  {classifier.class_name(label)}"
-        for label, chance in zip(labels_B.tolist(), chances_B.tolist(), strict=True)
+        f"{percent(probability)}%  {classifier.class_name(label)}"
+        for label, probability in zip(labels_B.tolist(), probabilities_B.tolist(), strict=True)
     ]
     with float32_convolutions():
         if kind == "attention":

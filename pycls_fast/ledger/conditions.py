@@ -12,7 +12,7 @@ import torch
 from pycls_fast.config import RunConfig
 from pycls_fast.train.environment import environment
 
-# Of those that changed, in a message.
+# Changed keys that a message lists.
 _MOST_KEYS = 5
 
 
@@ -34,13 +34,13 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
-    """Names of what a plan has otherwise than an earlier one; of an experiment, its keys."""
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
     names = [name for name, value in plan.items() if value != before.get(name)]
     if "experiment" not in names or "experiment" not in before:
         return names
     keys = list(_keys(before["experiment"], plan["experiment"]))
     more = [f"{len(keys) - _MOST_KEYS} more keys"] if len(keys) > _MOST_KEYS else []
-    # They say more than that they were given in other words.
+    # The keys say what changed; that `base` differs too adds nothing.
     return [*(name for name in names if name not in ("base", "experiment")), *keys[:_MOST_KEYS], *more]
 
 

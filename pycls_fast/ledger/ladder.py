@@ -202,7 +202,8 @@ class Ledger:
     def _try_out(self) -> None:
         """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind.
 
-        What fails later fails alone: the arms behind it have its change, and have begun with it.
+        An arm that fails in a later round is left out alone: the arms after it already include its change and have
+        timings.
         """
         for arm in self.alone():
             self._try(arm)

@@ -36,7 +36,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
     plan = ledger.arms()
     records = [_arm(ledger, arm) for arm in plan]
     by_name = {record["name"]: record for record in records}
-    _compare_speed(ledger, plan, by_name)
+    _compare_speed(plan, by_name)
     _compare_accuracy(ledger, plan, by_name)
     timed = next((record for arm in plan for record in ledger.timings(arm)), None)
     return {
@@ -123,7 +123,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
     }
 
 
-def _compare_speed(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
+def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
     for arm in plan:
         timing = records[arm.name]["timing"]
         for key, other in (("speedup", plan[0].name), ("speedup_before", arm.before)):

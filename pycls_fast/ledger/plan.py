@@ -12,6 +12,7 @@ from typing import Literal
 
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.config.messages import did_you_mean
+from pycls_fast.config.quoting import key_of
 from pycls_fast.errors import UserError
 
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
@@ -53,7 +54,7 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key, and the
     rungs that they are against.
 
-    What a rung sets as the one that it is against does is that one's.
+    A key that a rung sets to the value it has in the rung it is against is that one's change, not this one's.
 
     Raises:
         UserError: a name that fits no rung.
@@ -61,9 +62,7 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     if not names:
         return ladder
     rungs = {rung.name: rung for rung in ladder.rungs}
-    words = {
-        rung.name: {rung.name, *(o.lstrip("+~").partition("=")[0] for o in _own(rung, rungs))} for rung in ladder.rungs
-    }
+    words = {rung.name: {rung.name, *map(key_of, _own(rung, rungs))} for rung in ladder.rungs}
     # A switch may be named without its section: compile for speed.compile.
     words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
     known = set().union(*words.values())

@@ -73,10 +73,10 @@ class _TimedPicture:
 
 
 def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
-    def open_picture(data: bytes | np.ndarray, **options: int) -> Picture:
+    def open_picture(data: bytes | np.ndarray) -> Picture:
         start = time.perf_counter()
         try:
-            picture = decoder(data, **options)
+            picture = decoder(data)
         finally:
             clock.add("decode", start)
         return _TimedPicture(picture, clock)

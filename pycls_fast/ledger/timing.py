@@ -306,8 +306,8 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
         "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }
     if len(variants) == 1:
-        return {**shared, **_variant_record(variants[0], world, alone=True)}
-    records = [_variant_record(variant, world, alone=False) for variant in variants]
+        return {**shared, **_variant_record(variants[0], alone=True)}
+    records = [_variant_record(variant, alone=False) for variant in variants]
     comparisons = [comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]]
     return {**shared, "variants": records, "comparisons": comparisons}
 
@@ -318,7 +318,7 @@ def _steps_per_run(variant: Variant) -> int:
     return min(whole, schedule.max_steps or whole)
 
 
-def _variant_record(variant: Variant, world: World, *, alone: bool) -> dict[str, Any]:
+def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
     config, counted = variant.config, variant.complexity
     first = next(iter(variant.turns))
     parts: dict[str, Any] = {}

@@ -68,7 +68,7 @@ class Ema:
         self._copied = [name for name in self._live if name not in set(floating)]
 
     def share(self, step: int) -> float:
-        """Of the weights in the average after optimizer step `step`, counted from 0; 0 where they are not taken in."""
+        """Of the weights after optimizer step `step` (from 0) in the new average; 0 where they are left out."""
         if (step + 1) % self.every:
             return 0.0
         return 1.0 - (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from pycls_fast.network import Units
+
 Group = dict[str, Any]
-Units = Sequence[tuple[str, nn.Module]]
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)

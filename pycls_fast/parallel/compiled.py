@@ -7,20 +7,19 @@ every key of a checkpoint.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from pycls_fast.network import Units
+
 CompileName = Literal["off", "blocks", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 
 
-def compile_model(
-    model: nn.Module, units: Sequence[tuple[str, nn.Module]], *, what: CompileName, mode: CompileMode = "default"
-) -> None:
+def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: CompileMode = "default") -> None:
     """Compile each of the repeated units, or the whole model; nothing is compiled before the first forward pass.
 
     Blocks that are alike share what was compiled for the first of them, so that the time does not grow with depth;

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from torch import nn
 
+from pycls_fast.network import Units
 from pycls_fast.parallel.recompute import RecomputeName, recompute_units
 from pycls_fast.parallel.saved_tensors import SavedTensors
 
@@ -16,7 +16,7 @@ CompressionName = Literal["none", "8bit"]
 
 def save_activation_memory(
     model: nn.Module,
-    units: Sequence[tuple[str, nn.Module]],
+    units: Units,
     *,
     recompute: RecomputeName = "off",
     recompute_every: int = 1,

@@ -8,13 +8,15 @@ selective form is that of Korthikanti et al. (Reducing Activation Recomputation 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pycls_fast.network import Units
 
 RecomputeName = Literal["off", "full", "selective"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -28,7 +30,7 @@ if torch.backends.mkldnn.is_available():
 _BATCHED_PRODUCTS = {_aten.bmm.default, _aten.baddbmm.default}
 
 
-def recompute_units(units: Sequence[tuple[str, nn.Module]], *, recompute: RecomputeName, every: int = 1) -> None:
+def recompute_units(units: Units, *, recompute: RecomputeName, every: int = 1) -> None:
     """Make each `every`-th unit, the first one among them, recompute its activations; in place, names unchanged.
 
     Args:

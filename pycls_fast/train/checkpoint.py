@@ -45,6 +45,8 @@ _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
 def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALONE) -> Path:
     """Write `step_N`, then drop the oldest beyond `keep`; all ranks call this and wait for one another.
 
+    All at once, for tests and measurements: training saves through `saving.Saver`.
+
     Args:
         state: nested dictionaries of tensors, DTensors and plain values, the same plain values on all ranks.
         folder: of the run's checkpoints.
@@ -227,6 +229,8 @@ def _describe(path: Path) -> Checkpoint | str:
 
 def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")) -> State:
     """The state of a checkpoint, whole, on the CPU, in one process; without running code from it.
+
+    For tests: training reads what it needs through `open_checkpoint`.
 
     Args:
         path: the checkpoint's folder.

@@ -75,7 +75,7 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
     flush_folder(temporary)
     path = temporary.with_name(temporary.name.split(".")[1])
     if path.exists():
-        # Of a time line that this run has left, or damaged: `set_aside` was not asked. Never written over.
+        # Left by an abandoned continuation of this run, or damaged: renamed, never overwritten.
         path.rename(_free_name(path))
     temporary.rename(path)
     flush_folder(path.parent)

@@ -19,7 +19,7 @@ from pycls_fast.train.tensorboard import Board
 
 
 class Evaluations:
-    """Of the validation split, between steps.
+    """The evaluations of the validation split between training steps.
 
     Args:
         run: what is evaluated.

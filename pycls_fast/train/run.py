@@ -239,8 +239,8 @@ def summary(
         "epochs": run.epoch(run.total_steps),
         "final": primary[-1] if primary else None,
         "best": None if best is None else primary[best],
-        "images_per_second": _number(rate),
-        "step_seconds_p50": _number(step_seconds),
+        "images_per_second": rate,
+        "step_seconds_p50": step_seconds,
         "memory_peak_bytes": memory,
         "parameters": run.complexity.parameters,
         "forward_flops_per_image": run.complexity.forward_flops,
@@ -267,7 +267,3 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> in
     scores = [-record["top1"] if metric == "top1" else record["loss"] for record in evaluations]
     scores = [math.inf if score is None or math.isnan(score) else score for score in scores]
     return scores.index(min(scores)) if scores else None
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

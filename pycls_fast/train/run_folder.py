@@ -117,8 +117,8 @@ class RunFolder:
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
-        """Write a JSON file whole or not at all."""
-        self._write(name, json.dumps(values, indent=2, allow_nan=False) + "\n")
+        """Write a JSON file whole or not at all; a value that is not finite is written as null, which JSON has."""
+        self._write(name, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """One line of `metrics.jsonl`; a value that is not finite is written as null, which JSON has."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, SinCos2dPositions, VisionTransformer, foreign
+from tests.random_weights import randomise
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 Convert = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -27,22 +28,6 @@ def vit(size: str, **kwargs: Any) -> VisionTransformer:
     width, heads = WIDTHS[size]
     kwargs = {"image_size": 224, "num_classes": 1000} | kwargs
     return VisionTransformer(patch_size=16, width=width, depth=12, heads=heads, mlp_width=4 * width, **kwargs)
-
-
-def randomise(model: nn.Module) -> nn.Module:
-    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
-    start."""
-    torch.manual_seed(0)
-    for name, tensor in model.double().state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            tensor.fill_(int(torch.randint(1, 100, ())))
-        elif name.endswith("running_var"):
-            tensor.uniform_(0.5, 2)
-        elif tensor.ndim >= 2 and "pos_embed" not in name:
-            tensor.normal_(std=1.5 / tensor[0].numel() ** 0.5)
-        else:
-            tensor.normal_(mean=float(name.endswith("weight")), std=0.4)
-    return model
 
 
 def images(count: int, size: int) -> Tensor:

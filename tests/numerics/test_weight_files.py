@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
 from pycls_fast.models.foreign import Fitted
-from tests.numerics.test_models_peers import images, like, randomise, relative_error
+from tests.numerics.test_models_peers import images, like, relative_error
+from tests.random_weights import randomise
 
 SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
 

@@ -10,7 +10,7 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -23,7 +23,7 @@ from pycls_fast.data.sources.packed import ABOUT, ENTRY, IMAGES, NAME_ENDS, NAME
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
 
-_PLAN, _DRAFT_TABLE = "plan.json", "table.part"
+_PLAN, _DRAFT_TABLE, _DAMAGED = "plan.json", "table.part", "damaged.part"
 _LARGEST_SIDE = 65_535
 _DURABLE_EVERY = 4096
 
@@ -125,24 +125,27 @@ def _write(
             images.write(image.data)
             table.write(np.array([entry], dtype=ENTRY).tobytes())
             if image.reason:
-                with (folder / "damaged.part").open("a", encoding="utf-8") as log:
+                with (folder / _DAMAGED).open("a", encoding="utf-8") as log:
                     log.write(json.dumps([index, source.name(index), image.reason]) + "\n")
             if (index + 1) % _DURABLE_EVERY == 0:
                 # The table must not outlive a power cut that the images do not.
-                for file in (images, table):
-                    file.flush()
-                    os.fsync(file.fileno())
+                _sync(images, table)
             advance(1)
-        for file in (images, table):
-            file.flush()
-            os.fsync(file.fileno())
+        _sync(images, table)
     return _finish(source, folder, plan, settings)
+
+
+def _sync(*files: BinaryIO) -> None:
+    """Everything that was written goes to the disk, file after file."""
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings) -> Packed:
     """Put the final files in place, the one that makes the split complete last."""
     table = np.fromfile(folder / _DRAFT_TABLE, dtype=ENTRY)
-    log = folder / "damaged.part"
+    log = folder / _DAMAGED
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     damaged: dict[int, tuple[str, str]] = {}
     for index, name, reason in map(json.loads, lines):
@@ -164,7 +167,7 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     write_about(draft, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
     (folder / f"{IMAGES}.part").rename(folder / IMAGES)
     draft.rename(folder / ABOUT)
-    for name in (_PLAN, _DRAFT_TABLE, "damaged.part"):
+    for name in (_PLAN, _DRAFT_TABLE, _DAMAGED):
         (folder / name).unlink(missing_ok=True)
     return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
 

@@ -23,13 +23,13 @@ import numpy as np
 
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.folders import scan_classes, subfolders
+from pycls_fast.data.sources.imagenet import VAL_NUMBER
 from pycls_fast.data.sources.index_cache import CachePolicy
-from pycls_fast.data.sources.splits import Relabelled, quoted
+from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.data.sources.text_files import read_lines
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 
 _WNID = re.compile(r"n\d{8}")
-_VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ def open_eval_set(
         numbers = [int(own) for own in scanned.classes]
         beyond = [str(number) for number in numbers if number >= len(labels)]
         if beyond:
-            raise UserError(f"data.eval_root: {folder}: no class of the model's {len(labels):,} for {quoted(beyond)}")
+            raise UserError(
+                f"data.eval_root: {folder}: no class of the model's {len(labels):,} for {first_few(beyond)}"
+            )
         return EvalSet(_relabel(scanned, classes, labels[numbers]), f"best of all {len(classes):,} classes")
     return _open_wnids(name, folder, scanned, classes, ids)
 
@@ -88,12 +90,12 @@ def _open_wnids(
     if ids is None:
         raise UserError(
             f"data.wnids: not set; {folder} has folders of WordNet ids and the model's classes are called otherwise "
-            f"({quoted(classes, 2)}): give a file with the outputs' ids, one a line"
+            f"({first_few(classes, 2)}): give a file with the outputs' ids, one a line"
         )
     output_of = {wnid: output for output, wnid in enumerate(ids)}
     unknown = [own for own in scanned.classes if own not in output_of]
     if unknown:
-        raise UserError(f"data.eval_root: {folder}: the model has no class {quoted(unknown)}")
+        raise UserError(f"data.eval_root: {folder}: the model has no class {first_few(unknown)}")
     outputs = np.array([output_of[own] for own in scanned.classes], dtype=np.int64)
     source = _relabel(scanned, classes, outputs)
     if name in ("a", "r"):
@@ -115,7 +117,7 @@ def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, va
         raise UserError(f"data.eval_root: {file}: the model has {len(order):,} classes and none for {largest}")
     answers_NM = np.full((len(val), max(map(len, lists), default=1) or 1), -1, dtype=np.int64)
     for index in range(len(val)):
-        match = _VAL_NUMBER.search(val.name(index))
+        match = VAL_NUMBER.search(val.name(index))
         if match is None:
             raise UserError(
                 f"data.root: {val.name(index)}: ReaL numbers the validation images by their names, "
@@ -151,7 +153,9 @@ def _wnids_of_outputs(classes: Sequence[str], wnids: str | Path | None) -> tuple
     ids = tuple(line.split()[0] for line in lines)
     wrong = [wnid for wnid in ids if not _WNID.fullmatch(wnid)]
     if wrong or len(ids) != len(classes) or len(set(ids)) != len(ids):
-        what = f"{quoted(wrong)} is no WordNet id" if wrong else f"{len(set(ids)):,} ids for {len(classes):,} outputs"
+        what = (
+            f"{first_few(wrong)} is no WordNet id" if wrong else f"{len(set(ids)):,} ids for {len(classes):,} outputs"
+        )
         raise UserError(f"data.wnids: {file}: {what}; expected one a line, like n01440764, in the order of the outputs")
     return ids
 

@@ -17,9 +17,10 @@ from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
+from pycls_fast.data.sources.layout import SPLIT_OF
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import like_train, quoted, split_at_random
-from pycls_fast.errors import UserError
+from pycls_fast.data.sources.splits import like_train, split_at_random
+from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("val", "valid", "validation")
 # `dev/` is a split only where no other is for validation, and with class folders: others keep a development kit there.
@@ -134,7 +135,7 @@ def _scan(root: Path) -> Index:
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise UserError(
-            f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {quoted(empty)}; "
+            f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {first_few(empty)}; "
             f"add images ({' '.join(EXTENSIONS)}) or remove the folder"
         )
     names = Texts.join(listing.names for listing in listings)
@@ -249,10 +250,7 @@ def _nested_splits(root: Path, folders: list[str]) -> list[str]:
 
 def _split_of(folder: str) -> str:
     """The split that people mean by a folder's name, or ""."""
-    word = folder.lower()
-    if word in (*_VAL_NAMES, "dev"):
-        return "val"
-    return {"train": "train", "training": "train", "test": "test", "testing": "test"}.get(word, "")
+    return {**SPLIT_OF, "testing": "test"}.get(folder.lower(), "")
 
 
 def _has_split_folders(root: Path, folders: list[str]) -> bool:
@@ -291,4 +289,4 @@ def _no_class_folders(root: Path) -> str:
 
 
 def _folders(names: Sequence[str]) -> str:
-    return f"folder{'s' if len(names) > 1 else ''} {quoted([f'{name}/' for name in names])}"
+    return f"folder{'s' if len(names) > 1 else ''} {first_few([f'{name}/' for name in names])}"

@@ -11,8 +11,8 @@ import numpy as np
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.layout import missing_column, name_classes
 from pycls_fast.data.sources.options import Opening
-from pycls_fast.data.sources.splits import as_splits, quoted
-from pycls_fast.errors import UserError
+from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("validation", "val", "valid", "dev", "test")
 
@@ -70,7 +70,7 @@ def open_hub(name: str, options: Opening) -> dict[str, Source]:
         named |= {} if found is None else {"test": found} if found == "test" else {"val": found}
     for key, split in named.items():
         if split not in loaded:
-            raise UserError(f"data.{key}: {name} has no split {split}; it has {quoted(splits)}")
+            raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(splits)}")
     opened = {
         own: _open_split(name, split, loaded[split], options, may_lack=own == "test") for own, split in named.items()
     }
@@ -102,7 +102,7 @@ def _open_split(name: str, split: str, dataset: Any, options: Opening, *, may_la
         raise missing_column(f"{where}, among its images,", image_column, images, "data.image_column")
     if image_column is None and len(images) != 1:
         raise UserError(
-            f"{where}: {len(images)} columns hold images ({quoted(list(dataset.features))}); choose one with "
+            f"{where}: {len(images)} columns hold images ({first_few(list(dataset.features))}); choose one with "
             "data.image_column=NAME"
         )
     has_labels = label_column in dataset.features

@@ -14,15 +14,15 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
-from pycls_fast.data.sources.splits import quoted
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 
 _DEVKIT = "ILSVRC2012_devkit_t12"
 _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _META = "meta.mat"
 _KAGGLE_TABLE = "LOC_val_solution.csv"
 _KAGGLE_IMAGES = Path("ILSVRC/Data/CLS-LOC")
-_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+"""Of a validation image, in its name."""
 
 
 def kaggle_root(root: Path) -> Path:
@@ -46,20 +46,20 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
     with os.scandir(root) as entries:
         files = [entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS)]
     stems = {name: name.partition(".")[0] for name in files}
-    numbered = [name for name, stem in stems.items() if _NUMBER.fullmatch(stem)]
+    numbered = [name for name, stem in stems.items() if VAL_NUMBER.fullmatch(stem)]
     if not numbered:
         return None
     strange = sorted(set(files) - set(numbered))
     if strange:
-        raise UserError(f"{root}: {quoted(strange)}: no names of ImageNet's validation images; remove them")
+        raise UserError(f"{root}: {first_few(strange)}: no names of ImageNet's validation images; remove them")
     wnid_of, table = _labels(root)
     missing = sorted(stem for stem in stems.values() if stem not in wnid_of)
     if missing:
-        raise UserError(f"{table} has no label for {quoted(missing)} in {root}")
+        raise UserError(f"{table} has no label for {first_few(missing)} in {root}")
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     unknown = sorted({wnid_of[stem] for stem in stems.values()} - set(label_of))
     if unknown:
-        raise UserError(f"{root}: there are no training images of the class {quoted(unknown)}, which {table} names")
+        raise UserError(f"{root}: there are no training images of the class {first_few(unknown)}, which {table} names")
     labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
     labels = np.array([label for label, _ in labelled], dtype=np.int32)
     return FileSource(root, classes, Texts.of(name for _, name in labelled), labels)

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pycls_fast.data.sources.files import is_folder
-from pycls_fast.data.sources.splits import quoted
 from pycls_fast.data.sources.text_files import read_lines
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 
 SPLIT_OF = {
     "train": "train",
@@ -85,11 +84,11 @@ def find_files(
         return {"all": tuple(splits[""])}
     if "" in splits:
         raise UserError(
-            f"{root}: {quoted([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train or "
-            "val, but those of other files do; rename them or say which are which with data.train and data.val"
+            f"{root}: {first_few([_below(root, f) for f in splits['']], 3)}: neither the name nor a folder says train "
+            "or val, but those of other files do; rename them or say which are which with data.train and data.val"
         )
     if "train" not in splits:
-        raise UserError(f"{root}: found files of {quoted(sorted(splits))} but none of train")
+        raise UserError(f"{root}: found files of {first_few(sorted(splits))} but none of train")
     return {name: tuple(files) for name, files in splits.items()}
 
 
@@ -211,7 +210,7 @@ def _check_complete(files: Sequence[str]) -> None:
     for (start, total, end), numbers in groups.items():
         missing = [f"{start}{n:05d}-of-{total:05d}{end}" for n in range(total) if n not in numbers]
         if missing:
-            raise UserError(f"{quoted(missing, 3)}: missing, of {total:,} files; download the rest")
+            raise UserError(f"{first_few(missing, 3)}: missing, of {total:,} files; download the rest")
 
 
 def _check_one_configuration(root: str, files: Sequence[str]) -> None:
@@ -227,7 +226,7 @@ def _check_one_configuration(root: str, files: Sequence[str]) -> None:
         if len(parents) > 1:
             # Of `full_size/train/0000.parquet` it is full_size/.
             found = sorted({str(p.parent if p.name in SPLIT_OF else p) for p in parents})
-            names = quoted([f"{name}/" for name in found])
+            names = first_few([f"{name}/" for name in found])
             raise UserError(
                 f"{root}: files of the same names in {names}, as a dataset's configurations have; choose one with "
                 f"data.root={root}/{found[-1]}, say, or with data.train and data.val"
@@ -281,7 +280,7 @@ def name_classes(
     place = {name: label for label, name in enumerate(names)}
     unknown = [name for name in found.tolist() if name not in place]
     if unknown:
-        raise UserError(f"{where}: the label {quoted(unknown)} is not among the {len(names):,} class names")
+        raise UserError(f"{where}: the label {first_few(unknown)} is not among the {len(names):,} class names")
     return tuple(names), np.array([place[name] for name in found.tolist()], dtype=np.int32)[positions]
 
 
@@ -311,12 +310,12 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     names = read_lines(file)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise UserError(f"{file}: {quoted(twice)}: more than once")
+        raise UserError(f"{file}: {first_few(twice)}: more than once")
     return tuple(names)
 
 
 def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> UserError:
     """For a table without a column."""
     return UserError(
-        f"{what} has no column {column!r}; it has {quoted(sorted(columns), 12)}: choose one with {key}=NAME"
+        f"{what} has no column {column!r}; it has {first_few(sorted(columns), 12)}: choose one with {key}=NAME"
     )

@@ -32,6 +32,8 @@ _OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
 _SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
 # So many folders at most are looked into: there may be 20,000.
 _LOOK_AT = 10
+# And so many files of a folder.
+_LOOK_AT_FILES = 50
 
 
 def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
@@ -116,7 +118,7 @@ def _count_class_folders(path: Path) -> int:
 
 def _class_folders(top: Path) -> Iterator[Path]:
     for folder in _some_folders(top):
-        if any(file.name.lower().endswith(EXTENSIONS) for file in _some(folder)):
+        if any(file.name.lower().endswith(EXTENSIONS) for file in islice(folder.iterdir(), _LOOK_AT_FILES)):
             yield folder
 
 
@@ -124,15 +126,6 @@ def _some_folders(top: Path) -> list[Path]:
     """The first folders in a folder, without those that may not be read (as `lost+found` of a disk)."""
     folders = [top / name for name in subfolders(top)[:_LOOK_AT]]
     return [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
-
-
-def _some(folder: Path, limit: int = 50) -> list[Path]:
-    found: list[Path] = []
-    for file in folder.iterdir():
-        found.append(file)
-        if len(found) == limit:
-            break
-    return found
 
 
 def _only(found: tuple[str, ...], root: str) -> str:

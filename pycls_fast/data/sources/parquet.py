@@ -19,8 +19,8 @@ from pycls_fast.data.sources.layout import find_files, missing_column, name_clas
 from pycls_fast.data.sources.options import Opening
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import as_splits, quoted
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.errors import UserError, first_few, first_line
 
 _THREADS = 8
 
@@ -179,12 +179,12 @@ def _build(
     different = [str(f) for f, part in zip(files, parts, strict=True) if part.names != parts[0].names]
     if different and names is None:
         raise UserError(
-            f"{quoted(different, 3)}: other class names than in {files[0]}; write them to classes.txt beside"
+            f"{first_few(different, 3)}: other class names than in {files[0]}; write them to classes.txt beside"
         )
     columns = {part.column for part in parts}
     if len(columns) > 1:
         raise UserError(
-            f"{base}: images in the columns {quoted(sorted(columns))}; choose one with data.image_column=NAME"
+            f"{base}: images in the columns {first_few(sorted(columns))}; choose one with data.image_column=NAME"
         )
     values = [value for part in parts for value in part.labels]
     if not values:
@@ -247,11 +247,11 @@ def _image_column(path: Path, schema: Any, wanted: str | None) -> str:
     if not leaves:
         what = "no column holds images" if wanted is None else f"the column {wanted} holds no images"
         raise UserError(
-            f"{path}: {what} (binary, or structs with a field bytes); it has {quoted(sorted(schema.names), 12)}: "
+            f"{path}: {what} (binary, or structs with a field bytes); it has {first_few(sorted(schema.names), 12)}: "
             "choose one with data.image_column=NAME, or use data.source=manifest for a column of paths"
         )
     if len(leaves) > 1:
-        raise UserError(f"{path}: {quoted(sorted(leaves))} all hold images; choose one with data.image_column=NAME")
+        raise UserError(f"{path}: {first_few(sorted(leaves))} all hold images; choose one with data.image_column=NAME")
     return next(iter(leaves.values()))
 
 

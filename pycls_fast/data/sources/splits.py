@@ -12,7 +12,7 @@ from pycls_fast.counter import counter_seed
 from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
 from pycls_fast.data.sources.options import Opening
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 
 
 class Subset:
@@ -107,7 +107,7 @@ def like_train(source: LabelledSource, train: Source, *, where: str, train_where
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(train.classes))
     if unknown:
         raise UserError(
-            f"{where}: no images of the class {quoted(unknown)} in {train_where}; add some there or remove it here"
+            f"{where}: no images of the class {first_few(unknown)} in {train_where}; add some there or remove it here"
         )
     position = {name: label for label, name in enumerate(train.classes)}
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
@@ -157,7 +157,7 @@ def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int
     alone = [name for name, count in zip(source.classes, counts, strict=True) if count == 1]
     if alone:
         raise UserError(
-            f"{where}: a single image in the class {quoted(alone)}; splitting off a validation set "
+            f"{where}: a single image in the class {first_few(alone)}; splitting off a validation set "
             "takes two: add images, remove the class or provide a validation split"
         )
     # Positions class after class, each class in the source's order.
@@ -174,9 +174,3 @@ def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int
         chosen = end - count + frozen_generator(seed).permutation(count)[:size]
         is_val[chosen if by_class is None else by_class[chosen]] = True
     return {"train": Subset(source, np.flatnonzero(~is_val)), "val": Subset(source, np.flatnonzero(is_val))}
-
-
-def quoted(names: Sequence[str], limit: int = 5) -> str:
-    """The first few names for a message, with the number of the others."""
-    shown = ", ".join(names[:limit])
-    return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.positions import fit_positions
 from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
@@ -65,10 +65,7 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in found.items():
         by_reason.setdefault(reason, []).append(name)
-    return [
-        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {reason}"
-        for reason, names in by_reason.items()
-    ]
+    return [f"{first_few(names, 3)}: {reason}" for reason, names in by_reason.items()]
 
 
 def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
@@ -101,7 +98,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
     _fit_channels(tensors, network, shapes, fitted)
-    _settle(tensors, unknown, shapes, fitted, allow)
+    _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
 
@@ -151,13 +148,13 @@ def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mappin
     try:
         return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
     except Exception:  # noqa: BLE001  # of any kind: they take for granted what their own model's files have
-        # It is another model's file then, and `_settle` says what does not fit.
+        # It is another model's file then, and `_resolve` says what does not fit.
         return state
 
 
-def _turn_to_rgb(tensors: dict[str, Tensor], network: nn.Module, fitted: Fitted) -> None:
+def _turn_to_rgb(tensors: dict[str, Tensor], network: Network, fitted: Fitted) -> None:
     """The first layer of a network that was trained on images with blue first, for images with red first."""
-    name = f"{getattr(network, 'first_conv_name', None)}.weight"
+    name = f"{network.first_conv_name}.weight"
     if name in tensors and tensors[name].ndim == 4:
         tensors[name] = tensors[name].flip(1)
         fitted.note(name, "input channels from BGR to RGB")
@@ -168,7 +165,7 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
     if weight in tensors and tuple(tensors[weight].shape) == shapes[weight]:
         return
     if weight in tensors and tensors[weight].shape[0] == shapes[weight][0] and "pre_logits.weight" not in shapes:
-        # As many classes on other features is no other task but another model; `_settle` says so.
+        # As many classes on other features is no other task but another model; `_resolve` says so.
         return
     before = f"{tensors[weight].shape[0]} classes in the file" if weight in tensors else "none in the file"
     for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
@@ -213,9 +210,8 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
     fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
 
 
-def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes, fitted: Fitted) -> None:
-    first = getattr(network, "first_conv_name", None)
-    name = f"{first}.weight"
+def _fit_channels(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:
+    name = f"{network.first_conv_name}.weight"
     if name not in tensors or name not in shapes or tensors[name].ndim != 4:
         return
     before, wanted = tensors[name].shape[1], shapes[name][1]
@@ -228,7 +224,7 @@ def _fit_channels(tensors: dict[str, Tensor], network: nn.Module, shapes: Shapes
     fitted.note(name, f"{before} input channels {how} to {wanted}")
 
 
-def _settle(
+def _resolve(
     tensors: dict[str, Tensor], unknown: Sequence[str], shapes: Shapes, fitted: Fitted, allow: Sequence[str]
 ) -> None:
     """Sort what is left into what fits, what is allowed not to, and errors."""
@@ -267,10 +263,8 @@ def _settle(
     lines = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             lines.append(
-                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: "
-                f"{', '.join(names[:5])}{more}"
+                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: {first_few(names)}"
             )
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""

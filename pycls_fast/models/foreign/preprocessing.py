@@ -101,14 +101,23 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     )
 
 
-def _of_torchvision_name(name: str) -> Preprocessing:
+def torchvision_weights(name: str) -> tuple[str, Any]:
+    """Of "resnet50.IMAGENET1K_V2", or "resnet50": the model's name, and torchvision's entry (a `WeightsEnum`).
+
+    Raises:
+        UserError: torchvision has no such weights.
+    """
     import torchvision as library
 
     model, _, tag = name.partition(".")
     try:
-        weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
+        return model, library.models.get_model_weights(model)[tag or "DEFAULT"]
     except (KeyError, ValueError) as error:
         raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
+
+
+def _of_torchvision_name(name: str) -> Preprocessing:
+    model, weights = torchvision_weights(name)
     steps = weights.transforms()
     return Preprocessing(
         weights=f"torchvision:{model}.{weights.name}",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
+from pycls_fast.models.foreign.preprocessing import torchvision_weights
 from pycls_fast.models.foreign.traits import Traits, of_timm, of_torchvision_vit
 from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.paths import user_path
@@ -215,11 +216,7 @@ def _from_timm_hub(name: str) -> Contents:
 def _from_torchvision_hub(name: str) -> Contents:
     import torchvision as library
 
-    model, _, tag = name.partition(".")
-    try:
-        weights = library.models.get_model_weights(model)[tag or "DEFAULT"]
-    except (KeyError, ValueError) as error:
-        raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
+    model, weights = torchvision_weights(name)
     state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
     if not model.startswith("vit_"):
         return Contents(state)

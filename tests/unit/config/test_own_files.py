@@ -224,7 +224,7 @@ def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -
     assert kept
     for key in kept:
         assert sum(f" {key}=" in line for line in lines) == 1
-    ways = [way for line in lines for way in shlex.split(line.partition("; for that file's: ")[2])]
+    ways = [way for line in lines for way in shlex.split(line.partition("; to take that file's values: ")[2])]
     status, lines, calls = tool(*arguments, *ways)
     assert (status, lines) == (0, [])
     assert calls[0][0].augment == load_config("vit_ti16", ["data.root=/nowhere", "augment=none"]).augment

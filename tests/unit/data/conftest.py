@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
+LimitPixels = Callable[[int], None]
 
 
 @pytest.fixture
@@ -26,3 +28,14 @@ def write_tree() -> WriteTree:
         return root
 
     return write
+
+
+@pytest.fixture
+def limit_pixels(monkeypatch: pytest.MonkeyPatch) -> LimitPixels:
+    """Sets the size above which a file counts as damaged."""
+
+    def limit(pixels: int) -> None:
+        for name in ("decode", "pictures"):
+            monkeypatch.setattr(importlib.import_module(f"pycls_fast.data.{name}"), "MAX_PIXELS", pixels)
+
+    return limit

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data import DamagedImage, decode
+from tests.unit.data.conftest import LimitPixels
 
 
 def encode(image: Image.Image, file_format: str, **options: Any) -> bytes:
@@ -251,11 +252,13 @@ def test_damage_is_named(data: bytes, reason: str) -> None:
     assert "0x" not in caught.value.reason
 
 
-def test_limit_of_pixels() -> None:
+def test_limit_of_pixels(limit_pixels: LimitPixels) -> None:
     data = encode(Image.fromarray(random_image(3)), "PNG")
-    decode(data, max_pixels=9 * 13)
+    limit_pixels(9 * 13)
+    decode(data)
+    limit_pixels(9 * 13 - 1)
     with pytest.raises(DamagedImage, match=r"13 x 9 pixels are more than the limit of 116"):
-        decode(data, max_pixels=9 * 13 - 1)
+        decode(data)
 
 
 def test_large_images_do_not_warn() -> None:
@@ -266,8 +269,9 @@ def test_large_images_do_not_warn() -> None:
         assert decode(data).size == (10_000, 10_000)
 
 
-def test_random_damage_never_escapes() -> None:
+def test_random_damage_never_escapes(limit_pixels: LimitPixels) -> None:
     """Whatever Pillow raises on flipped bytes becomes a DamagedImage (or the image still decodes)."""
+    limit_pixels(10**6)
     generator = np.random.default_rng(0)
     formats = [
         ("JPEG", {}),
@@ -283,4 +287,4 @@ def test_random_damage_never_escapes() -> None:
             broken = intact.copy()
             broken[generator.integers(0, len(broken), 6)] = generator.integers(0, 256, 6)
             with contextlib.suppress(DamagedImage):
-                assert decode(broken.tobytes(), max_pixels=10**6).mode == "RGB"
+                assert decode(broken.tobytes()).mode == "RGB"

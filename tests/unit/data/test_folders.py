@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ import pytest
 from pycls_fast.data import FileSource, Source, open_folder
 from pycls_fast.data.sources import EXTENSIONS, recognise, scan_classes
 from pycls_fast.errors import UserError
-
-WriteTree = Callable[[Path, Mapping[str, int]], Path]
+from tests.unit.data.conftest import WriteTree
 
 
 def names(source: Source) -> list[str]:

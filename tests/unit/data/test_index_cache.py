@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from torchvision.datasets import ImageFolder
 
 from pycls_fast.data.sources import CachePolicy, FileSource, folders, scan_classes
 from pycls_fast.errors import UserError
+from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import touch_older
 
-WriteTree = Callable[[Path, Mapping[str, int]], Path]
 ALWAYS = CachePolicy("auto", smallest=0)
 
 

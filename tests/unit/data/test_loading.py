@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,7 @@ from pycls_fast.data import (
 from pycls_fast.data.policies import rand_augment
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.errors import UserError
-
-WriteTree = Callable[[Path, Mapping[str, int]], Path]
+from tests.unit.data.conftest import LimitPixels, WriteTree
 
 # torch's warning about more workers than cores, on small machines.
 TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="bilinear"),), erase_probability=0.5)
@@ -224,8 +223,9 @@ def test_a_small_broken_source_is_tried_once_round(tmp_path: Path, write_tree: W
         ImageDataset(source, TRAIN, training=True)[(0, 1)]
 
 
-def test_limit_of_pixels_is_passed_on() -> None:
-    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True, max_pixels=100)
+def test_limit_of_pixels_is_one_of_files(limit_pixels: LimitPixels) -> None:
+    limit_pixels(100)
+    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)
     assert dataset[(0, 0)].damaged == (), "arrays are not decoded"
 
 

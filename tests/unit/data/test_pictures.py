@@ -28,6 +28,7 @@ from pycls_fast.data.pictures import (
     open_with_simplejpeg,
 )
 from pycls_fast.errors import UserError
+from tests.unit.data.conftest import LimitPixels
 
 PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
 """A photograph of 640 x 427 that comes with scikit-learn."""
@@ -274,11 +275,12 @@ def test_same_verdicts_on_damaged_files(decoder: Callable[..., Picture], photo: 
     assert 130 < refused < 300
 
 
-def test_decompression_bombs(photo: Image.Image) -> None:
+def test_decompression_bombs(photo: Image.Image, limit_pixels: LimitPixels) -> None:
     data = encode(photo)
+    limit_pixels(1000)
     for decoder in DECODERS.values():
         with pytest.raises(DamagedImage, match=r"320 x 213 pixels are more than the limit of 1,000"):
-            decoder(data, max_pixels=1000)
+            decoder(data)
 
 
 class TestCompiling:

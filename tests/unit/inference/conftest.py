@@ -13,7 +13,7 @@ from PIL import Image
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.train import checkpoint
-from tests.numerics.test_models_peers import randomise
+from tests.random_weights import randomise
 
 CLASSES = tuple(f"class [{i}]" for i in range(10))
 SMALL = ["data.image_size=8", "augment.eval_crop_ratio=1.0"]

@@ -44,10 +44,10 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
     found = classifier.predict(folder, topk=3, batch_size=2)
     assert [Path(each.image).name for each in found] == [f"{i}.png" for i in range(5)]
     for each, scores in zip(found, wanted, strict=True):
-        chances, labels = scores.softmax(dim=0).topk(3)
+        probabilities, labels = scores.softmax(dim=0).topk(3)
         assert [guess.label for guess in each.top] == labels.tolist()
         assert [guess.class_name for guess in each.top] == [CLASSES[label] for label in labels]
-        assert [guess.probability for guess in each.top] == pytest.approx(chances.tolist(), rel=1e-3)
+        assert [guess.probability for guess in each.top] == pytest.approx(probabilities.tolist(), rel=1e-3)
         assert (each.label, each.class_name, each.probability) == (
             each.top[0].label,
             each.top[0].class_name,

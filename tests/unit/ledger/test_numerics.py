@@ -18,7 +18,7 @@ from pycls_fast.ledger.numerics import errors, measure_numerics, relative_error
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.building import make_step
-from tests.numerics.test_models_peers import randomise
+from tests.random_weights import randomise
 
 SMALL = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import nn
 
@@ -35,8 +32,3 @@ def fill_random(model: nn.Module, seed: int = 0) -> nn.Module:
         else:
             tensor.copy_(0.5 * normal(tensor))
     return model
-
-
-@pytest.fixture
-def randomise() -> Callable[[nn.Module], nn.Module]:
-    return fill_random

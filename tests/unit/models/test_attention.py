@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.layers import Attention
-from tests.unit.models.conftest import draw
+from tests.unit.models.conftest import draw, fill_random
 
 # What runs on the CPU; the others are in tests/cuda.
 ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
@@ -35,12 +34,10 @@ def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU[1:])
-def test_kernels_agree_with_the_reference_forward_and_backward(
-    name: AttentionName, randomise: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_kernels_agree_with_the_reference_forward_and_backward(name: AttentionName) -> None:
     results = []
     for kernel in ("reference", name):
-        module = randomise(Attention(48, 3, attention=kernel).double())
+        module = fill_random(Attention(48, 3, attention=kernel).double())
         features = draw(2, 17, 48, seed=0).requires_grad_()
         out = module(features)
         (out * draw(2, 17, 48, seed=1)).sum().backward()
@@ -117,9 +114,9 @@ def test_reference_stays_finite_in_float16_where_unscaled_scores_overflow() -> N
     assert ATTENTION["reference"](queries, queries, torch.ones_like(queries)).isfinite().all()
 
 
-def test_heads_attend_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
+def test_heads_attend_apart() -> None:
     """Changing the query weights of one head changes that head's slice of the merged output alone."""
-    module: Any = randomise(Attention(12, 3).double())
+    module: Any = fill_random(Attention(12, 3).double())
     module.projection = nn.Identity()
     features = draw(2, 5, 12, seed=3)
     before = module(features)

@@ -15,9 +15,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, complexity
 from pycls_fast.models.convolutions import ProductsConv2d, products_convolution
 from pycls_fast.parallel import save_activation_memory
-from tests.unit.models.conftest import draw
+from tests.unit.models.conftest import draw, fill_random
 
-Randomise = Callable[[nn.Module], nn.Module]
 # Maps (B, C, H, W), channels out, side of the kernel, stride: every branch, odd and even sides.
 SHAPES = pytest.mark.parametrize(
     ("shape", "outputs", "side", "stride"),
@@ -165,10 +164,10 @@ def gradients(model: nn.Module, compiled: bool = False) -> dict[str, Any]:
     [{"depth": 18, "stem": "small"}, {"depth": 50}, {"depth": 50, "groups": 4, "width_per_group": 16}],
     ids=["18", "50", "grouped"],
 )
-def test_the_whole_model_in_float64(choices: dict[str, Any], randomise: Randomise) -> None:
+def test_the_whole_model_in_float64(choices: dict[str, Any]) -> None:
     results = []
     for kernel in ("torch", "products"):
-        model = randomise(resnet(**choices, convolution=kernel).double()).to(memory_format=torch.channels_last)
+        model = fill_random(resnet(**choices, convolution=kernel).double()).to(memory_format=torch.channels_last)
         results.append(gradients(model))
     assert results[0].keys() == results[1].keys()
     for name, expected in results[0].items():
@@ -210,11 +209,11 @@ def test_an_unknown_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph(randomise: Randomise) -> None:
+def test_compiled_in_one_graph() -> None:
     """The stem's max-pool included."""
     results = []
     for compiled in (False, True):
-        model = randomise(resnet(26, convolution="products").double()).to(memory_format=torch.channels_last)
+        model = fill_random(resnet(26, convolution="products").double()).to(memory_format=torch.channels_last)
         results.append(gradients(model, compiled))
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.layers import DropPath, drop_path_rates
 from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
+from tests.unit.models.conftest import fill_random
 
 
 def test_drops_whole_samples_at_the_rate_and_keeps_the_expectation() -> None:
@@ -89,9 +89,9 @@ def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
         assert [block.drop_path.rate for _, block in model.units()] == pytest.approx(expected)
 
 
-def test_vit_block_drops_attention_and_mlp_apart(randomise: Callable[[nn.Module], nn.Module]) -> None:
+def test_vit_block_drops_attention_and_mlp_apart() -> None:
     """With rate 1/2 a sample's output is one of four: each branch dropped, or doubled; all four occur."""
-    block: Any = randomise(Block(8, 2, 16, drop_path=0.5).double())
+    block: Any = fill_random(Block(8, 2, 16, drop_path=0.5).double())
     features = torch.randn(1, 3, 8, dtype=torch.float64)
     torch.manual_seed(0)
     outs = block(features.expand(64, -1, -1))
@@ -106,10 +106,8 @@ def test_vit_block_drops_attention_and_mlp_apart(randomise: Callable[[nn.Module]
 
 @pytest.mark.parametrize("kind", [BasicBlock, Bottleneck])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_resnet_block_drops_its_branch(
-    kind: type[BasicBlock] | type[Bottleneck], stride: int, randomise: Callable[[nn.Module], nn.Module]
-) -> None:
-    block: Any = randomise(kind(4 * kind.expansion, 4, stride, 0.5).double())
+def test_resnet_block_drops_its_branch(kind: type[BasicBlock] | type[Bottleneck], stride: int) -> None:
+    block: Any = fill_random(kind(4 * kind.expansion, 4, stride, 0.5).double())
     for module in block.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()

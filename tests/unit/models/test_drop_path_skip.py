@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +12,16 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.layers import DropPath, Mlp
 from pycls_fast.models.vit import VisionTransformer
+from tests.unit.models.conftest import fill_random
 
-Randomise = Callable[[nn.Module], nn.Module]
 
-
-def vit(compute: str, randomise: Randomise, **arguments: Any) -> VisionTransformer:
+def vit(compute: str, **arguments: Any) -> VisionTransformer:
     torch.manual_seed(0)
     model = VisionTransformer(
         image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp_width=32, num_classes=5, drop_path=0.6,
         drop_path_compute=compute, **arguments,  # type: ignore[arg-type]
     )  # fmt: skip
-    randomise(model)
+    fill_random(model)
     return model
 
 
@@ -54,19 +52,19 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
 @pytest.mark.parametrize("count", [1, 2, 12])
-def test_equal_in_float64(count: int, layout: str, randomise: Randomise) -> None:
+def test_equal_in_float64(count: int, layout: str) -> None:
     """Over several draws; with one or two samples also all kept and none kept."""
     for seed in range(6):
-        multiplied = run(vit("multiply", randomise, layout=layout), torch.float64, count=count, seed=seed)
-        skipped = run(vit("skip", randomise, layout=layout), torch.float64, count=count, seed=seed)
+        multiplied = run(vit("multiply", layout=layout), torch.float64, count=count, seed=seed)
+        skipped = run(vit("skip", layout=layout), torch.float64, count=count, seed=seed)
         assert distance(skipped, multiplied) < 1e-12
 
 
-def test_rounding_is_no_worse_in_float32_and_autocast(randomise: Randomise) -> None:
-    exact = run(vit("multiply", randomise), torch.float64)
+def test_rounding_is_no_worse_in_float32_and_autocast() -> None:
+    exact = run(vit("multiply"), torch.float64)
     for amp, floor in ((False, 1e-6), (True, 1e-2)):
-        own = distance(run(vit("multiply", randomise), torch.float32, amp=amp), exact)
-        assert distance(run(vit("skip", randomise), torch.float32, amp=amp), exact) <= 4 * max(own, floor)
+        own = distance(run(vit("multiply"), torch.float32, amp=amp), exact)
+        assert distance(run(vit("skip"), torch.float32, amp=amp), exact) <= 4 * max(own, floor)
 
 
 def test_only_kept_samples_reach_the_branch() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, foreign
+from tests.unit.models.conftest import fill_random
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -46,9 +47,9 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Convert, Convert]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_there_and_back(name: str, randomise: Callable[[nn.Module], nn.Module]) -> None:
+def test_there_and_back(name: str) -> None:
     build, to_theirs, to_ours = PAIRS[name]
-    state = randomise(build()).state_dict()
+    state = fill_random(build()).state_dict()
     theirs = to_theirs(state)
     assert not set(theirs) & set(state) - {"head.weight", "head.bias", "norm.weight", "norm.bias"} - {
         key for key in state if key.startswith("blocks.") and (".norm" in key or ".mlp.fc" in key)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ATTENTION, ResNet, VisionTransformer
+from tests.unit.models.conftest import fill_random
 
 Model = VisionTransformer | ResNet
-Randomise = Callable[[nn.Module], nn.Module]
 
 VIT: dict[str, Any] = {
     "image_size": 32,
@@ -89,8 +89,8 @@ def test_head_name_is_the_last_layer(name: str) -> None:
     assert logits_BK.shape == (2, 7)
 
 
-def test_a_sample_does_not_depend_on_the_others(name: str, randomise: Randomise) -> None:
-    model = randomise(MODELS[name]().double()).eval()
+def test_a_sample_does_not_depend_on_the_others(name: str) -> None:
+    model = fill_random(MODELS[name]().double()).eval()
     images = draw_images(3)
     together = model(images)
     apart = torch.cat([model(image[None]) for image in images])
@@ -98,8 +98,8 @@ def test_a_sample_does_not_depend_on_the_others(name: str, randomise: Randomise)
     torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
 
 
-def test_every_parameter_and_pixel_counts(name: str, randomise: Randomise) -> None:
-    model = randomise(MODELS[name]().double()).train()
+def test_every_parameter_and_pixel_counts(name: str) -> None:
+    model = fill_random(MODELS[name]().double()).train()
     images = draw_images(2).requires_grad_()
     torch.manual_seed(0)
     model(images).square().sum().backward()
@@ -112,8 +112,8 @@ def test_every_parameter_and_pixel_counts(name: str, randomise: Randomise) -> No
         assert key.endswith("key.bias") or parameter.grad.any(), key
 
 
-def test_channels_last_images_and_weights_give_the_same(name: str, randomise: Randomise) -> None:
-    model = randomise(MODELS[name]().double()).eval()
+def test_channels_last_images_and_weights_give_the_same(name: str) -> None:
+    model = fill_random(MODELS[name]().double()).eval()
     images = draw_images(2)
     expected = model(images)
     found = model(images.to(memory_format=torch.channels_last))
@@ -122,8 +122,8 @@ def test_channels_last_images_and_weights_give_the_same(name: str, randomise: Ra
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_autocast_is_near_and_float32_stays_whole(name: str, randomise: Randomise) -> None:
-    model: Any = randomise(MODELS[name]()).eval()
+def test_autocast_is_near_and_float32_stays_whole(name: str) -> None:
+    model: Any = fill_random(MODELS[name]()).eval()
     images = draw_images(2, dtype=torch.float32)
     expected = model(images)
     residual: list[torch.dtype] = []
@@ -138,8 +138,8 @@ def test_autocast_is_near_and_float32_stays_whole(name: str, randomise: Randomis
         assert residual == [torch.float32]
 
 
-def test_bfloat16_and_float64_models_keep_their_dtype(name: str, randomise: Randomise) -> None:
-    model = randomise(MODELS[name]().double()).eval()
+def test_bfloat16_and_float64_models_keep_their_dtype(name: str) -> None:
+    model = fill_random(MODELS[name]().double()).eval()
     images = draw_images(2)
     expected = model(images)
     assert expected.dtype == torch.float64
@@ -171,18 +171,18 @@ def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
     assert set(model.state_dict()) == expected
 
 
-def test_traced_whole_by_dynamo(randomise: Randomise) -> None:
+def test_traced_whole_by_dynamo() -> None:
     """No graph break and no recompilation reason in the models: the graph is traced, not compiled."""
     for key in ("vit", "vit-pooled-sincos2d", "resnet18"):
-        model = randomise(MODELS[key](drop_path=0.2).double()).eval()
+        model = fill_random(MODELS[key](drop_path=0.2).double()).eval()
         traced = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(traced(draw_images(2)), model(draw_images(2)))
     torch._dynamo.reset()
 
 
-def test_drop_path_reaches_the_models(randomise: Randomise) -> None:
+def test_drop_path_reaches_the_models() -> None:
     for key in ("vit", "resnet18"):
-        model = randomise(MODELS[key](drop_path=0.5).double())
+        model = fill_random(MODELS[key](drop_path=0.5).double())
         images = draw_images(4)
         torch.manual_seed(0)
         first = model(images)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.gelu import PolynomialGelu, polynomial_gelu
 from pycls_fast.models.layers import Mlp
+from tests.unit.models.conftest import fill_random
 
-Randomise = Callable[[nn.Module], nn.Module]
 Function = Callable[[Tensor], Tensor]
 
 
@@ -75,7 +75,7 @@ def test_code_that_is_not_compiled_has_torch_s() -> None:
         assert torch.equal(mine, right)
 
 
-def test_compiled_code_has_the_polynomials(randomise: Randomise) -> None:
+def test_compiled_code_has_the_polynomials() -> None:
     """And no error function; the layer's results are the twin's within what the polynomials are off by."""
     graphs: list[str] = []
 
@@ -87,7 +87,7 @@ def test_compiled_code_has_the_polynomials(randomise: Randomise) -> None:
         name: Mlp(6, 12, gelu=name)  # type: ignore[arg-type]  # a Literal
         for name in ("torch", "polynomial")
     }
-    randomise(twins["torch"])
+    fill_random(twins["torch"])
     twins["polynomial"].load_state_dict(twins["torch"].state_dict())
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
     for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from pycls_fast.models import VisionTransformer
 from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, PatchStem, SinCos2dPositions
 from pycls_fast.parallel.recompute import recompute_units
+from tests.unit.models.conftest import fill_random
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
@@ -65,11 +65,11 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float
 @pytest.mark.parametrize(("classifier", "positions"), KINDS)
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_same_function_gradients_and_dropped_samples_in_float64(
-    layout: str, qkv: str, classifier: str, positions: str, attention: str, randomise: Callable[[nn.Module], nn.Module]
+    layout: str, qkv: str, classifier: str, positions: str, attention: str
 ) -> None:
     kind = {"classifier": classifier, "positions": positions, "attention": attention, "drop_path": 0.6}
-    plain = randomise(vit(**kind).double())
-    other = randomise(vit(**kind, layout=layout, qkv=qkv).double())
+    plain = fill_random(vit(**kind).double())
+    other = fill_random(vit(**kind, layout=layout, qkv=qkv).double())
     exact, found = train_once(plain, images()), train_once(other, images())
     assert list(found) == list(exact)
     for name in exact:
@@ -88,11 +88,9 @@ def test_same_function_gradients_and_dropped_samples_in_float64(
     ],
     ids=lambda switches: "-".join(switches.values()),
 )
-def test_switches_of_every_part_in_float64(
-    name: str, switches: dict[str, str], randomise: Callable[[nn.Module], nn.Module]
-) -> None:
-    plain = randomise(vit(**FAMILY[name], drop_path=0.6).double())
-    other = randomise(vit(**FAMILY[name], drop_path=0.6, **switches).double())
+def test_switches_of_every_part_in_float64(name: str, switches: dict[str, str]) -> None:
+    plain = fill_random(vit(**FAMILY[name], drop_path=0.6).double())
+    other = fill_random(vit(**FAMILY[name], drop_path=0.6, **switches).double())
     exact, found = train_once(plain, images()), train_once(other, images())
     assert list(found) == list(exact)
     for key in exact:
@@ -101,10 +99,8 @@ def test_switches_of_every_part_in_float64(
 
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_of_every_part_is_exact(
-    name: str, recompute: Any, randomise: Callable[[nn.Module], nn.Module]
-) -> None:
-    plain, other = (randomise(vit(**FAMILY[name], drop_path=0.6).double()) for _ in range(2))
+def test_recomputation_of_every_part_is_exact(name: str, recompute: Any) -> None:
+    plain, other = (fill_random(vit(**FAMILY[name], drop_path=0.6).double()) for _ in range(2))
     recompute_units(other.units(), recompute=recompute)  # type: ignore[operator]
     exact, found = train_once(plain, images()), train_once(other, images())
     assert all(torch.equal(found[key], exact[key]) for key in exact)
@@ -124,12 +120,10 @@ def test_same_checkpoint_same_initial_values_same_parameters(layout: str, qkv: s
 
 @pytest.mark.parametrize(("layout", "qkv"), OTHERS)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_rounding_error_is_no_larger_than_four_times_the_plain_one(
-    layout: str, qkv: str, bf16: bool, randomise: Callable[[nn.Module], nn.Module]
-) -> None:
-    exact = train_once(randomise(vit().double()), images())
-    plain = error(train_once(randomise(vit()), images(torch.float32), bf16=bf16), exact)
-    other = error(train_once(randomise(vit(layout=layout, qkv=qkv)), images(torch.float32), bf16=bf16), exact)
+def test_rounding_error_is_no_larger_than_four_times_the_plain_one(layout: str, qkv: str, bf16: bool) -> None:
+    exact = train_once(fill_random(vit().double()), images())
+    plain = error(train_once(fill_random(vit()), images(torch.float32), bf16=bf16), exact)
+    other = error(train_once(fill_random(vit(layout=layout, qkv=qkv)), images(torch.float32), bf16=bf16), exact)
     assert max(plain.values()) > 1e-8
     for name, value in other.items():
         assert value <= 4 * max(plain[name], max(plain.values()) / 4), name
@@ -145,9 +139,9 @@ def test_the_same_samples_are_dropped_where_they_are_second() -> None:
     assert 0 < first.flatten(1).any(dim=1).sum() < 64
 
 
-def test_features_travel_in_the_layout(randomise: Callable[[nn.Module], nn.Module]) -> None:
+def test_features_travel_in_the_layout() -> None:
     """Blocks see (N, B, D), with as many samples as tokens too, where a mistaken dimension keeps the shape."""
-    model = randomise(vit(layout="batch_second", classifier="pooled").double())
+    model = fill_random(vit(layout="batch_second", classifier="pooled").double())
     shapes = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))  # type: ignore[union-attr, operator]
     batch = torch.randn(SIDE * SIDE, 3, 16, 16, dtype=torch.float64)
@@ -157,9 +151,7 @@ def test_features_travel_in_the_layout(randomise: Callable[[nn.Module], nn.Modul
 
 
 @pytest.mark.parametrize("positions", [LearnedPositions, SinCos2dPositions])
-def test_the_parts_differ_by_a_transposition_alone(
-    positions: type[nn.Module], randomise: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_the_parts_differ_by_a_transposition_alone(positions: type[nn.Module]) -> None:
     def parts(layout: str) -> Any:
         if positions is LearnedPositions:
             added: Any = LearnedPositions(17, WIDTH, layout=layout)  # type: ignore[arg-type]
@@ -167,7 +159,7 @@ def test_the_parts_differ_by_a_transposition_alone(
             added = SinCos2dPositions(SIDE, SIDE, WIDTH, extra_tokens=1, layout=layout)  # type: ignore[arg-type]
         added.reset_parameters()
         stem, token = PatchStem(3, 4, WIDTH, layout=layout), ClassToken(WIDTH, layout=layout)  # type: ignore[arg-type]
-        return nn.Sequential(*(randomise(part) for part in (stem, token, added))).double()
+        return nn.Sequential(*(fill_random(part) for part in (stem, token, added))).double()
 
     batch = images()
     assert torch.equal(parts("batch_second")(batch).transpose(0, 1), parts("batch_first")(batch))

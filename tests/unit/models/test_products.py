@@ -21,9 +21,8 @@ from pycls_fast.models.attention import reference_attention
 from pycls_fast.models.layers import Attention, Mlp, PatchStem
 from pycls_fast.models.products import products_attention, products_linear
 from pycls_fast.parallel import keep_in_float32, save_activation_memory
-from tests.unit.models.conftest import draw
+from tests.unit.models.conftest import draw, fill_random
 
-Randomise = Callable[[nn.Module], nn.Module]
 Function = Callable[..., Tensor]
 # Input and output width: the gradient is the narrower factor, the wider one, and neither.
 WIDTHS = pytest.mark.parametrize(("inputs", "outputs"), [(24, 8), (8, 24), (16, 16)])
@@ -155,13 +154,11 @@ def test_attention_under_autocast_rounds_no_more_than_four_times_as_the_formula_
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
-def test_patches_as_a_product_are_the_convolution(
-    layout: Any, memory_format: torch.memory_format, randomise: Randomise
-) -> None:
+def test_patches_as_a_product_are_the_convolution(layout: Any, memory_format: torch.memory_format) -> None:
     images = draw(3, 2, 8, 12, seed=5).to(memory_format=memory_format)
     results = []
     for patches in ("convolution", "product"):
-        stem: Any = randomise(PatchStem(2, 4, 5, layout=layout, patches=patches).double())
+        stem: Any = fill_random(PatchStem(2, 4, 5, layout=layout, patches=patches).double())
         leaf = images.clone().requires_grad_()
         out = stem(leaf)
         assert out.shape == ((6, 3, 5) if layout == "batch_second" else (3, 6, 5))
@@ -173,12 +170,12 @@ def test_patches_as_a_product_are_the_convolution(
 
 
 @pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
-def test_the_whole_model_in_float64(layout: str, randomise: Randomise) -> None:
+def test_the_whole_model_in_float64(layout: str) -> None:
     sizes: dict[str, Any] = {"image_size": 12, "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp_width": 24}
     fast = {"attention": "products", "linear": "products", "patches": "product", "qkv": "fused"}
     results = []
     for kernels in ({}, fast):
-        model = randomise(VisionTransformer(**sizes, num_classes=5, layout=layout, **kernels).double())
+        model = fill_random(VisionTransformer(**sizes, num_classes=5, layout=layout, **kernels).double())
         logits = model(draw(4, 3, 12, 12, seed=1))
         (logits * draw(4, 5, seed=2)).sum().backward()
         results.append({"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}})

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.models import VisionTransformer, complexity
 from pycls_fast.parallel import compile_model, save_activation_memory
+from tests.unit.models.conftest import fill_random
 from tests.unit.models.test_layout import error, train_once
-
-Randomise = Callable[[nn.Module], nn.Module]
 
 
 def vit(**kwargs: Any) -> VisionTransformer:
@@ -31,12 +29,10 @@ def images(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
 @pytest.mark.parametrize("classifier", ["token", "pooled"])
 @pytest.mark.parametrize("padding", [8, 64])
-def test_same_function_and_gradients_in_float64(
-    attention: str, layout: str, classifier: str, padding: int, randomise: Randomise
-) -> None:
+def test_same_function_and_gradients_in_float64(attention: str, layout: str, classifier: str, padding: int) -> None:
     kind = {"classifier": classifier, "layout": layout}
-    exact = train_once(randomise(vit(**kind).double()), images(torch.float64))
-    padded = randomise(vit(**kind, attention=attention, sequence_padding=padding, qkv="fused").double())
+    exact = train_once(fill_random(vit(**kind).double()), images(torch.float64))
+    padded = fill_random(vit(**kind, attention=attention, sequence_padding=padding, qkv="fused").double())
     seen: list[int] = []
     padded.blocks[0].register_forward_hook(
         lambda module, inputs, output: seen.append(output.shape[1 - padded.batch_dim])
@@ -50,10 +46,10 @@ def test_same_function_and_gradients_in_float64(
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_errors_are_those_of_rounding(attention: str, bf16: bool, randomise: Randomise) -> None:
-    exact = train_once(randomise(vit().double()), images(torch.float64))
-    plain = error(train_once(randomise(vit(attention=attention)), images(torch.float32), bf16=bf16), exact)
-    model = randomise(vit(attention=attention, sequence_padding=8))
+def test_errors_are_those_of_rounding(attention: str, bf16: bool) -> None:
+    exact = train_once(fill_random(vit().double()), images(torch.float64))
+    plain = error(train_once(fill_random(vit(attention=attention)), images(torch.float32), bf16=bf16), exact)
+    model = fill_random(vit(attention=attention, sequence_padding=8))
     found = error(train_once(model, images(torch.float32), bf16=bf16), exact)
     assert max(plain.values()) > 0
     for name, size in found.items():
@@ -77,9 +73,9 @@ def test_a_number_that_fits_is_left_alone_and_the_parameters_are_the_same() -> N
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed(recompute: Any, randomise: Randomise) -> None:
-    plain = train_once(randomise(vit(sequence_padding=8)), images(torch.float32))
-    model: Any = randomise(vit(sequence_padding=8))
+def test_recomputed(recompute: Any) -> None:
+    plain = train_once(fill_random(vit(sequence_padding=8)), images(torch.float32))
+    model: Any = fill_random(vit(sequence_padding=8))
     save_activation_memory(model, model.units(), recompute=recompute)
     found = train_once(model, images(torch.float32))
     assert all(torch.equal(found[name], plain[name]) for name in plain)
@@ -89,9 +85,9 @@ def test_recomputed(recompute: Any, randomise: Randomise) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("what", ["blocks", "model"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_compiled(what: Any, attention: str, randomise: Randomise) -> None:
-    exact = train_once(randomise(vit().double()), images(torch.float64))
-    model: Any = randomise(vit(attention=attention, sequence_padding=8))
+def test_compiled(what: Any, attention: str) -> None:
+    exact = train_once(fill_random(vit().double()), images(torch.float64))
+    model: Any = fill_random(vit(attention=attention, sequence_padding=8))
     compile_model(model, model.units(), what=what)
     assert max(error(train_once(model, images(torch.float32)), exact).values()) < 1e-5
     torch._dynamo.reset()

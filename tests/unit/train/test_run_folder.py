@@ -38,8 +38,10 @@ def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.add_record("train", 1, 0.5, loss=math.nan, grad_norm=math.inf, lr=0.1)
     (line,) = folder.metrics.read_text().splitlines()
-    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert (record["loss"], record["grad_norm"], record["lr"]) == (None, None, 0.1)
+    folder.write_json("summary.json", {"loss": math.nan, "grad_norm": -math.inf, "lr": 0.1})
+    for text in (line, (tmp_path / "summary.json").read_text()):
+        record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert (record["loss"], record["grad_norm"], record["lr"]) == (None, None, 0.1)
 
 
 def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
