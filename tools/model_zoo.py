@@ -130,13 +130,13 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         top1 = "none" if known.top1 is None else f"{known.top1:g}"
         weights = f"`{known.weights}`" if known.weights else ""
         size = f"{known.parameters:g} | {known.gmacs:g} | {known.size}"
-        length = f"{config.schedule.epochs} | {_hours(config):.2f}"
+        length = f"{config.schedule.epochs} | {_hours(config)}"
         ours = _ours(measured, "experiment", name)
         model = _network(config.model.model_dump())
         yield f"| `{name}` | {model} | {size} | {length} | {top1} | {known.source} | {ours} | {weights} |"
 
 
-def _hours(config: RunConfig) -> float:
+def _hours(config: RunConfig) -> str:
     """Hours of one H100 at its peak for a training on ImageNet-1k."""
     switches = build.switches(config, torch.device("cpu"))
     sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
@@ -146,7 +146,8 @@ def _hours(config: RunConfig) -> float:
         for size in set(sizes.values())
     }
     forward = sum(per_image[sizes[first]] * (last - first) for first, last in pairwise(firsts))
-    return 3 * forward * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
+    hours = 3 * forward * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
+    return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _small(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
