@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,8 @@ from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
+# As shells say it: 128 and the number of SIGINT.
+INTERRUPTED = 130
 
 
 class NoOptions(Section):
@@ -74,9 +76,9 @@ def command_line(
             return
         try:
             statuses.append(reporting(action))
-            if statuses[-1] == STOPPED:
+            if statuses[-1] in (STOPPED, INTERRUPTED):
                 # Not only this run of a sweep: Hydra would start the next one.
-                raise SystemExit(STOPPED)
+                raise SystemExit(statuses[-1])
         except Exception as error:
             faults.append(error)
             raise
@@ -105,7 +107,7 @@ def command_line(
 
 
 def reporting(action: Callable[[], int]) -> int:
-    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2.
+    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2, Ctrl-C into 130.
 
     What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`).
     """
@@ -117,6 +119,9 @@ def reporting(action: Callable[[], int]) -> int:
     except UserError as error:
         _say("error", error.lines)
         return MISTAKE
+    except KeyboardInterrupt:
+        _say("interrupted", ["Ctrl-C ended this at once"])
+        return INTERRUPTED
 
 
 def show(page: str) -> int:
@@ -124,16 +129,24 @@ def show(page: str) -> int:
     try:
         print(page, flush=True)
     except BrokenPipeError:
-        # What is left would be tried once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
     return DONE
+
+
+def discard_output() -> None:
+    """Lead standard output, which takes no more, into nothing: what its buffer holds is tried once more at exit."""
+    # Python code may have put something without a file in its place.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(kind: str, lines: Iterable[str]) -> None:
     # Once a node, not once a run: data may be missing on one node alone.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        for line in lines:
-            print(f"{kind}: {line}", file=sys.stderr)
+        # The terminal may be gone; the exit status still tells.
+        with suppress(OSError):
+            for line in lines:
+                print(f"{kind}: {line}", file=sys.stderr)
 
 
 def _run_job(

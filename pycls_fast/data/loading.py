@@ -390,5 +390,5 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     # A launcher signals the whole process group. Only the main process may decide what follows, e.g. to
     # finish the step and save; the workers end when it closes the loader or is gone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rich.table import Table
-
 from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
@@ -22,7 +20,7 @@ from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.records import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
-from pycls_fast.train.display import wide_console
+from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.memory import enough_memory
 
@@ -178,24 +176,15 @@ def _write_csv(stream: TextIO, found: Sequence[Prediction]) -> None:
 
 
 def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Prediction]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column, justify in (("image", "left"), ("class", "left"), ("%", "right"), ("then", "left")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]  # two of its literals
+    rows = []
     for each in found:
         name = each.image if len(each.image) <= _NAME else f"…{each.image[1 - _NAME :]}"
         more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in each.top[1:])
-        table.add_row(*(_plain(text) for text in (name, each.class_name, percent(each.probability), more)))
+        rows.append((name, each.class_name, percent(each.probability), more))
     console = wide_console(stream)
     origin = classifier.origin
-    console.print(_plain(f"{origin.path} ({origin.kind} weights, step {origin.step})"), soft_wrap=True)
-    console.print(table)
-
-
-def _plain(text: str) -> str:
-    """Names with square brackets are no markup."""
-    from rich.markup import escape
-
-    return escape(text)
+    console.print(f"{origin.path} ({origin.kind} weights, step {origin.step})", markup=False, soft_wrap=True)
+    console.print(plain_table(("image", "class", "%", "then"), rows, right=("%",)))
 
 
 def percent(probability: float) -> str:

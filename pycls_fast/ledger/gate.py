@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
@@ -19,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, t_quantile
 from pycls_fast.ledger.verdicts import holm
 from pycls_fast.paths import user_path
-from pycls_fast.train.display import wide_console
+from pycls_fast.train.display import plain_table, wide_console
 
 LOST = 1
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
@@ -51,13 +49,8 @@ def _check(arguments: Sequence[str]) -> int:
     if absolute not in ("true", "false"):
         raise UserError(f"absolute: must be true or false; got {absolute}")
     findings = compare(*(_read(file) for file in files), tolerance=tolerance, absolute=absolute == "true")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("rung", "quantity", "before", "now", ""):
-        table.add_column(column, no_wrap=True)
-    for finding in findings:
-        cells = (finding.rung, finding.quantity, finding.before, finding.now, finding.text)
-        table.add_row(*(escape(cell) for cell in cells))
-    wide_console().print(table)
+    rows = [(finding.rung, finding.quantity, finding.before, finding.now, finding.text) for finding in findings]
+    wide_console().print(plain_table(("rung", "quantity", "before", "now", ""), rows, no_wrap=True))
     return LOST if any(finding.lost for finding in findings) else DONE
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from pycls_fast.train.display import Display, human, wide_console
+from pycls_fast.train.display import Display, human, plain_table, wide_console
 
 # Part -> what the tables call it.
 _PARTS = {
@@ -115,10 +113,6 @@ def _speedup(comparison: Mapping[str, Any]) -> Row:
 
 def _print(display: Display, rows: Sequence[Row]) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row.get(column, "") for column in columns))
+    cells = [[row.get(column, "") for column in columns] for row in rows]
     console = display.console if display.console.is_terminal else wide_console()
-    console.print(table)
+    console.print(plain_table(columns, cells, right=columns[1:], no_wrap=True))

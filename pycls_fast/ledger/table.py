@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from pycls_fast.train.display import human, wide_console
+from pycls_fast.train.display import human, plain_table, wide_console
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -132,10 +129,6 @@ def _line(cells: Sequence[str]) -> str:
 
 def print_table(record: Mapping[str, Any]) -> None:
     """The same on the terminal."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
     made = rows(record)
-    for column in made[0]:
-        table.add_column(column, justify="left" if column.startswith(("rung", "against")) else "right")
-    for row in made:
-        table.add_row(*(escape(cell) for cell in row.values()))
-    wide_console().print(table)
+    numbers = [column for column in made[0] if not column.startswith(("rung", "against"))]
+    wide_console().print(plain_table(list(made[0]), [list(row.values()) for row in made], right=numbers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -154,6 +155,7 @@ def _join(
     replicate_degree: int | None,
 ) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
+    _tell_of_lone_tasks()
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     grid: tuple[int | None, int] = (None, size)
@@ -198,6 +200,18 @@ def _join(
     own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
     monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
     return replace(world, monitor=monitor)
+
+
+def _tell_of_lone_tasks() -> None:
+    """`srun` tells its tasks apart in its own variables only: each would train the whole run. Not refused, for a job
+    may want just that."""
+    tasks, task = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("STEP_NUM_TASKS", "PROCID"))
+    if "RANK" not in os.environ and tasks > 1 and task == 0:
+        print(
+            f"note: srun started {tasks} tasks, and each is a run of its own, on the first GPU that it sees; for one "
+            "run of them all use torchrun in one task a node, or the submitit launcher (README, On Slurm)",
+            file=sys.stderr,
+        )
 
 
 def lost_ranks(error: BaseException) -> str | None:

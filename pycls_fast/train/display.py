@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TextIO
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from pycls_fast.config.command_line import discard_output
 
 _PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """The voice of rank 0; other ranks stay silent.
+    """The voice of rank 0; other ranks stay silent. A training does not need who listens: see `_Output`.
 
     Args:
         speaks: whether this rank prints at all.
@@ -23,7 +29,8 @@ class Display:
     """
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
-        self.console = Console(quiet=not speaks, soft_wrap=True, highlight=False)
+        output = cast(TextIO, _Output())
+        self.console = Console(file=output, quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
         if not self.console.is_terminal:
             # The width is unknown, and a line broken in the middle is hard to search.
             self.console.width = 160
@@ -33,7 +40,7 @@ class Display:
         self._last_line = float("-inf")
         if speaks and (mode == "bar" or (mode == "auto" and self.console.is_terminal)):
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -54,9 +61,9 @@ class Display:
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """A short table of names and values."""
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        for row in rows:
-            table.add_row(*row)
+        table = plain_table(("name", "value"), rows)
+        table.title, table.title_justify = Text(title, style="table.title"), "left"
+        table.show_header = False
         self.console.print(table)
 
     def note(self, text: str) -> None:
@@ -117,12 +124,76 @@ class Display:
         )
 
 
+class _Output:
+    """Standard output for as long as it takes anything: a training outlives its terminal, `| tee` and a full disk."""
+
+    def __init__(self) -> None:
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        """Write, unless that failed before."""
+        if not self._gone:
+            try:
+                _stdout().write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Where most writes fail."""
+        if not self._gone:
+            try:
+                _stdout().flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        # What the console asks it: `isatty`, `encoding`.
+        return getattr(_stdout(), name)
+
+    def _give_up(self, error: OSError) -> None:
+        self._gone = True
+        discard_output()
+        # Not through `sys.stderr`, which a bar leads to where this has just failed.
+        with suppress(OSError):
+            os.write(2, f"warning: nothing more is shown: standard output failed ({error.strerror})\n".encode())
+
+
+def _stdout() -> TextIO:
+    # A bar puts a stand-in there, that leads back to the console.
+    return cast(TextIO, getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+
+
+def plain_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), no_wrap: bool = False
+) -> Table:
+    """A table without lines, in whose cells square brackets are no markup.
+
+    Args:
+        columns: their headings.
+        rows: a text for each column.
+        right: columns of numbers, which end at one edge.
+        no_wrap: cut off what does not fit, instead of going on in the next line.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(
+            Text(column),
+            justify="right" if column in right else "left",
+            no_wrap=no_wrap,
+            overflow="ellipsis" if no_wrap else "fold",
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, of standard output where no file is given.
 
     Away from a terminal its width is a guess, and a number cut in two is no number: there it is wide.
     """
-    console = Console(file=file, highlight=False)
+    console = Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 220
     return console

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -62,10 +62,14 @@ def _train(config: RunConfig, world: World) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
         run = start_run(config, world, display)
+        stop.training = True
         with run.folder:
             board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
             with display, board, run.saver:
-                return _run_to_end(run, stop, board)
+                status = _run_to_end(run, stop, board)
+    if status == STOPPED:
+        stop.hand_on()
+    return status
 
 
 def _run_to_end(run: Run, stop: StopRequest, board: Board) -> int:
@@ -150,12 +154,15 @@ class Loop:
         stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
         evaluating = self.evaluations.due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
-        if done % runtime.log_every_steps == 0 or saving or stopping:
-            self._log(done)
+        logging = done % runtime.log_every_steps == 0 or saving or stopping
+        record = self._log(done) if logging else None
         if saving or stopping:
             run.world.at(f"saving step {done}")
-            # Before the evaluation: a long one may be killed, and is done again after the restart.
+            # Before the evaluation: a long one may be killed, and is done again after the restart. Before anything is
+            # shown: who asked to stop may have taken the terminal along.
             run.save(done)
+        if record is not None:
+            self._show(record)
         if stopping:
             run.finish_saving()
             raise Stopped
@@ -164,7 +171,8 @@ class Loop:
         if saving:
             self.clock.start()
 
-    def _log(self, done: int) -> None:
+    def _log(self, done: int) -> dict[str, Any]:
+        """Read, check and write down the numbers since the last time; all ranks call this."""
         run = self.run
         numbers = self.metrics.read(run.world)
         rates = self.clock.read()
@@ -173,22 +181,28 @@ class Loop:
         extra: dict[str, Any] = {}
         if run.step.scaler.is_enabled():
             extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(skipped)}
+        if not run.world.is_main:
+            return {"step": done}
+        return run.folder.add_record(
+            "train",
+            done,
+            run.epoch(done),
+            loss=numbers["loss"],
+            lr=run.step.schedule(done - 1),
+            grad_norm=numbers["grad_norm"],
+            **rates,
+            memory_peak_bytes=memory_peak_bytes(run.world.device),
+            **extra,
+        )
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        """Show what was written down; all ranks call this, for damaged images are told of by any of them."""
+        run = self.run
         if run.world.is_main:
-            record = run.folder.add_record(
-                "train",
-                done,
-                run.epoch(done),
-                loss=numbers["loss"],
-                lr=run.step.schedule(done - 1),
-                grad_norm=numbers["grad_norm"],
-                **rates,
-                memory_peak_bytes=memory_peak_bytes(run.world.device),
-                **extra,
-            )
-            left = (run.total_steps - done) * rates["step_seconds"]
+            left = (run.total_steps - record["step"]) * record["step_seconds"]
             run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.board.add(record)
-        self._report_damage(done)
+        self._report_damage(record["step"])
         self.clock.start()
 
     def _check_numbers(self, done: int, loss: float, skipped: int) -> None:

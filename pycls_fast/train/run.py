@@ -167,7 +167,7 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
     folder = RunFolder(run_dir)
     with ExitStack() as stack:
         if world.is_main and config.run_dir is None:
-            stack.callback(folder.remove_if_empty)
+            stack.callback(folder.remove_if_unused)
         # Given back where starting fails.
         stack.enter_context(folder)
         _occupy(folder, world)

@@ -54,8 +54,14 @@ class RunFolder:
         except OSError as error:
             raise self._cannot_be_written(error) from error
 
-    def remove_if_empty(self) -> None:
-        """Take `runs/EXPERIMENT/TIME` away again, as far as nothing else is in it."""
+    def remove_if_unused(self) -> None:
+        """Take `runs/EXPERIMENT/TIME` away again where no step was taken in it, as far as nothing else is in it."""
+        with suppress(OSError):
+            if not self.metrics.exists():
+                # Fails where there is a checkpoint.
+                self.checkpoints.rmdir()
+                for name in ("config.yaml", "environment.json"):
+                    (self.path / name).unlink(missing_ok=True)
         for folder in (self.path, *list(self.path.parents)[:2]):
             with suppress(OSError):
                 folder.rmdir()

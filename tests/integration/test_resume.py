@@ -10,12 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
 from tests.integration.runs import (
@@ -59,9 +61,17 @@ def steps_done(run_dir: Path) -> int:
 
 
 def start_and_interrupt(
-    arguments: Sequence[str], run_dir: Path, at_step: int, interrupt: Callable[[subprocess.Popen[str]], None]
+    arguments: Sequence[str],
+    run_dir: Path,
+    at_step: int,
+    interrupt: Callable[[subprocess.Popen[str]], None],
+    *,
+    closed: bool = False,
 ) -> tuple[int, str, str]:
-    """Start, wait until the step is done, interrupt; returns (status, standard output, standard error)."""
+    """Start, wait until the step is done, interrupt; returns (status, standard output, standard error).
+
+    Nobody reads standard output where `closed`.
+    """
     process = subprocess.Popen(
         list(arguments),
         cwd=run_dir.parent,
@@ -71,6 +81,10 @@ def start_and_interrupt(
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+    if closed:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
     deadline = time.monotonic() + 120
     while steps_done(run_dir) < at_step:
         assert process.poll() is None, process.communicate()
@@ -78,7 +92,7 @@ def start_and_interrupt(
         time.sleep(0.01)
     interrupt(process)
     out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    return process.returncode, out or "", err
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
@@ -137,6 +151,33 @@ def test_signal_saves_and_says_how_to_go_on(
     assert f"run_dir={run_dir}" in how
     run_process(arguments(run_dir, digits), cwd=tmp_path)
     assert_same_run(run_dir, uninterrupted)
+
+
+def test_nobody_reads_the_output(tmp_path: Path, digits: Path) -> None:
+    """Ctrl-C of `... | tee log` ends tee first: the training goes on to its save."""
+    run_dir = tmp_path / "run"
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+    status, _, err = start_and_interrupt(arguments(run_dir, digits), run_dir, 12, interrupt, closed=True)
+    assert status == 3, err
+    failed, _, answer = err.splitlines()
+    assert failed == "warning: nothing more is shown: standard output failed (Broken pipe)"
+    assert answer.startswith("SIGINT: stopping after this step")
+    (event,) = (record for record in records(run_dir, "event") if record["event"] == "stopped")
+    assert newest_checkpoint(run_dir)["step"] == event["step"] >= 12
+
+
+def test_a_step_is_saved_before_it_is_shown(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+
+    def show(display: Display, record: dict[str, Any], total_steps: int, **kept: Any) -> None:
+        assert next(checkpoint.checkpoints(run_dir / "checkpoints")).name == f"step_{record['step']:09d}"
+
+    monkeypatch.setattr(Display, "training", show)
+    every = ("runtime.checkpoint_every_steps=1", "runtime.checkpoint_async=false", "schedule.max_steps=2")
+    assert train(load_config("vit_digits", arguments(run_dir, digits, *every)[4:])) == 0
 
 
 def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import TINY, command, run_process
+from tests.integration.runs import TINY, command, environment, records, run_process
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 LAUNCHER = ("--multirun", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2")
@@ -29,3 +33,27 @@ def test_a_mistake_comes_back(tmp_path: Path, digits: Path) -> None:
         done.stderr.strip().splitlines()[-1].startswith("error: data.global_batch_size: 63 is not divisible by 2 ranks")
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path) -> None:
+    """One task gets the signal, both leave after the same step, and the job that comes after goes on from it."""
+    run = tmp_path / "run"
+    arguments = (*TINY, *LAUNCHER, "parallel=ddp", "schedule.epochs=4", f"data.root={digits}", f"run_dir={run}")
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
+    os.kill(int((run / ".lock").read_text().split()[1]), signal.SIGUSR2)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, (out, err)
+    stopped, resumed = records(run, "event")
+    assert (stopped["event"], stopped["signal"], resumed["event"]) == ("stopped", "SIGUSR2", "resumed")
+    assert 2 <= stopped["step"] == resumed["step"]
+    steps = [record["step"] for record in records(run, "train")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (run / "summary.json").is_file()

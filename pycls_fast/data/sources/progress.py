@@ -28,7 +28,9 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     started = time.monotonic()
     spoken, done = started, 0
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit))
+    # A path may have square brackets.
+    title = TextColumn("{task.description}", markup=False)
+    columns = (title, BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit))
     bar = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4, transient=True)
     task = bar.add_task(what, total=total)
 

@@ -6,11 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from pycls_fast.ledger.table import duration
-from pycls_fast.train.display import human, wide_console
+from pycls_fast.train.display import human, plain_table, wide_console
 
 Record = Mapping[str, Any]
 
@@ -113,12 +110,7 @@ def print_comparison(record: Record) -> None:
     console = wide_console()
 
     def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        made = Table(box=None, padding=(0, 2, 0, 0))
-        for column in columns:
-            made.add_column(column, overflow="fold")
-        for row in rows:
-            made.add_row(*(escape(cell) for cell in row))
-        console.print(made)
+        console.print(plain_table(columns, rows))
 
     for name in ("a", "b"):
         console.print(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})", markup=False)

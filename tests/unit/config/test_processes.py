@@ -83,14 +83,19 @@ def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [("return 3", 3, ""), ("raise KeyboardInterrupt", 130, "interrupted: Ctrl-C ended this at once\n")],
+)
+def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, said: str) -> None:
     """A run that a signal has stopped returns 3; the runs after it are not started."""
     script = tmp_path / "tool.py"
     script.write_text(
         "from pycls_fast.config import command_line\n"
         "def main(config, options):\n"
         "    print('seed', config.seed)\n"
-        "    return 3 if config.seed == 1 else 0\n"
+        "    if config.seed == 0: return 0\n"
+        f"    {ends}\n"
         "command_line(main)\n"
     )
     done = subprocess.run(
@@ -101,7 +106,7 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "seed 0\nseed 1\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
 
 
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:

@@ -328,8 +328,8 @@ def test_workers_leave_signals_to_the_main_process() -> None:
 
     def signal_oneself(index: int) -> None:
         assert os.getpid() != main
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
 
     expected = list(train_loader(SyntheticSource(20, 20, 3, seed=1), 0))
     assert_same(list(train_loader(HookedSource(20, signal_oneself), 2)), expected)

@@ -1,0 +1,31 @@
+"""Which process this is, by what started it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycls_fast.parallel.world import start_world
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),
+        # torchrun in each task, or the submitit launcher.
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_tasks_of_srun_that_nobody_joins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, str], told: bool
+) -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="single") as world:
+        assert world.size == 1
+    said = capsys.readouterr().err
+    assert said.startswith("note: srun started 8 tasks, and each is a run of its own") if told else said == ""

@@ -1,0 +1,76 @@
+"""What the person sees, and what becomes of it when nobody looks any more."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+
+import pytest
+
+from pycls_fast.data.sources.progress import progress
+from pycls_fast.train.display import Display, plain_table, wide_console
+
+
+class Failing(io.StringIO):
+    """A terminal that is gone, or a file on a full disk."""
+
+    def __init__(self, number: int, *, at: str) -> None:
+        super().__init__()
+        self.error = OSError(number, os.strerror(number))
+        self.at = at
+
+    def write(self, text: str) -> int:
+        if self.at == "write":
+            raise self.error
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.at == "flush":
+            raise self.error
+
+
+@pytest.mark.parametrize("at", ["write", "flush"])
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("mode", ["plain", "bar"])
+def test_output_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str, number: int, at: str
+) -> None:
+    monkeypatch.setattr("sys.stdout", Failing(number, at=at))
+    record = {"step": 1, "loss": 1.0, "lr": 0.1, "images_per_second": 1.0, "epoch": 0.1}
+    with Display(speaks=True, mode=mode) as display:
+        display.table("title", [("a", "b")])
+        display.begin_training(0, 2)
+        display.training(record, 2, epochs=1, seconds_left=1)
+        display.advance(2)
+        display.warn("text")
+        display.note("text")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"warning: nothing more is shown: standard output failed ({os.strerror(number)})"
+
+
+def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(speaks=True, mode="plain")
+    display.table("[title]", [("run folder", "/data/[old]/:car:/x\\")])
+    wide_console().print(plain_table(["[images/s]"], [["optim.trainable=[head]"]]))
+    out = capsys.readouterr().out
+    for text in ("[title]", "/data/[old]/:car:/x\\", "optim.trainable=[head]", "[images/s]"):
+        assert text in out
+
+
+def test_a_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "1"), ("b", "10")]
+    wide_console().print(plain_table(("name", "number"), rows, right=("number",)))
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "name  number",
+        "a          1",
+        "b         10",
+    ]
+
+
+def test_the_title_of_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("pycls_fast.data.sources.progress._PATIENCE", 0.0)
+    with progress("index /data/[old]", 2, "folders") as advance:
+        advance(2)
+    assert "index /data/[old]" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Who asks a run to stop, when that is obeyed, and what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import run_folder, train
+from pycls_fast.train.signals import stop_requests
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the tests themselves were started under."""
+    for name in ("SUBMITIT_EXECUTOR", "SUBMITIT_PREEMPT_SIGNAL", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number: signal.Signals) -> None:
+    with stop_requests() as stop:
+        stop.training = True
+        send(number)
+        assert stop.name == number.name
+        (line,) = capfd.readouterr().err.split("\n")[1:-1]
+        assert line.startswith(f"{number.name}: stopping after this step, then saving")
+        send(signal.SIGTERM)
+        assert (stop.name, capfd.readouterr().err) == (number.name, "")
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_one_rank_of_a_node_answers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with stop_requests() as stop:
+        stop.training = True
+        send(signal.SIGINT)
+    assert (stop.name, capfd.readouterr().err) == ("SIGINT", "")
+
+
+def test_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_requests() as stop:
+        stop.training = True
+        send(signal.SIGHUP)
+    assert not stop
+
+
+def test_the_warning_of_a_scheduler_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all is saved, and once; submitit's handler requeues the job then and exits."""
+    calls: list[int] = []
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
+    with stop_requests() as stop:
+        send(signal.SIGUSR2)
+        assert calls == [signal.SIGUSR2], "nothing to save yet: requeued at once"
+        stop.training = True
+        # A preemption sends both; which comes first is not known.
+        send(signal.SIGTERM)
+        send(signal.SIGUSR2)
+        send(signal.SIGUSR2)
+        assert (stop.name, calls) == ("SIGTERM", [signal.SIGUSR2])
+    stop.hand_on()
+    assert calls == [signal.SIGUSR2] * 2
+
+
+def test_a_scheduler_that_requeues_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int, frame: object) -> None:
+        raise RuntimeError("Job not requeued because: timed-out too many times.")
+
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    signal.signal(signal.SIGUSR2, refuse)
+    with stop_requests() as stop:
+        stop.training = True
+        send(signal.SIGUSR2)
+    with pytest.raises(UserError, match=r"^hydra.launcher.max_num_timeout: .*too many times; everything is saved"):
+        stop.hand_on()
+
+
+@pytest.mark.parametrize("at", ["pycls_fast.train.run.build_parts", "pycls_fast.train.run.introduce"])
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))], ids=["INT", "TERM"]
+)
+def test_before_the_training_it_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Path, at: str, number: int, ends: BaseException
+) -> None:
+    """And leaves nothing behind, whether before or behind the files that say what the run is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(at, lambda *arguments: send(number))
+    small = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
+    config = load_config("vit_digits", [*small, f"data.root={digits}", "runtime.progress=plain"])
+    with pytest.raises(type(ends)) as raised:
+        train(config)
+    assert raised.value.args == ends.args
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_folder_that_was_trained_in_stays(tmp_path: Path) -> None:
+    folder = run_folder.RunFolder(tmp_path / "runs" / "experiment" / "time")
+    folder.create()
+    folder.write_config({})
+    folder.add_record("train", 1, 0.1)
+    folder.remove_if_unused()
+    assert {path.name for path in folder.path.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl"}
