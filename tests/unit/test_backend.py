@@ -21,6 +21,8 @@ def set_backend(*overrides: str, threads: str = "null", device: torch.device = C
 @pytest.fixture(autouse=True)
 def settings_as_before() -> Iterator[None]:
     cudnn = torch.backends.cudnn
+    # Takes back what tests before these have set.
+    set_backend()
     before = cudnn.benchmark, cudnn.allow_tf32
     yield
     cudnn.benchmark, cudnn.allow_tf32 = before
