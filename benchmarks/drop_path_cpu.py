@@ -89,7 +89,7 @@ def main() -> None:
         "attention=sdpa; forward and backward pass;",
         f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every "
         "block as in DeiT III",
-        "(rates that rise linearly to `model.drop_path`, as this project's models have them, save half as much). "
+        "(rates that rise linearly to `model.drop_path`, as all models but `deit3_*` have them, save half as much). "
         "A ratio above 1 is faster.",
         "",
         "| rate | ratio, median | p10 - p90 | 95% interval of the median | 1 / (1 - rate) |",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,20 @@ from pycls_fast.data import write_digits
 
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)
+
+
+def is_about_cuda(markers: str) -> bool:
+    """Whether an expression of `pytest -m` chooses tests of a GPU."""
+    return re.search(r"(?<!not )\bcuda\b", markers) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from the other tests and their processes: they compare bits, and start more ranks than there are GPUs.
+
+    torch looks once in a process, so this comes before any test asks.
+    """
+    if not is_about_cuda(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -135,11 +135,7 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
     Raises:
         UserError: TF32 or determinism that this process cannot have, or switches (see `switches`).
     """
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    elif cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
-        # torch counts cores, and a container's limit is on time: beyond it the kernel stops all threads for a while.
-        torch.set_num_threads(min(torch.get_num_threads(), cores_per_rank()))
+    _set_threads(config.runtime.threads)
     keep_freed_memory(switches(config, device)[SwitchName.ALLOCATOR] == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
@@ -147,10 +143,28 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not config.runtime.deterministic
-    if config.runtime.deterministic:
-        if device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-            raise UserError(
-                "runtime.deterministic: cuBLAS is deterministic only with a fixed workspace; "
-                "start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
-            )
-        torch.use_deterministic_algorithms(True)
+    if config.runtime.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        raise UserError(
+            "runtime.deterministic: cuBLAS is deterministic only with a fixed workspace; "
+            "start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
+        )
+    # Taken back as well: a sweep runs one configuration after another in a process. (The call imports Inductor.)
+    if torch.are_deterministic_algorithms_enabled() != config.runtime.deterministic:
+        torch.use_deterministic_algorithms(config.runtime.deterministic)
+
+
+# How many there were before a run of this process chose them.
+_threads_before: list[int] = []
+
+
+def _set_threads(count: int | None) -> None:
+    if count is None and cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
+        # torch counts cores, and a container's limit is on time: beyond it the kernel stops all threads for a while.
+        count = min(_threads_before[0] if _threads_before else torch.get_num_threads(), cores_per_rank())
+    if count is None:
+        if _threads_before:
+            torch.set_num_threads(_threads_before.pop())
+        return
+    if not _threads_before:
+        _threads_before.append(torch.get_num_threads())
+    torch.set_num_threads(count)

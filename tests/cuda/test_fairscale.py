@@ -14,8 +14,6 @@ from tests.integration.runs import TINY, command, records, run_process, under_to
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch says so once in a process, where a test first asks for it.
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 
 COMMON = (

@@ -21,13 +21,12 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import start_run
-from tests.integration.runs import TINY, records
+from tests.integration.runs import TINY, records, run_process
+from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch says so once in a process, where a test first asks for it.
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 
 
@@ -121,14 +120,15 @@ def test_follows_the_cpu(tmp_path: Path, digits: Path, precision: str) -> None:
     assert records(tmp_path / "cuda", "train")[-1]["memory_peak_bytes"] > 0
 
 
-def test_prefetch_changes_no_bit(tmp_path: Path, digits: Path) -> None:
+def test_prefetch_trains_alike(tmp_path: Path, digits: Path) -> None:
     losses = []
     for mode in ("blocking", "prefetch"):
         run_dir = tmp_path / mode
         overrides = [*TINY, f"data.root={digits}", f"run_dir={run_dir}", f"speed.input_copy={mode}"]
         assert train(load_config("vit_digits", [*overrides, "runtime.device=cuda", "schedule.max_steps=20"])) == 0
         losses.append([record["loss"] for record in records(run_dir, "train")])
-    assert losses[0] == losses[1]
+    # The fastest kernels were chosen, and may add up in another order each time.
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def test_many_saves_and_a_second_process_that_goes_on(tmp_path: Path, digits: Path) -> None:
@@ -141,6 +141,19 @@ def test_many_saves_and_a_second_process_that_goes_on(tmp_path: Path, digits: Pa
     assert [r["step"] for r in ours] == [r["step"] for r in theirs]
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-4)
     assert {2, 4, 6, 8} <= {r["step"] for r in records(parts, "checkpoint")}
+
+
+def test_deterministic_runs_go_on_with_the_same_bits(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of their own: cuBLAS reads the variable when it starts."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = ("runtime.device=cuda", "runtime.deterministic=true")
+    whole, killed = (arguments(tmp_path / name, digits, *chosen) for name in ("whole", "killed"))
+    run_process(whole, cwd=tmp_path)
+    start_and_interrupt(killed, tmp_path / "killed", 8, kill_group)
+    assert "resumed from" in run_process(killed, cwd=tmp_path).stdout
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def losses_of(tmp_path: Path, digits: Path, name: str, *overrides: str) -> list[float]:
@@ -192,6 +205,6 @@ def test_what_the_workers_prepare_trains_alike(tmp_path: Path, digits: Path, fir
     assert losses_of(tmp_path, digits, "host", *recipe, *on_host) == pytest.approx(plain, abs=1e-4)
 
 
-def test_the_loss_read_in_every_step_is_the_same(tmp_path: Path, digits: Path) -> None:
+def test_the_loss_read_in_every_step_trains_alike(tmp_path: Path, digits: Path) -> None:
     plain = losses_of(tmp_path, digits, "interval", "speed.metrics=interval")
-    assert losses_of(tmp_path, digits, "step", "speed.metrics=step") == plain
+    assert losses_of(tmp_path, digits, "step", "speed.metrics=step") == pytest.approx(plain, abs=1e-4)

@@ -104,6 +104,30 @@ def test_mistake_of_one_rank_alone_is_told_by_it(tmp_path: Path) -> None:
     assert [line[1] for line in told] in (["rank 1"] * 2, ["rank 2"] * 2)
 
 
+GRID = """
+from pathlib import Path
+from pycls_fast import build
+from pycls_fast.config import NoOptions, command_line
+
+def main(config, options):
+    with build.world(config) as world:
+        Path(f"{world.rank}.txt").write_text(f"{world.mesh.mesh_dim_names} {world.mesh.mesh.tolist()}")
+        world.barrier()
+    return 0
+
+command_line(main)
+"""
+
+
+def test_shards_and_their_copies_are_as_configured(tmp_path: Path) -> None:
+    """Both ranks are on one node, which would be one group of shards by itself."""
+    (tmp_path / "grid.py").write_text(GRID)
+    own = ["--config-name", "vit_digits", "runtime.device=cpu", "parallel=hsdp", "parallel.shard_degree=1"]
+    run_process(under_torchrun([sys.executable, str(tmp_path / "grid.py"), *own], 2), cwd=tmp_path)
+    found = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert found == {"('replicate', 'shard') [[0], [1]]"}
+
+
 @pytest.mark.parametrize("name", ["fp16_master", "fp16"])
 def test_ranks_in_half_precision_follow_one(tmp_path: Path, digits: Path, name: str) -> None:
     """Ranks exchange rounded gradients, and skip an overflow together; 6 steps, to what float16 rounds."""

@@ -91,12 +91,55 @@ class TestModel:
         for value in ("reference", "sdpa"):
             build.model(vit(), 10, {**REFERENCE, SwitchName.ATTENTION: value})
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
-        assert set(calls[0]) == {
-            "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "stem", "stem_widths",
-            "stem_strides", "class_token", "registers", "classifier", "classifier_norm", "pre_logits", "positions",
-            "position_tokens", "layer_scale", "qk_norm", "norm_eps", "drop_path", "drop_path_rule", "attention",
-            "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute",
+
+    def test_each_value_of_a_vit_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "VisionTransformer", build_network)
+        config = vit(
+            "data.image_size=48", "model.patch_size=8", "model.width=24", "model.depth=3", "model.heads=3",
+            "model.mlp_width=20", "model.stem=conv", "model.stem_widths=[4,8]", "model.stem_strides=[2,4]",
+            "model.class_token=true", "model.registers=2", "model.classifier=pooled",
+            "model.classifier_norm=before_pool", "model.pre_logits=12", "model.positions=sincos2d",
+            "model.position_tokens=patches", "model.layer_scale=0.1", "model.qk_norm=true", "model.norm_eps=1e-4",
+            "model.drop_path=0.3", "model.drop_path_rule=constant",
+        )  # fmt: skip
+        switches = {
+            SwitchName.ATTENTION: "sdpa_math", SwitchName.LAYOUT: "batch_second", SwitchName.QKV: "fused",
+            SwitchName.SEQUENCE_PADDING: "64", SwitchName.LINEAR: "products", SwitchName.GELU: "polynomial",
+            SwitchName.PATCHES: "product", SwitchName.DROP_PATH_COMPUTE: "skip",
         }  # fmt: skip
+        build.model(config, 7, {**REFERENCE, **switches})
+        assert calls == [
+            {
+                "image_size": 48, "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 20,
+                "num_classes": 7, "stem": "conv", "stem_widths": (4, 8), "stem_strides": (2, 4), "class_token": True,
+                "registers": 2, "classifier": "pooled", "classifier_norm": "before_pool", "pre_logits": 12,
+                "positions": "sincos2d", "position_tokens": "patches", "layer_scale": 0.1, "qk_norm": True,
+                "norm_eps": 1e-4, "drop_path": 0.3, "drop_path_rule": "constant", "attention": "sdpa_math",
+                "layout": "batch_second", "qkv": "fused", "sequence_padding": 64, "linear": "products",
+                "gelu": "polynomial", "patches": "product", "drop_path_compute": "skip",
+            }
+        ]  # fmt: skip
+
+    def test_each_value_of_a_resnet_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "ResNet", build_network)
+        config = load_config(
+            "resnet_digits",
+            [
+                "data.image_size=32", "model.depth=101", "model.stem=deep", "model.shortcut=pool", "model.groups=2",
+                "model.width_per_group=8", "model.zero_init_last_gamma=false", "model.drop_path=0.2",
+            ],
+        )  # fmt: skip
+        build.model(config, 7, {**REFERENCE, SwitchName.CONVOLUTION: "products"})
+        assert calls == [
+            {
+                "depth": 101, "num_classes": 7, "stem": "deep", "shortcut": "pool", "groups": 2, "width_per_group": 8,
+                "zero_init_last_gamma": False, "drop_path": 0.2, "convolution": "products",
+            }
+        ]  # fmt: skip
+
+    def test_one_rate_for_all_blocks(self) -> None:
+        model = build.model(vit("model.depth=3", "model.drop_path=0.3", "model.drop_path_rule=constant"), 10, REFERENCE)
+        assert drop_rates(model) == [0.3] * 3
 
     def test_a_resnet(self) -> None:
         config = load_config(

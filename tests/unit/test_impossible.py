@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.speed import CATALOGUE
+from tests.unit import test_switch_pairs
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,14 @@ EXPERIMENTS = {
     "resnet": ["resnet_digits"],
     "timm": ["vit_digits", "model=timm", "model.name=vit_tiny_patch16_224"],
 }
+
+
+def test_every_kind_of_model_has_switches_and_is_tried() -> None:
+    sections = get_args(RunConfig.model_fields["model"].annotation)
+    kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in sections}
+    assert len(kinds) >= 3
+    assert {kind for switch in CATALOGUE for kind in switch.applies_to} == kinds
+    assert set(EXPERIMENTS) == set(test_switch_pairs.BASE) == kinds
 
 
 @pytest.mark.parametrize("kind", EXPERIMENTS)

@@ -77,6 +77,7 @@ def test_threads_stay_within_the_limit(
     """Unless somebody chose their number."""
     monkeypatch.setattr(processor, "cpu_limit", lambda: quota)
     monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
+    monkeypatch.setattr(build_device, "_threads_before", [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pycls_fast.config import load_config, variants
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conduct
+from pycls_fast.ledger.ladder import Settings
 from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
@@ -63,3 +66,20 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
     assert asked == [expected or given["mode"]]
+
+
+def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(conduct, "conduct", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
+    monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
+    values: dict[str, Any] = {
+        "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
+        "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
+    }  # fmt: skip
+    assert set(values) == {field.name for field in fields(Settings)}
+    more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
+    assert main(load_config("vit_digits"), Options(**values, **more)) == 0
+    ((settings, named),) = asked
+    assert settings == Settings(**values)
+    assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)

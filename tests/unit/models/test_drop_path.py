@@ -77,6 +77,7 @@ def test_rate_outside_the_range_is_a_user_error(rate: float) -> None:
 def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
     assert drop_path_rates(0.3, 4) == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert drop_path_rates(0.3, 1) == [0.0]
+    assert drop_path_rates(0.3, 3, "constant") == [0.3] * 3
     vit = VisionTransformer(
         image_size=8, patch_size=4, width=8, depth=5, heads=2, mlp_width=8, num_classes=2, drop_path=0.4
     )

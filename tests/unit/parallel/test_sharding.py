@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -134,6 +135,26 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
         ends.append({name: local(value).clone() for name, value in network.state_dict().items()})
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
+
+
+@pytest.mark.parametrize("gathers_again", [True, False])
+def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gathers_again: bool) -> None:
+    """ZeRO-3 and ZeRO-2 compute the same: only where the weights are tells them apart."""
+    own = f"parallel.reshard_after_forward={str(gathers_again).lower()}"
+    config = load_config("vit_digits", [*TINY, "data.image_size=8", own])
+    network = build.model(config, 10, build.switches(config, CPU), empty=True)
+    wrapped = build.wrap(config, network, world, build.switches(config, CPU))
+    blocks = [unit for _, unit in network.units()]
+
+    def cut() -> set[bool]:
+        return {isinstance(value, DTensor) for block in blocks for value in block.parameters()}
+
+    assert cut() == {True}
+    with wrapped.exchange(True):
+        loss = wrapped.forward(torch.randn(2, 3, 8, 8)).sum()
+        assert cut() == {gathers_again}
+        loss.backward()
+    assert cut() == {True}
 
 
 @pytest.mark.parametrize("foreach", [False, True])

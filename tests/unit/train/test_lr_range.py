@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import lr_range
-from pycls_fast.train.lr_range import judge, smooth
+from pycls_fast.train.lr_range import judge, lr_range_test, smooth
 
 RATES = np.geomspace(1e-6, 10, 141).tolist()
 
@@ -55,3 +59,26 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     verdict = judge(RATES, [curve(rate) for rate in RATES])
     with pytest.raises(UserError, match=r"^output: .* could not be written \(Is a directory\)$"):
         lr_range._draw(tmp_path, "title", verdict, RATES, [curve(rate) for rate in RATES])
+
+
+def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[dict[str, Any]] = []
+
+    def note(step: Any, **changed: Any) -> Any:
+        changes.append(changed)
+        return dataclasses.replace(step, **changed)
+
+    monkeypatch.setattr(lr_range, "replace", note)
+    config = load_config(
+        "vit_digits",
+        [
+            "data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_train_images=24",
+            "data.synthetic_classes=3", "data.global_batch_size=8", "optim.lr_batch_size=4", "runtime.progress=plain",
+        ],
+    )  # fmt: skip
+    assert lr_range_test(config, steps=3, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path)) == 0
+    assert json.loads((tmp_path / "lr_find.json").read_text())["lr"] == pytest.approx([1e-4, 1e-3, 1e-2])
+    (changed,) = changes
+    assert [changed["schedule"](number) for number in range(3)] == pytest.approx([2e-4, 2e-3, 2e-2])

@@ -1,0 +1,69 @@
+"""Settings of the whole process: those of one run do not stay for the next run of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def set_backend(*overrides: str, threads: str = "null", device: torch.device = CPU) -> None:
+    build.set_backend(load_config("vit_digits", [*overrides, f"runtime.threads={threads}"]), device)
+
+
+@pytest.fixture(autouse=True)
+def settings_as_before() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    # Takes back what tests before these have set.
+    set_backend()
+    before = cudnn.benchmark, cudnn.allow_tf32
+    yield
+    cudnn.benchmark, cudnn.allow_tf32 = before
+    set_backend()
+
+
+def test_threads() -> None:
+    before, found = torch.get_num_threads(), []
+    for count in ("2", "3", "null", "null"):
+        set_backend(threads=count)
+        found.append(torch.get_num_threads())
+    assert found == [2, 3, before, before]
+
+
+def test_threads_that_no_run_chose_stay() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        set_backend()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_determinism() -> None:
+    found = []
+    for asked in ("true", "false"):
+        set_backend(f"runtime.deterministic={asked}")
+        found.append(torch.are_deterministic_algorithms_enabled())
+    assert found == [True, False]
+
+
+def test_determinism_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device: nothing here is computed."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(UserError, match=r"^runtime\.deterministic: .* start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in"):
+        set_backend("runtime.deterministic=true", device=CUDA)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    found = []
+    for asked in ("true", "false"):
+        set_backend(f"runtime.deterministic={asked}", device=CUDA)
+        found.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark))
+    # The choice of the fastest kernel differs from start to start.
+    assert found == [(True, False), (False, True)]

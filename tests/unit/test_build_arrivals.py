@@ -1,0 +1,132 @@
+"""What the configuration says of ranks, strategies and sources arrives where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.build import device as build_device
+from pycls_fast.build import network as build_network
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.data import CachePolicy, FileCache, Opening
+from pycls_fast.parallel import ALONE, Settings
+from pycls_fast.speed import SwitchName
+from tests.unit.test_build import REFERENCE, record, vit, world
+
+# `build.sources` is the function.
+build_sources = import_module("pycls_fast.build.sources")
+
+
+def test_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = record(monkeypatch, "start_world", build_device)
+    degrees = ("parallel.shard_degree=3", "parallel.replicate_degree=5")
+    own = ("runtime.device=cpu", "parallel.backend=gloo", "parallel.timeout_seconds=77")
+    build.world(vit("parallel=hsdp", *degrees, *own))
+    assert calls == [
+        {
+            "device": "cpu", "backend": "gloo", "timeout_seconds": 77, "strategy": "hsdp", "shard_degree": 3,
+            "replicate_degree": 5,
+        }
+    ]  # fmt: skip
+
+
+class TestStrategy:
+    def wrapped(
+        self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, chosen: dict[SwitchName, str], ranks: int = 2
+    ) -> dict[str, Any]:
+        """The call of `wrap_model`, its settings without what is made for them: groups and optimizer."""
+        calls = record(monkeypatch, "wrap_model", build_network)
+        switches = {**REFERENCE, **chosen}
+        build.wrap(config, build.model(config, 10, switches, empty=True), world(size=ranks), switches)
+        (call,) = calls
+        assert call["settings"].groups
+        return {
+            **{name: call[name] for name in ("strategy", "compiled", "compile_mode")},
+            "settings": replace(call["settings"], groups=(), make_optimizer=None),
+        }
+
+    def test_ddp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = vit(
+            "parallel=ddp", "parallel.compression=powersgd", "parallel.powersgd_rank=3",
+            "parallel.powersgd_start_step=7", "parallel.static_graph=true",
+        )  # fmt: skip
+        chosen = {SwitchName.COMPILE: "blocks", SwitchName.COMPILE_MODE: "max-autotune"}
+        assert self.wrapped(monkeypatch, config, chosen) == {
+            "strategy": "ddp",
+            "compiled": "blocks",
+            "compile_mode": "max-autotune",
+            "settings": Settings(
+                compression="powersgd", powersgd_rank=3, powersgd_start_step=7, static_graph=True
+            ),
+        }  # fmt: skip
+
+    def test_sharded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = load_config(
+            "resnet_digits",
+            [
+                "parallel=fsdp", "parallel.reshard_after_forward=false", "parallel.prefetch_units=3",
+                "parallel.sync_batchnorm=true", "precision=fp16_master",
+            ],
+        )  # fmt: skip
+        assert self.wrapped(monkeypatch, config, {SwitchName.PARAM_OFFLOAD: "cpu"}) == {
+            "strategy": "fsdp",
+            "compiled": "off",
+            "compile_mode": "default",
+            "settings": Settings(
+                reshard_after_forward=False, prefetch_units=3, sync_batchnorm=True, compute=torch.float16,
+                wide_norms=True, param_offload=True,
+            ),
+        }  # fmt: skip
+
+    def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        alone = self.wrapped(monkeypatch, vit(), {}, ranks=1)
+        assert (alone["strategy"], alone["settings"]) == ("single", Settings())
+
+
+class TestSources:
+    def opened(self, monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType, *overrides: str) -> dict[str, Any]:
+        calls = record(monkeypatch, name, where)
+        build.sources(vit(*overrides), ALONE)
+        (call,) = calls
+        return call
+
+    def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = self.opened(
+            monkeypatch, "open_splits", build_sources, "data=auto", "data.source=hub", "data.root=somebody/birds",
+            "data.val_fraction=0.375", "data.split_seed=6", "data.train=most", "data.val=rest",
+            "data.path_column=file", "data.image_column=photo", "data.label_column=species", "data.hub_config=small",
+            f"data.index_cache={tmp_path / 'index'}", f"data.shard_cache={tmp_path / 'shards'}",
+            "data.shard_cache_gib=1.5",
+        )  # fmt: skip
+        opening = call["2"]
+        assert call["0"] == "hub"
+        assert call["1"].endswith("somebody/birds")
+        assert isinstance(opening.shard_cache, FileCache)
+        made = FileCache(tmp_path / "shards", 3 * 2**29)
+        assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
+        assert replace(opening, shard_cache=None) == Opening(
+            val_fraction=0.375, split_seed=6, train="most", val="rest", path_column="file", image_column="photo",
+            label_column="species", hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
+        )  # fmt: skip
+
+    def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = self.opened(monkeypatch, "open_splits", build_sources, "data=auto", "data.root=/birds")
+        assert call == {"0": "auto", "1": "/birds", "2": Opening()}
+
+    def test_every_image_is_indexed_where_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "open_splits", build_sources)
+        build.sources(vit("data=auto", "data.root=/birds"), ALONE, index_all=True)
+        assert calls[0]["2"].cache == CachePolicy("auto", smallest=0)
+
+    def test_the_digits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        record(monkeypatch, "write_digits", build_sources)
+        own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6")
+        call = self.opened(monkeypatch, "open_folder", build_sources, *own)
+        assert call == {"0": "/digits", "val_fraction": 0.375, "split_seed": 6}

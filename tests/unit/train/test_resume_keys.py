@@ -1,0 +1,91 @@
+"""What a run that goes on has to keep of the one that saved, and what it says of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable
+
+# A change of each, and the key that the line begins with.
+CHANGES = {
+    "seed": ("seed=5", "seed"),
+    "model": ("model.heads=2", "model.heads"),
+    "data.global_batch_size": ("data.global_batch_size=32", "data.global_batch_size"),
+    "data.image_size": ("data.image_size=8", "data.image_size"),
+    "data.shuffle": ("data.shuffle=full", "data.shuffle"),
+    "data.shuffle_buffer": ("data.shuffle_buffer=8", "data.shuffle_buffer"),
+    "data.sampling": ("data.sampling=balanced", "data.sampling"),
+    "data.split_seed": ("data.split_seed=1", "data.split_seed"),
+    "augment.repeats": ("augment.repeats=2", "augment.repeats"),
+    "optim.name": ("optim=lamb", "optim.name"),
+    "optim.ema_decay": ("optim.ema_decay=0.5", "optim.ema_decay"),
+    "optim.min_factored": ("optim.min_factored=16", "optim.min_factored"),
+    "optim.trainable": ("optim.trainable=[head]", "optim.trainable"),
+}
+
+
+def go_on(*overrides: str, without: str | None = None, images: int = 7) -> list[str]:
+    """What is noted when a run of Adafactor goes on with these overrides.
+
+    Args:
+        without: a key of the data's section that the checkpoint is too old to have.
+        images: in the training split now; the checkpoint is of 7.
+    """
+    own = () if "optim=lamb" in overrides else ("optim=adafactor",)
+    config = load_config("vit_digits", [*own, *overrides])
+    saved = load_config("vit_digits", ["optim=adafactor"]).model_dump(mode="json")
+    if without is not None:
+        del saved["data"][without]
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        config=config,
+        sources={"train": range(images)},
+        classes=("cat", "dog"),
+        display=SimpleNamespace(note=said.append),
+    )
+    state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"]}
+    _check_resumable(run, Path("step_000000003"), state)
+    return said
+
+
+def test_every_key_that_must_stay_has_a_case() -> None:
+    assert set(CHANGES) == set(_SAME_ON_RESUME)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_must_stay(name: str) -> None:
+    override, key = CHANGES[name]
+    with pytest.raises(UserError) as caught:
+        go_on(override)
+    keys = [line.partition(":")[0] for line in caught.value.lines]
+    # Another optimizer has other keys, too.
+    assert key in keys if name == "optim.name" else keys == [key]
+    assert all("when step_000000003 was saved; set it back, or start anew" in line for line in caught.value.lines)
+
+
+def test_other_images() -> None:
+    with pytest.raises(UserError, match=r"^data\.root: 8 training images in 2 classes now, but 7 in 2 "):
+        go_on(images=8)
+
+
+def test_what_changes_the_result_is_told() -> None:
+    said = go_on("optim.lr=0.25", "augment.hflip=0.125")
+    assert [(line.partition(": ")[0], line.split()[4], line.split()[-1]) for line in said] == [
+        ("changed since the checkpoint", "augment.hflip", "0.125"),
+        ("changed since the checkpoint", "optim.lr", "0.25"),
+    ]
+
+
+def test_what_changes_no_result_is_not_told() -> None:
+    free = ("run_dir=elsewhere", "runtime.threads=3", "parallel=ddp", "speed=reference", "schedule.max_steps=2")
+    assert go_on(*free, "resume=never") == []
+
+
+def test_a_key_that_is_younger_than_the_checkpoint_is_not_refused() -> None:
+    go_on(without="sampling")
