@@ -94,8 +94,8 @@ class TestModel:
         assert set(calls[0]) == {
             "image_size", "patch_size", "width", "depth", "heads", "mlp_width", "num_classes", "stem", "stem_widths",
             "stem_strides", "class_token", "registers", "classifier", "classifier_norm", "pre_logits", "positions",
-            "position_tokens", "layer_scale", "qk_norm", "norm_eps", "drop_path", "drop_path_rule", "attention",
-            "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute",
+            "position_tokens", "layer_scale", "qk_norm", "norm_eps", "init", "drop_path", "drop_path_rule",
+            "attention", "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute",
         }  # fmt: skip
 
     def test_a_resnet(self) -> None:
