@@ -81,6 +81,7 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
             layer_scale=settings.layer_scale,
             qk_norm=settings.qk_norm,
             norm_eps=settings.norm_eps,
+            init=settings.init,
             drop_path=settings.drop_path,
             drop_path_rule=settings.drop_path_rule,
             attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema

@@ -14,7 +14,7 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
     Args:
         config: the configuration.
         needs_data: False where no image is read.
-        trains: whether the weights that it begins with are those of a training.
+        trains: whether it is trained, and the weights that it begins with matter.
     """
     # A resumed run has them in its checkpoint.
     if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
@@ -26,6 +26,8 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
             "data.root",
             "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
         )
+    if trains:
+        yield from _trust_ratio(config)
     yield from _source(config)
     yield from _model(config)
     yield from _data(config)
@@ -244,6 +246,17 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "parallel.sync_batchnorm",
             "would replace the batch norms whose statistics optim.trainable freezes; use parallel.sync_batchnorm=false",
+        )
+
+
+def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """LAMB's step has the norm of the weights times the rate; without decay it has that of Adam (`optim.lamb`)."""
+    model, settings = config.model, config.optim
+    if isinstance(model, ViTModel) and model.init == "jax" and settings.name == "lamb" and settings.weight_decay:
+        yield (
+            "model.init",
+            "jax begins the head with zeros, which optim=lamb hardly leaves: its steps are in proportion to the "
+            "weights; use model.init=trunc_normal",
         )
 
 

@@ -90,6 +90,8 @@ class ViTModel(Section):
 
     `models.VisionTransformer` says what each key means. `stem: conv` has convolutions of `stem_widths` and
     `stem_strides`; `layer_scale` is the start of its factors; `pre_logits` the width of a tanh layer before the head.
+    `init` says whose initial values: `jax` are google-research/vision_transformer's, whose head begins with zeros,
+    `trunc_normal` DeiT's and timm's.
     """
 
     kind: Literal["vit"]
@@ -111,6 +113,7 @@ class ViTModel(Section):
     layer_scale: PositiveFloat | None = None
     qk_norm: bool = False
     norm_eps: PositiveFloat = 1e-6
+    init: Literal["jax", "trunc_normal"] = "jax"
     drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     drop_path_rule: Literal["linear", "constant"] = "linear"
     num_classes: PositiveInt | None = None
@@ -306,7 +309,11 @@ class AdamW(_Optim):
 
 
 class LAMB(_Optim):
-    """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio where there is no weight decay."""
+    """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio where there is no weight decay.
+
+    With one a step is in proportion to the weights, and weights of zero stay near it: a ViT needs
+    `model.init: trunc_normal`, whose head does not begin there.
+    """
 
     name: Literal["lamb"]
     betas: Betas = (0.9, 0.999)

@@ -73,8 +73,8 @@ class TrainTransform:
             image_size: height and width of the result, in pixels.
             crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the
                 defaults are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it
-                (He et al. 2016, section 4.2). "none": the whole image. Where the whole image is not
-                `image_size` square, its short side is resized to that and the centre cut out.
+                (He et al. 2016, section 4.2). "none": the centre square of the whole image. In both the short side
+                is resized to `image_size`, where it is not that; "pad" crops anywhere along the long side.
             scale: the cut's share of the area, smallest and largest.
             ratio: the cut's width / height, smallest and largest.
             pad_mode: black pixels, or the image mirrored at its edge (DeiT III's simple random crop).
@@ -127,7 +127,8 @@ class TrainTransform:
         cut = _fit(picture.size, size, size, self._interpolation)
         if self._padded is None:
             return picture.cut(cut._replace(mirror=self._draw_flip()))
-        image_HWC = np.asarray(self._padded(Image.fromarray(picture.cut(cut))))
+        whole = picture.cut(cut._replace(window=(0, 0, *cut.resized)))
+        image_HWC = np.asarray(self._padded(Image.fromarray(whole)))
         return image_HWC[:, ::-1] if self._draw_flip() else image_HWC
 
     def _draw_flip(self) -> bool:

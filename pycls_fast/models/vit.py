@@ -42,6 +42,7 @@ Classifier = Literal["token", "pooled", "map"]
 ClassifierNorm = Literal["before_pool", "after_pool"]
 Positions = Literal["learned", "sincos2d"]
 PositionTokens = Literal["all", "patches"]
+Init = Literal["jax", "trunc_normal"]
 
 
 class Block(nn.Module):
@@ -140,6 +141,7 @@ class VisionTransformer(Network):
         drop_path: probability that the last block's branches are dropped for a sample.
         drop_path_rule: rates of the blocks before it; see `layers.drop_path_rates`.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
+        init: whose initial values, "jax" or "trunc_normal"; see `initialisers`.
         attention: kernel that computes the attention; all of them do the same mathematics.
         layout: order of the features inside, "batch_first" (B, N, D) or "batch_second" (N, B, D); images, logits
             and parameters are the same.
@@ -185,6 +187,7 @@ class VisionTransformer(Network):
         drop_path: float = 0.0,
         drop_path_rule: DropPathRule = "linear",
         norm_eps: float = 1e-6,
+        init: Init = "jax",
         attention: AttentionName = "reference",
         layout: Layout = "batch_first",
         qkv: Qkv = "separate",
@@ -202,6 +205,7 @@ class VisionTransformer(Network):
         _check_name("classifier_norm", classifier_norm, ClassifierNorm, optional=True)
         _check_name("positions", positions, Positions)
         _check_name("position_tokens", position_tokens, PositionTokens)
+        _check_name("init", init, Init)
         if stem == "conv" and math.prod(stem_strides) != patch_size:
             raise UserError(
                 f"stem_strides: must multiply to the patch size {patch_size}; got {math.prod(stem_strides)}"
@@ -213,6 +217,7 @@ class VisionTransformer(Network):
         self.classifier = classifier
         self.classifier_norm = classifier_norm or default_classifier_norm(classifier)
         self.position_tokens = position_tokens
+        self.init = init
         self.extra_tokens = has_token + registers
         self.batch_dim = batch_dimension(layout)
         side = image_size // patch_size
@@ -268,19 +273,25 @@ class VisionTransformer(Network):
         self.initialise()
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Values as the paper's released code draws them.
+        """Values as the code draws them that `init` names; the parts of `vit_parts` follow the code they are from.
 
-        That is google-research/vision_transformer, `models_vit.py`: xavier-uniform matrices, with zero biases
-        in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`; positions N(0, 0.02);
-        class token and head zero. The parts of `vit_parts` follow the code they are from.
+        "jax", the paper's released code (google-research/vision_transformer, `models_vit.py`): xavier-uniform
+        matrices, with zero biases in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`;
+        positions N(0, 0.02); class token and head zero.
+
+        "trunc_normal", DeiT's (`models_v2.py` of facebookresearch/deit; timm 0.3.2, which its `models.py` builds on,
+        and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases
+        zero; patches and other convolutions as torch draws them by default. It is called truncated there, at +-2,
+        which is 100 deviations. Registers are those of "jax", as in timm.
         """
+        fill, fill_pre_logits, fill_head = _FILLS[self.init]
         tokens = (self.class_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
-                yield module, _reset
+                yield module, fill
         if self.pre_logits is not None:
-            yield self.pre_logits, _lecun_normal
-        yield self.head, _zero
+            yield self.pre_logits, fill_pre_logits
+        yield self.head, fill_head
 
     @property
     def first_conv_name(self) -> str:
@@ -359,6 +370,29 @@ def _lecun_normal(linear: nn.Linear) -> None:
 def _zero(head: nn.Linear) -> None:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
+
+
+def _trunc_normal(module: nn.Module) -> None:
+    part: Any
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, ClassToken | LearnedPositions):
+            nn.init.normal_(part.value, std=0.02)
+        elif isinstance(part, MapPooling):
+            part.reset_probe()
+        elif hasattr(part, "reset_parameters") and not list(part.children()):
+            # With children it would draw theirs.
+            part.reset_parameters()
+
+
+# What fills the body, `pre_logits` and the head.
+_Fill = Callable[[Any], None]
+_FILLS: dict[Init, tuple[_Fill, _Fill, _Fill]] = {
+    "jax": (_reset, _lecun_normal, _zero),
+    "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
+}
 
 
 def _check_name(key: str, value: str | None, names: object, *, optional: bool = False) -> None:

@@ -157,10 +157,13 @@ class MapPooling(nn.Module):
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
 
-    def reset_parameters(self) -> None:
+    def reset_probe(self) -> None:
         # Flax's xavier_uniform of a (1, 1, D) array: fans 1 and D.
         bound = math.sqrt(6.0 / (1 + self.probe.numel()))
         nn.init.uniform_(self.probe, -bound, bound)
+
+    def reset_parameters(self) -> None:
+        self.reset_probe()
         self.attention.reset_parameters()
         self.norm.reset_parameters()
         self.mlp.reset_parameters()

@@ -100,7 +100,7 @@ class TestModel:
             "model.class_token=true", "model.registers=2", "model.classifier=pooled",
             "model.classifier_norm=before_pool", "model.pre_logits=12", "model.positions=sincos2d",
             "model.position_tokens=patches", "model.layer_scale=0.1", "model.qk_norm=true", "model.norm_eps=1e-4",
-            "model.drop_path=0.3", "model.drop_path_rule=constant",
+            "model.drop_path=0.3", "model.drop_path_rule=constant", "model.init=trunc_normal",
         )  # fmt: skip
         switches = {
             SwitchName.ATTENTION: "sdpa_math", SwitchName.LAYOUT: "batch_second", SwitchName.QKV: "fused",
@@ -114,7 +114,8 @@ class TestModel:
                 "num_classes": 7, "stem": "conv", "stem_widths": (4, 8), "stem_strides": (2, 4), "class_token": True,
                 "registers": 2, "classifier": "pooled", "classifier_norm": "before_pool", "pre_logits": 12,
                 "positions": "sincos2d", "position_tokens": "patches", "layer_scale": 0.1, "qk_norm": True,
-                "norm_eps": 1e-4, "drop_path": 0.3, "drop_path_rule": "constant", "attention": "sdpa_math",
+                "norm_eps": 1e-4, "init": "trunc_normal", "drop_path": 0.3, "drop_path_rule": "constant",
+                "attention": "sdpa_math",
                 "layout": "batch_second", "qkv": "fused", "sequence_padding": 64, "linear": "products",
                 "gelu": "polynomial", "patches": "product", "drop_path_compute": "skip",
             }

@@ -24,11 +24,19 @@ EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
 HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
+# DeiT begins as timm does, DeiT III as its own models_v2.py, which is the same; every other ViT as google-research's.
+AS_DEIT = {f"{kind}_{size}16" for kind in ("deit", "vit") for size in ("ti", "s", "b")} | {
+    f"deit3_{size}" for size in ("s16", "b16", "l16", "h14", "b16_224", "l16_224", "h14_224")
+}
+
 # Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
 PARAMETERS = {
     "vit_ti16": 5.7,  # DeiT, Touvron et al. 2021, Table 1: 5M, 22M, 86M
     "vit_s16": 22.1,
     "vit_b16": 86.6,
+    "deit_ti16": 5.7,
+    "deit_s16": 22.1,
+    "deit_b16": 86.6,
     "vit_l16": 304.3,  # Dosovitskiy et al. 2021, Table 1: 307M with the larger head of its pre-training
     "vit_h16": 632.2,
     "resnet18": 11.7,
@@ -58,7 +66,9 @@ def test_an_experiment_builds(name: str) -> None:
     config = build.by_size(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
-    assert any(key == "weights" for key, _ in problems(config, trains=True)) == ("weights=" in header)
+    wrong = {key for key, _ in problems(config, trains=True)}
+    assert wrong == ({"weights"} if "weights=" in header else set())
+    assert getattr(config.model, "init", "jax") == ("trunc_normal" if name in AS_DEIT else "jax")
     switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")
     with torch.device("meta"):
         model = build.model(config, 1000, switches, empty=True)

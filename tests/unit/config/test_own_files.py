@@ -184,6 +184,19 @@ def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> N
     assert tool("optim.trainable=head", trains=True)[:2] == (2, [line.format("configs/vit_digits.yaml")])
 
 
+def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
+    line = (
+        "error: model.init: jax begins the head with zeros, which optim=lamb hardly leaves: its steps are in "
+        "proportion to the weights; use model.init=trunc_normal (configs/model/vit_digits.yaml or the command line)"
+    )
+    assert tool("optim=lamb", trains=True)[:2] == (2, [line])
+    # The ratio goes with decay; what only reads or times weights does not move them.
+    for taken in (["model.init=trunc_normal"], ["optim.weight_decay=0"], ["--config-name", "resnet_digits"]):
+        assert tool("optim=lamb", *taken, trains=True)[0] == 0
+    assert tool("--config-name", "vit_s16", "data.root=/nowhere", "optim=lamb", trains=True)[0] == 0
+    assert tool("optim=lamb")[0] == 0
+
+
 def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool, tmp_path: Path) -> None:
     """Its learning rate is one for the optimizer that it names."""
     arguments = ["--config-name", "vit_s16", "data.root=/nowhere", "optim=lion"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pycls_fast.build.data import train_transform
 from pycls_fast.config import load_config
 from pycls_fast.data import TrainTransform
 from pycls_fast.data.draws import seeded_torch
-from pycls_fast.data.pictures import PillowPicture
+from pycls_fast.data.pictures import DECODERS, PillowPicture
 from pycls_fast.data.policies import Step, timm_rand_augment
 
 MEAN = (0.485, 0.456, 0.406)
@@ -181,10 +182,28 @@ def test_only_the_seed_decides(name: str, photo: Image.Image) -> None:
     assert len({one.image_HWC.tobytes() for one in first}) == 12
 
 
-def test_simple_random_crop_mirrors_the_edge(photo: Image.Image) -> None:
-    """DeiT III's: short side to the size, 4 mirrored pixels around, a random crop."""
-    transform = recipe("none", "augment.crop=pad", "augment.pad_mode=reflect")
-    theirs = v2.RandomCrop(64, padding=4, padding_mode="reflect")
+@pytest.mark.parametrize("size", [(96, 64), (120, 90), (50, 130), (64, 64)])
+def test_simple_random_crop_mirrors_the_edge(photo: Image.Image, size: tuple[int, int]) -> None:
+    """DeiT III's (augment.py, --src): short side to the size, 4 mirrored pixels around, a crop from anywhere."""
+    transform = recipe("none", "augment.crop=pad", "augment.pad_mode=reflect", "augment.interpolation=bicubic")
+    crop = v2.RandomCrop(64, padding=4, padding_mode="reflect")
+    theirs = v2.Compose([v2.Resize(64, InterpolationMode.BICUBIC), crop])
+    whole = photo.resize(size)
     for seed in range(20):
-        expected = seeded(theirs, photo.crop((16, 0, 80, 64)), seed)
-        np.testing.assert_array_equal(transform(PillowPicture(photo), seed).image_HWC, expected)
+        expected = seeded(theirs, whole, seed)
+        np.testing.assert_array_equal(transform(PillowPicture(whole), seed).image_HWC, expected)
+
+
+def test_simple_random_crop_is_the_same_by_every_decoder() -> None:
+    """Smooth, so that the decoders' roundings are all that is between them; each column tells its place."""
+    ramp_HWC = np.tile(np.linspace(0, 255, 300).astype(np.uint8)[None, :, None], (160, 1, 3))
+    file = io.BytesIO()
+    Image.fromarray(ramp_HWC).save(file, "JPEG", quality=95)
+    transform = recipe("none", "augment.crop=pad", "augment.pad_mode=reflect")
+    places = set()
+    for seed in range(20):
+        images = [transform(open_(file.getvalue()), seed).image_HWC.astype(int) for open_ in DECODERS.values()]
+        assert max(np.abs(image - images[0]).max() for image in images) <= 3
+        places.add(int(images[0][32, 32, 0]) // 16)
+    # The centres of the crops lie at 28 to 92 of the 120 columns; those of centre squares at 56 to 64.
+    assert len(places) > 5

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer
 from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.vit import Block
+from pycls_fast.models.vit_parts import LayerScale
 
 WIDTH, MLP_WIDTH = 192, 512
 
@@ -40,6 +41,10 @@ MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmModel]] = {
     "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
     "vit-conv-stem": lambda: vit(**CONV),
     "vit-all-parts": lambda: vit("map", registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64),
+    "vit-trunc-normal": lambda: vit(
+        "map", class_token=True, registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64, init="trunc_normal"
+    ),
+    "vit-trunc-normal-conv-stem": lambda: vit(**CONV, init="trunc_normal"),
     "resnet18": lambda: ResNet(depth=18, num_classes=10),
     "resnext50d": lambda: ResNet(
         depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool", zero_init_last_gamma=True
@@ -136,6 +141,37 @@ def test_vit_values_follow_the_papers_code() -> None:
         for norm in (block.norm1, block.norm2):
             assert torch.equal(norm.weight, torch.ones(WIDTH))
             assert_zero(norm.bias)
+
+
+@pytest.mark.parametrize("stem", ["patch", "conv"])
+def test_vit_values_follow_deits_code(stem: str) -> None:
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {"registers": 100, "layer_scale": 0.1, "qk_norm": True, "pre_logits": 128}
+    model = vit("map", class_token=True, **parts, **(CONV if stem == "conv" else {}), init="trunc_normal")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), name
+            assert module.weight.abs().max() > 0.05  # a normal, cut at +-2
+            assert_zero(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            bound = module.weight[0].numel() ** -0.5
+            assert_uniform(module.weight, bound)
+            if module.bias is not None:
+                assert 0.9 * bound < module.bias.abs().max() <= bound
+        elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+            assert (module.weight == 1).all()
+            assert_zero(module.bias)
+    assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.class_token is not None
+    assert model.registers is not None
+    assert model.pooling is not None
+    assert model.class_token.value.std().item() == pytest.approx(0.02, rel=0.15)
+    assert model.positions.value.std().item() == pytest.approx(0.02, rel=0.03)
+    assert model.registers.value.std().item() == pytest.approx(1e-6, rel=0.03)
+    assert model.pooling.probe.std().item() == pytest.approx(math.sqrt(2 / (1 + WIDTH)), rel=0.15)
+    scales = [module.value for module in model.modules() if isinstance(module, LayerScale)]
+    assert len(scales) == 4
+    assert all((value == 0.1).all() for value in scales)
 
 
 def test_the_values_of_the_other_parts() -> None:

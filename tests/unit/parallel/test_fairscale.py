@@ -65,9 +65,16 @@ def _norms(network: nn.Module) -> int:
     return sum(isinstance(m, nn.LayerNorm | nn.BatchNorm2d) for m in network.modules())
 
 
-@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
-def test_initial_values_are_those_of_a_direct_build(world: World, config_name: str) -> None:
-    _, plain, ours = wrapped(world, config_name=config_name)
+@pytest.mark.parametrize(
+    ("config_name", "overrides"),
+    [
+        ("vit_digits", ()),
+        ("vit_digits", ("model.init=trunc_normal", "model.classifier=map", "model.registers=2")),
+        ("resnet_digits", ()),
+    ],
+)
+def test_initial_values_are_those_of_a_direct_build(world: World, config_name: str, overrides: tuple[str, ...]) -> None:
+    _, plain, ours = wrapped(world, *overrides, config_name=config_name)
     found, expected = ours.weights.state_dict(), plain.state_dict()
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -65,6 +65,7 @@ def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usabl
         ("vit_digits", TINY),
         ("vit_digits", [*TINY, "model.classifier=pooled", "model.positions=sincos2d", "precision=bf16_params"]),
         ("vit_digits", [*TINY, "precision=fp16_master"]),
+        ("vit_digits", [*TINY, "model.init=trunc_normal", "model.classifier=map", "model.registers=2"]),
         ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
     ],
 )
