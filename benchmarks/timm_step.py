@@ -23,10 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, timed
 from pycls_fast.ledger.parts import Turn
-from pycls_fast.ledger.records import part_record, write_record
+from pycls_fast.ledger.records import part_record
 from pycls_fast.models import complexity
 from pycls_fast.parallel import World
 from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.output_file import write_json
 
 CLASSES = 1000
 
@@ -127,4 +128,4 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     chosen = parse()
-    write_record(chosen.out, measure(chosen))
+    write_json(chosen.out, measure(chosen))

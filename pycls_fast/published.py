@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+IMAGENET_TRAINING_IMAGES = 1_281_167
+
 
 @dataclass(frozen=True)
 class Published:

@@ -15,8 +15,8 @@ import torch
 
 from pycls_fast import build, published
 from pycls_fast.config import NoOptions, RunConfig, load_config, options_line
-from pycls_fast.ledger.outcome import IMAGENET_TRAINING_IMAGES
 from pycls_fast.models import complexity
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 
 # FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.
 H100_PEAK = 989e12

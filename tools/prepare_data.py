@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 
@@ -54,7 +55,7 @@ def main(config: RunConfig, options: Options) -> int:
     workers = build.num_workers(config)
     if options.mode == "pack":
         return pack_splits(chosen, options, workers)
-    return verify_splits(chosen, options, workers) if options.mode == "verify" else 0
+    return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE
 
 
 def pack_splits(splits: dict, options: Options, workers: int) -> int:
@@ -72,7 +73,7 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
         if not packed.is_new:
             print(f"{root / name}: packed before, nothing done; remove it to pack anew")
     print(f"use it with data.source=packed data.root={root}")
-    return 0
+    return DONE
 
 
 def verify_splits(splits: dict, options: Options, workers: int) -> int:
@@ -91,7 +92,7 @@ def verify_splits(splits: dict, options: Options, workers: int) -> int:
         report[name] = {"images": len(source), "damaged": damaged}
     if file is not None:
         write_json(file, report)
-    return 2 if any(split["damaged"] for split in report.values()) else 0
+    return MISTAKE if any(split["damaged"] for split in report.values()) else DONE
 
 
 if __name__ == "__main__":

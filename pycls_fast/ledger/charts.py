@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pycls_fast.ledger.gradients import SMALLEST_SUBNORMAL
-from pycls_fast.ledger.table import state
+from pycls_fast.ledger.table import of_size, state
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.display import human
 
 Record = Mapping[str, Any]
@@ -175,7 +176,7 @@ def _epochs(record: Record) -> Chart | None:
     return Chart(
         "epoch",
         "Time of an ImageNet-1k epoch",
-        f"1,281,167 images at the measured rate; {record['model']['image_size']} pixels, loading no limit.",
+        f"{IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at the measured rate, loading no limit.",
         _bars(arms, value, lambda arm: f"{value(arm):.3g}", unit),
     )
 
@@ -330,7 +331,8 @@ def _gradients(record: Record) -> Chart | None:
     figure, axes = plain_axes(3.2)
     used = (*exponents, SMALLEST_SUBNORMAL)
     places = range(min(used) - 1, max(used) + 2)
-    lost = [place < SMALLEST_SUBNORMAL for place in places]
+    # What is over half the smallest number rounds up to it.
+    lost = [place < SMALLEST_SUBNORMAL - 1 for place in places]
     heights = [100 * exponents.get(place, 0) / some for place in places]
     for flag, color, hatch, label in ((True, "white", "////", "zero in float16"), (False, INK, None, "kept")):
         chosen = [(p + 0.5, h) for p, h, is_lost in zip(places, heights, lost, strict=True) if is_lost == flag]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.schema import Parallel
 from pycls_fast.ledger.plan import Arm
 
 # Of what an arm sets for several processes, one takes nothing.
-_ONE_PROCESS = (
-    "parallel=single", "parallel.name=single", "parallel.compression=none", "parallel.static_graph=false",
-    "parallel.reshard_after_forward=true", "parallel.shard_degree=null", "parallel.replicate_degree=null",
-    "parallel.prefetch_units=1", "parallel.powersgd_rank=1", "parallel.powersgd_start_step=1000",
+_SEVERAL = (
+    "compression", "static_graph", "reshard_after_forward", "shard_degree", "replicate_degree", "prefetch_units",
+    "powersgd_rank", "powersgd_start_step",
 )  # fmt: skip
+_ONE_PROCESS = (
+    "parallel=single",
+    "parallel.name=single",
+    *(f"parallel.{key}={as_typed(Parallel.model_fields[key].default)}" for key in _SEVERAL),
+)
 
 
 def timing(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE, FAULT
+from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
@@ -22,9 +22,9 @@ from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
 from pycls_fast.ledger.processes import Finished, Process
-from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
+from pycls_fast.train.output_file import write_json
 from pycls_fast.train.weights import find_weights
 
 
@@ -40,7 +40,8 @@ def conduct(
     tools: Path,
     dry_run: bool,
 ) -> int:
-    """Run a ladder, or say what would be run; returns the exit status, 1 where the reference's training failed.
+    """Run a ladder, or say what would be run; returns the exit status: 1 where the reference's training failed, 3 where
+    Ctrl-C has stopped it.
 
     Args:
         config: the experiment, checked.
@@ -76,18 +77,28 @@ def conduct(
             _dry_run(ledger, compose, display, Path(temporary))
         return DONE
     ledger.conditions = conditions(config, device)
+    try:
+        record = _work(ledger, config.config_name)
+    except KeyboardInterrupt:
+        display.note("stopped, with everything that is done saved; the same command goes on")
+        return STOPPED
+    print_table(record)
+    display.note(f"report: {folder / 'index.html'}")
+    # The report is there, and a script that asked for accuracies must not take it for whole.
+    return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
+
+
+def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
+    """All that is to be measured, and the files of the report; its record."""
     with closing(ledger):
         ledger.open()
         try:
             ledger.run()
         finally:
-            record = collect(ledger, config.config_name)
-            write_record(folder / "ledger.json", record)
-        write_reports(record, folder)
-    print_table(record)
-    display.note(f"report: {folder / 'index.html'}")
-    # The report is there, and a script that asked for accuracies must not take it for whole.
-    return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
+            record = collect(ledger, config_name)
+            write_json(ledger.folder / "ledger.json", record)
+        write_reports(record, ledger.folder)
+    return record
 
 
 def write_reports(record: dict[str, Any], folder: Path) -> None:

@@ -20,6 +20,8 @@ from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 
 LOST = 1
+# Of each one-sided test.
+_LEVEL = (1 - CONFIDENCE) / 2
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
 
 
@@ -41,8 +43,8 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    files = [user_path(a) for a in arguments if "=" not in a]
-    settings = dict(a.split("=", 1) for a in arguments if "=" in a)
+    settings = dict(a.split("=", 1) for a in arguments if _is_setting(a))
+    files = [user_path(a) for a in arguments if not _is_setting(a)]
     if len(files) != 2 or set(settings) - {"tolerance", "absolute"}:
         raise UserError(f"check: takes two files; use {_USAGE}")
     tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
@@ -52,6 +54,12 @@ def _check(arguments: Sequence[str]) -> int:
     rows = [(finding.rung, finding.quantity, finding.before, finding.now, finding.text) for finding in findings]
     wide_console().print(plain_table(("rung", "quantity", "before", "now", ""), rows, no_wrap=True))
     return LOST if any(finding.lost for finding in findings) else DONE
+
+
+def _is_setting(argument: str) -> bool:
+    """Whether it is `name=value`; a sweep's folders have an equals sign as well (`runs/optim.lr=0.1/ledger.json`)."""
+    name, sign, _ = argument.partition("=")
+    return bool(sign) and name.isidentifier()
 
 
 def _tolerance(text: str) -> float:
@@ -83,9 +91,10 @@ def compare(
 
     Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
     rate itself, on the same device. It is lost where more than `tolerance` of it is gone and Welch's one-sided test of
-    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; with a single round, where more than
+    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; without an interval, where more than
     `tolerance` is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's
-    correction over the rungs, and where a training ended early that did not before.
+    correction over the rungs, and where a training ended early that did not before. What the test on the other side
+    says to be a gain is shown as its number alone. A rung whose own overrides or ranks are others is named.
 
     Args:
         before, now: two `ledger.json`.
@@ -100,9 +109,9 @@ def compare(
     findings: list[Finding] = []
     measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
     speeds = [_speeds(old, arms.get(old["name"]), before, now, absolute) for old in measured]
-    slower = holm([_p_slower(*pair) if pair else None for pair in speeds])
-    p_values = holm([_p_value(_top1(old), _top1(arms.get(old["name"]))) for old in measured])
-    for old, speed, p_slower, p_value in zip(measured, speeds, slower, p_values, strict=True):
+    p_speeds = _of_both_sides([_p_slower(*pair) if pair else None for pair in speeds])
+    p_accuracies = _of_both_sides([_p_less_accurate(old, arms.get(old["name"])) for old in measured])
+    for old, speed, p_speed, p_accuracy in zip(measured, speeds, p_speeds, p_accuracies, strict=True):
         new = arms.get(old["name"])
         if new is None or new["status"] != "measured":
             reason = "no such rung" if new is None else (new["reason"] or new["status"])
@@ -111,21 +120,27 @@ def compare(
         first = old["name"] == before["reference"]
         quantity = "images/s" if first else "speed-up"
         if speed is not None:
-            findings.append(_speed(old["name"], quantity, *speed, p_slower, tolerance))
+            findings.append(_speed(old["name"], quantity, *speed, p_speed, tolerance))
         elif _is_timed(old, first) and not _is_timed(new, first):
             findings.append(Finding(old["name"], quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old["timing"] and new["timing"]:
             findings.append(Finding(old["name"], quantity, "", "", False, "another machine: not compared"))
-        accuracy = _accuracy(old, new, now["settings"]["seeds"], p_value)
+        accuracy = _accuracy(old, new, now["settings"]["seeds"], p_accuracy)
         findings += [accuracy] if accuracy is not None else []
     if not findings:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give one that is done")
-    old_only, new_only = (
-        " ".join(o for o in one["base"] if o not in other["base"]) for one, other in ((before, now), (now, before))
-    )
-    if old_only or new_only:
-        findings.insert(0, Finding("all", "overrides", old_only, new_only, False, "not those of the baseline"))
-    return findings
+    plans = [("all", before["base"], now["base"])]
+    plans += [(arm["name"], _settings(arm), _settings(arms[arm["name"]])) for arm in measured if arm["name"] in arms]
+    return [*(_others(*plan) for plan in plans if set(plan[1]) != set(plan[2])), *findings]
+
+
+def _settings(arm: Mapping[str, Any]) -> list[str]:
+    return [*arm["overrides"], f"ranks={arm['ranks']}"]
+
+
+def _others(rung: str, before: Sequence[str], now: Sequence[str]) -> Finding:
+    gone, new = (" ".join(s for s in one if s not in other) for one, other in ((before, now), (now, before)))
+    return Finding(rung, "overrides", gone, new, False, "not those of the baseline")
 
 
 def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -176,6 +191,12 @@ def _p_slower(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
     return float(stats.ttest_ind_from_stats(*moments[1], *moments[0], equal_var=False, alternative="less").pvalue)
 
 
+def _of_both_sides(p_values: Sequence[float | None]) -> list[float]:
+    """Of tests for a loss: the smaller one of it and of the test for a gain, each after Holm's correction."""
+    gains = [None if p is None else 1 - p for p in p_values]
+    return [min(pair) for pair in zip(holm(p_values), holm(gains), strict=True)]
+
+
 def _moments(values: Mapping[str, Any]) -> tuple[float, float, int]:
     """Mean, standard deviation and number of the rounds' logarithms, from their interval."""
     rounds = values["rounds"]
@@ -189,10 +210,10 @@ def _speed(
 ) -> Finding:
     beyond = b["ratio"] < a["ratio"] * (1 - tolerance)
     tested = None not in (a["low"], b["low"])
-    shown = p_value <= (1 - CONFIDENCE) / 2
+    shown = p_value <= _LEVEL
     text = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
     if not tested:
-        text += " in one round"
+        text += ", without an interval"
     elif not shown:
         text += ", too few rounds to say" if beyond else ", within the intervals"
     lost = beyond and (shown or not tested)
@@ -209,13 +230,17 @@ def _top1(arm: Mapping[str, Any] | None) -> list[float]:
     return [run["top1"] for run in training["runs"]] if training else []
 
 
-def _p_value(before: Sequence[float], now: Sequence[float]) -> float | None:
+def _p_less_accurate(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> float | None:
     """Of the hypothesis that nothing was lost; None where there are too few runs for a test."""
-    if min(len(before), len(now)) < 2 or sorted(before) == sorted(now):
+    before, now = _top1(old), _top1(new)
+    if new is None or min(len(before), len(now)) < 2 or sorted(before) == sorted(now):
         return None
-    if np.std(before) == np.std(now) == 0:
-        return 0.0 if np.mean(now) < np.mean(before) else 1.0
-    return float(stats.ttest_ind(now, before, equal_var=False, alternative="less").pvalue)
+    # Seeds may agree by chance: they are not closer than one image is.
+    moments = [
+        (float(np.mean(top1)), max(float(np.std(top1, ddof=1)), 100.0 / arm["training"]["runs"][0]["count"]), len(top1))
+        for arm, top1 in ((new, now), (old, before))
+    ]
+    return float(stats.ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False, alternative="less").pvalue)
 
 
 def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], seeds: int, p_value: float) -> Finding | None:
@@ -235,11 +260,12 @@ def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], seeds: int, p_valu
         return made(True, f"{len(now)} of {seeds} runs finished")
     if sorted(before) == sorted(now):
         return made(False, "the same")
-    change = f"{np.mean(now) - np.mean(before):+.2f}"
+    difference = float(np.mean(now) - np.mean(before))
+    change = f"{difference:+.2f}"
     if min(len(before), len(now)) < 2:
         return made(False, f"{change}, not enough runs to say")
-    lost = p_value <= (1 - CONFIDENCE) / 2
-    return made(lost, change if lost else f"{change}, within the intervals")
+    shown = p_value <= _LEVEL
+    return made(shown and difference < 0, change if shown else f"{change}, within the intervals")
 
 
 def _ended(arm: Mapping[str, Any]) -> str:

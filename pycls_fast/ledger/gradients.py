@@ -25,7 +25,6 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.records import write_record
 from pycls_fast.network import Network
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
@@ -33,7 +32,7 @@ from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file
+from pycls_fast.train.output_file import is_open_elsewhere, output_file, write_json
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, from 2^HIGH on as 2^HIGH."""
@@ -235,11 +234,14 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             "layers": watch.layers(),
             "config": config.model_dump(mode="json"),
         }
-        write_record(file, record)
-        picture = file.with_suffix(".png")
-        draw(record, picture)
+        write_json(file, record)
+        written = [file]
+        # Beside a pipe or a device there is no place for a picture.
+        if not is_open_elsewhere(file):
+            written.append(file.with_suffix(".png"))
+            draw(record, written[-1])
         _print(display, record)
-        print(f"written to {file} and {picture}")
+        print(f"written to {' and '.join(map(str, written))}")
         return DONE
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.config.command_line import MISTAKE
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
@@ -20,11 +21,8 @@ from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged
 from pycls_fast.ledger.processes import Finished, Process
-from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.stopwatch import Stopwatch
-
-# A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
-_MISTAKE = 2
+from pycls_fast.train.output_file import write_json
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,10 @@ class Ledger:
                         f"output: {self.folder} holds a ledger with another {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
-            write_record(file, plan)
+            write_json(file, plan)
             self.stopwatch = Stopwatch(self.folder / "took.json")
+            # Kept before anything is timed: which start a round is of.
+            self.stopwatch.lap()
         except OSError as error:
             raise UserError(f"output: {self.folder} cannot be written to ({error.strerror}); give another") from error
         except json.JSONDecodeError as error:
@@ -207,12 +207,14 @@ class Ledger:
         """
         for arm in self.alone():
             self._try(arm)
-        position = 0
-        while position < len(self.arms()):
-            arm = self.arms()[position]
-            position += 1
+        for arm in self._in_order():
             if self.why_not(arm) is None:
                 self._try(arm)
+
+    def _in_order(self) -> Iterator[Arm]:
+        """The arms, made anew after each of them: what was left out changes those behind it, not their number."""
+        for position in range(len(self.arms())):
+            yield self.arms()[position]
 
     def _try(self, arm: Arm) -> None:
         finished = self._time(arm, 0)
@@ -221,10 +223,7 @@ class Ledger:
 
     def rule_out(self, refusal: Callable[[Arm], str | None]) -> None:
         """Leave out, in the ladder's order, the arms that are refused for the reason that is told of them."""
-        position = 0
-        while position < len(self.arms()):
-            arm = self.arms()[position]
-            position += 1
+        for arm in self._in_order():
             why = refusal(arm) if arm.before is not None and self.why_not(arm) is None else None
             if why is not None:
                 self.impossible[arm.name] = why
@@ -241,7 +240,8 @@ class Ledger:
                 f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
                 f"(all of it: {finished.log})"
             )
-        (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
+        # A user's mistake, to the process that is told of it: here a setting that cannot be had.
+        (self.impossible if finished.status == MISTAKE else self.failed)[arm.name] = finished.reason()
 
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
@@ -312,7 +312,7 @@ class Ledger:
             self.stopwatch.lap()
         if finished.status == 0:
             self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
-        elif finished.status == _MISTAKE:
+        elif finished.status == MISTAKE:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (all of it: {finished.log})")

@@ -19,13 +19,12 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.command_line import DONE
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.records import write_record
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file
+from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.step import Step
 
 CHUNK = 8
@@ -66,7 +65,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
             "errors": finite,
             "environment": environment(world.device, world.size),
         }
-        write_record(file, record)
+        write_json(file, record)
         return DONE
 
 

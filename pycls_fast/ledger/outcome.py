@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from pycls_fast.ledger.accuracy import ImagePair, pair_images
 from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.records import curve
-from pycls_fast.ledger.statistics import mean_interval, speedup
+from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, versions
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 
-IMAGENET_TRAINING_IMAGES = 1_281_167
 FORMAT = 1
 
 Record = dict[str, Any]
@@ -36,7 +37,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
     plan = ledger.arms()
     records = [_arm(ledger, arm) for arm in plan]
     by_name = {record["name"]: record for record in records}
-    _compare_speed(plan, by_name)
+    of_different_starts = _compare_speed(plan, by_name, ledger.stopwatch.starts if ledger.stopwatch else [])
     _compare_accuracy(ledger, plan, by_name)
     timed = next((record for arm in plan for record in ledger.timings(arm)), None)
     return {
@@ -56,7 +57,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "versions": versions(),
         "environment": environment(torch.device("cpu"), 1),
         "gradients": _gradients(ledger),
-        "unmeasured": ledger.unmeasured,
+        "unmeasured": ledger.unmeasured | of_different_starts,
         "arms": records,
     }
 
@@ -87,8 +88,8 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "before": arm.before,
         "status": status,
         "reason": reason,
-        # A device that has run out of memory is named in its message, too.
-        "needs": "CUDA" if status == "cannot run" and "CUDA" in str(reason) else None,
+        # What is told on CUDA has its name in it, too: no memory left, a card that is too old.
+        "needs": "CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
         "timing": _timing(ledger, arm),
         "numerics": _numerics(ledger, arm),
         "training": _training(ledger, arm),
@@ -113,17 +114,22 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
         "step_seconds_p90": p90,
         "images_per_step": images,
         "samples": len(steps),
-        "flops_per_second": 3 * rounds[0]["forward_flops_per_image"] * rate,
+        # Not known where parts of the network are frozen.
+        "flops_per_second": 3 * rounds[0]["forward_flops_per_image"] * rate if "flops_per_second" in parts[0] else None,
         "share_of_matmul": float(np.median(shares)) if shares else None,
         "memory_peak_bytes": max(memory, default=None),
         "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
         "rounds": [part["images_per_second"] for part in parts],
+        "times": [record["time"] for record in rounds],
+        "image_size": rounds[0]["image_size"],
         "precision": rounds[0]["precision"],
         "switches": rounds[0]["switches"],
     }
 
 
-def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
+def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: Sequence[float]) -> dict[str, str]:
+    """Add `speedup` and `speedup_before` to what was timed; what has no interval for its rounds, and why."""
+    without = {}
     for arm in plan:
         timing = records[arm.name]["timing"]
         for key, other in (("speedup", plan[0].name), ("speedup_before", arm.before)):
@@ -132,9 +138,25 @@ def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
                 continue
             timing[key] = None
             if reference is not None:
-                # A kill may have left one of them a round ahead.
-                pairs = min(len(reference["rounds"]), len(timing["rounds"]))
-                timing[key] = asdict(speedup(reference["rounds"][:pairs], timing["rounds"][:pairs]))
+                timing[key] = asdict(_in_pairs(reference, timing, starts))
+                if timing[key]["low"] is None and min(len(reference["rounds"]), len(timing["rounds"])) > 1:
+                    without[f"{arm.name}: interval of the speed-up over '{other}'"] = (
+                        "their rounds are of different starts, between which the machine's speed drifts; with more "
+                        "rounds= both are timed again"
+                    )
+    return without
+
+
+def _in_pairs(reference: Record, timing: Record, starts: Sequence[float]) -> Speedup:
+    """Over the rounds of a start that timed both of them; where there is none over all, without an interval.
+
+    A rung that was mended, or failed in an earlier start, has its rounds on another day than the reference.
+    """
+    # A kill may have left one of them a round ahead.
+    rounds = range(min(len(reference["rounds"]), len(timing["rounds"])))
+    together = [i for i in rounds if bisect(starts, reference["times"][i]) == bisect(starts, timing["times"][i])]
+    found = speedup(*([one["rounds"][i] for i in together or rounds] for one in (reference, timing)))
+    return found if together else replace(found, low=None, high=None)
 
 
 def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:

@@ -71,7 +71,7 @@ class Process:
         launcher = [sys.executable, "-u"]
         if ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        self._log = log
+        self._log, self._ranks = log, ranks
         self._started = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
@@ -88,7 +88,11 @@ class Process:
     def finished(self) -> Finished | None:
         """How it ended, or None while it runs."""
         status = self._process.poll()
-        return None if status is None else Finished(status, time.monotonic() - self._started, self._log)
+        if status is None:
+            return None
+        if status != 0 and self._ranks > 1:
+            status = _of_first_rank(self._log) or status
+        return Finished(status, time.monotonic() - self._started, self._log)
 
     def wait(self) -> Finished:
         """Wait for the end."""
@@ -107,11 +111,22 @@ class Process:
             self._process.wait()
 
 
+# In the last words of torchrun, whose own status is 1 whatever its ranks have ended with.
+_FIRST_RANK = re.compile(r"^Root Cause .*?^ *exitcode *: *(-?\d+)", re.MULTILINE | re.DOTALL)
+
+
+def _of_first_rank(log: Path) -> int | None:
+    """The status of the rank that failed first; None where torchrun did not come to tell it."""
+    found = _FIRST_RANK.search(log.read_text(encoding="utf-8", errors="replace"))
+    return int(found[1]) if found else None
+
+
 def _environment(ranks: int) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in ours}
-    # torchrun sets one thread a process and says so; the same without its warning.
-    return {**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")} if ranks > 1 else kept
+    # One rank alone takes all cores; torchrun would give each of several a single one, whatever there are.
+    share = max(len(os.sched_getaffinity(0)) // ranks, 1)
+    return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
 
 
 def _die_with_parent() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pycls_fast.ledger.parts import PartName, Turn
-from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.ledger.statistics import CONFIDENCE, paired_ratio, spread
 
 # Operations of a step in forward passes: the backward pass takes two products for each of the forward pass
 # (gradients of input and weight; Kaplan et al. 2020, section 2.1). Optimizer, recomputation: not counted.
@@ -32,6 +29,7 @@ def part_record(
     forward_flops_per_image: int,
     matmul_flops_per_second: float | None,
     memory_peak_bytes: int | None,
+    frozen: bool = False,
 ) -> dict[str, Any]:
     """The numbers of one part.
 
@@ -42,6 +40,7 @@ def part_record(
         forward_flops_per_image: a multiply-add counts 2.
         matmul_flops_per_second: of all ranks together, or None when it was not measured.
         memory_peak_bytes: of the rank with the largest, or None when it is not known.
+        frozen: parts of the network are not trained; how much of the backward pass that saves is not known.
     """
     turn_seconds = [turn.total / len(turn.seconds) for turn in turns]
     samples = [s for turn in turns for s in turn.seconds] if name in _SAMPLE_PER_STEP else turn_seconds
@@ -58,7 +57,7 @@ def part_record(
         "sample": "step" if name in _SAMPLE_PER_STEP else "turn",
         "memory_peak_bytes": memory_peak_bytes,
     }
-    if name in _FORWARD_PASSES:
+    if name in _FORWARD_PASSES and not (frozen and _FORWARD_PASSES[name] > 1):
         flops_per_second = _FORWARD_PASSES[name] * forward_flops_per_image * images_per_second
         record["flops_per_second"] = flops_per_second
         if matmul_flops_per_second is not None:
@@ -89,7 +88,7 @@ def comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, An
         **{f"speedup_{key}": value for key, value in asdict(ratio.spread).items() if key.startswith("p")},
         "speedup_low": low,
         "speedup_high": high,
-        "confidence": 0.95,
+        "confidence": CONFIDENCE,
         "pairs": list(ratio.pairs),
         "memory_ratio": _memory_ratio(reference[part], variant[part]),
     }
@@ -105,10 +104,3 @@ def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     known = [record for record in records if record["loss"] is not None]
     every = -(-len(known) // _MOST_POINTS) or 1
     return {key: [record[key] for record in known[::every]] for key in ("epoch", "loss")}
-
-
-def write_record(file: Path, record: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(file)

@@ -41,7 +41,7 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(p10, p50, p90, float(values.mean()), values.size)
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """A confidence interval of the median that assumes nothing but independent samples: the sign test's.
 
     The k-th smallest and the k-th largest sample enclose the median unless fewer than k samples fall on one

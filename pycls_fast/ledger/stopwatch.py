@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from pycls_fast.ledger.records import write_record
+from pycls_fast.train.output_file import write_json
 
 
 class Stopwatch:
@@ -14,11 +14,17 @@ class Stopwatch:
 
     Args:
         file: where they are kept, the one of earlier starts if it exists.
+
+    Attributes:
+        starts: when each of them began, this one last, in seconds since 1970.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._before = float(json.loads(file.read_text(encoding="utf-8"))["seconds"]) if file.is_file() else 0.0
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._before = float(before.get("seconds", 0.0))
+        # Of folders that older versions began no start is known; what they hold is from before this one.
+        self.starts: list[float] = [*before.get("starts", []), time.time()]
         self._started = time.monotonic()
 
     @property
@@ -28,4 +34,4 @@ class Stopwatch:
 
     def lap(self) -> None:
         """Write them down."""
-        write_record(self._file, {"seconds": self.seconds})
+        write_json(self._file, {"seconds": self.seconds, "starts": self.starts})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.display import human, plain_table, wide_console
 
 
@@ -25,7 +26,8 @@ def _row(arm: Mapping[str, Any], reference: str) -> dict[str, str]:
     row["ms a step (p90)"] = (
         f"{timing['step_seconds_p50'] * 1e3:.1f} ({timing['step_seconds_p90'] * 1e3:.1f})" if timing else ""
     )
-    row["FLOP/s"] = human(timing["flops_per_second"]) if timing else ""
+    flops = timing["flops_per_second"] if timing else None
+    row["FLOP/s"] = human(flops) if flops is not None else ""
     memory = timing["memory_peak_bytes"] if timing else None
     row["memory"] = human(memory, "B") if memory is not None else ""
     row["ImageNet epoch"] = duration(timing["imagenet_epoch_seconds"]) if timing else ""
@@ -61,6 +63,13 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def of_size(record: Mapping[str, Any]) -> str:
+    """The sizes of the images that were timed, in words."""
+    sizes = sorted({arm["timing"]["image_size"] for arm in record["arms"] if arm["timing"]})
+    own = ", as the rung has them," if len(sizes) > 1 else ""
+    return f" of {' or '.join(map(str, sizes))} pixels{own}" if sizes else ""
 
 
 def _speedup(values: Mapping[str, Any] | None) -> str:
@@ -107,7 +116,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
         *([f"Time: {taken}.", ""] if taken else []),
         f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
-        f"'{record['reference']}'. {rounding}ImageNet epoch: 1,281,167 images at this rate.",
+        f"'{record['reference']}'. {rounding}ImageNet epoch: {IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at "
+        "this rate.",
         "",
         _line(columns),
         _line(["---"] * len(columns)),

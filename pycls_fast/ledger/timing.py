@@ -30,7 +30,7 @@ from pycls_fast.ledger.parts import (
     slowest,
     synthetic_batch,
 )
-from pycls_fast.ledger.records import comparison, part_record, write_record
+from pycls_fast.ledger.records import comparison, part_record
 from pycls_fast.ledger.report import print_record
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.models import Complexity, complexity
@@ -41,7 +41,7 @@ from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import memory_peak_bytes
-from pycls_fast.train.output_file import output_file
+from pycls_fast.train.output_file import output_file, write_json
 
 Mode = Literal["model", "loader", "both", "all"]
 
@@ -131,7 +131,7 @@ def time_variants(
             return DONE
         settings = {"mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats}
         record = _record(built, settings, world)
-        write_record(file, record)
+        write_json(file, record)
         print_record(display, record)
         display.note(f"written to {file}")
         return DONE
@@ -333,6 +333,7 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
             forward_flops_per_image=counted.forward_flops,
             matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
             memory_peak_bytes=peak,
+            frozen=config.optim.trainable != ("all",),
         )
     return {
         "name": variant.name,

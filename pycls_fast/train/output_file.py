@@ -51,7 +51,7 @@ def output_file(output: str | Path, world: World | None = None) -> Path:
         UserError: nothing can be written there.
     """
     file = user_path(output)
-    if file.is_symlink() and not _is_open_elsewhere(file):
+    if file.is_symlink() and not is_open_elsewhere(file):
         # The link stays, and its target is written.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
@@ -66,7 +66,7 @@ def _problem(file: Path) -> str | None:
     if file.is_dir():
         return f"output: {file} is a folder; give the path of a file"
     try:
-        if _is_open_elsewhere(file):
+        if is_open_elsewhere(file):
             return None if os.access(file, os.W_OK) else f"output: {file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
@@ -77,9 +77,11 @@ def _problem(file: Path) -> str | None:
     return None
 
 
-def _is_open_elsewhere(file: Path) -> bool:
+def is_open_elsewhere(file: Path) -> bool:
     """A pipe, a device or one of this process's own files (`/dev/stdout`): another file in its place serves nobody."""
-    named = str(file.absolute()).startswith(("/dev/", "/proc/"))
+    name = str(file.absolute())
+    # What is kept in memory there are files like others.
+    named = name.startswith(("/dev/", "/proc/")) and not name.startswith("/dev/shm/")
     return file.exists() and not file.is_dir() and (named or not file.is_file())
 
 
@@ -93,7 +95,7 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     # Bytes of a file's name that are no UTF-8 stay JSON's escapes.
     encoded = text.encode(errors="backslashreplace")
     try:
-        if _is_open_elsewhere(file):
+        if is_open_elsewhere(file):
             file.write_bytes(encoded)
         else:
             with whole(file) as temporary:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pycls_fast import build
-from pycls_fast.config import saved_config
+from pycls_fast.config.saved import of_run, saved_config
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
@@ -62,21 +60,16 @@ def read_run(text: str) -> RunFiles:
         UserError: it is none, or its files are damaged.
     """
     folder = RunFolder(user_path(text))
-    file = folder.path / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{text}: not a run folder (it has no config.yaml)")
+    saved = of_run(folder.path)
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
         summary = _json(folder.path / "summary.json")
         environment = _json(folder.path / "environment.json")
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{text}: a file of the run cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: not the configuration of a run")
-    source, missing = _source(config, str(file))
+    source, missing = _source(saved.values, str(saved.file))
     return RunFiles(
         path=folder.path,
-        config=config,
+        config=saved.values,
         records=list(folder.records()),
         summary=summary,
         environment=environment or {},

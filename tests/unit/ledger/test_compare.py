@@ -365,6 +365,11 @@ def test_mistakes(a: Path, tmp_path: Path) -> None:
             compare(*arguments, output=None, images=3)
     with pytest.raises(UserError, match=r"output: .* cannot be made"):
         compare(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
+    (a / "config.yaml").rename(a / "kept")
+    (a / "config.yaml").write_bytes(b"seed: \xff")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(.*codec"):
+        compare(str(a), str(a), output=None, images=3)
+    (a / "kept").rename(a / "config.yaml")
     (a / "summary.json").write_text("{")
     with pytest.raises(UserError, match="a file of the run cannot be read"):
         compare(str(a), str(a), output=None, images=3)

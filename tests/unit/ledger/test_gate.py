@@ -26,9 +26,15 @@ def arm(name: str, rounds: list[float], top1: list[float], ratio: tuple[float, f
         "name": name,
         "status": "measured",
         "reason": None,
+        "overrides": [f"{name}=1"],
+        "ranks": 1,
         "timing": {"rounds": rounds, "speedup": dict(zip(keys, (*ratio, 3), strict=True)) if ratio else None},
-        "training": {"reason": None, "runs": [{"top1": value} for value in top1]},
+        "training": {"reason": None, "runs": runs(*top1)},
     }
+
+
+def runs(*top1: float, images: int = 50_000) -> list[Record]:
+    return [{"top1": value, "count": images} for value in top1]
 
 
 def ledger() -> Record:
@@ -70,15 +76,19 @@ def all_slower_elsewhere(record: Record) -> None:
 
 
 def less_accurate(record: Record) -> None:
-    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (88.0, 88.2, 88.1)]
+    record["arms"][1]["training"]["runs"] = runs(88.0, 88.2, 88.1)
 
 
 def less_accurate_by_chance(record: Record) -> None:
-    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (90.0, 90.4, 90.0)]
+    record["arms"][1]["training"]["runs"] = runs(90.0, 90.4, 90.0)
 
 
 def more_accurate(record: Record) -> None:
-    record["arms"][1]["training"]["runs"] = [{"top1": value} for value in (93.0, 93.2, 93.1)]
+    record["arms"][1]["training"]["runs"] = runs(93.0, 93.2, 93.1)
+
+
+def faster(record: Record) -> None:
+    record["arms"][1]["timing"]["speedup"] |= {"ratio": 4.0, "low": 3.9, "high": 4.1}
 
 
 def gone(record: Record) -> None:
@@ -95,12 +105,12 @@ def untrained(record: Record) -> None:
 
 def trained_once(record: Record) -> None:
     """The other two seeds were not a number."""
-    record["arms"][1]["training"] = {"reason": "seed 1: the loss is not finite", "runs": [{"top1": 90.2}]}
+    record["arms"][1]["training"] = {"reason": "seed 1: the loss is not finite", "runs": runs(90.2)}
 
 
 def trained_twice(record: Record) -> None:
     """15 points lower, which two seeds could not show."""
-    record["arms"][1]["training"] = {"reason": "seed 2: out of memory", "runs": [{"top1": 90.2}, {"top1": 60.0}]}
+    record["arms"][1]["training"] = {"reason": "seed 2: out of memory", "runs": runs(90.2, 60.0)}
 
 
 def killed(record: Record) -> None:
@@ -147,6 +157,7 @@ CASES: list[tuple[Callable[[Record], object], int]] = [
     (less_accurate, 1),
     (less_accurate_by_chance, 0),
     (more_accurate, 0),
+    (faster, 0),
     (gone, 1),
     (broken, 1),
     (untrained, 1),
@@ -196,7 +207,7 @@ def test_the_first_rungs_rate_may_be_left_out() -> None:
 def test_a_loss_by_chance_in_one_of_many_rungs_is_none() -> None:
     """Alone the rung has lost (p = 0.009); as one of twelve it has not."""
     before, now = ledger(), ledger()
-    now["arms"][1]["training"]["runs"] = [{"top1": value} for value in (89.7, 89.9, 89.8)]
+    now["arms"][1]["training"]["runs"] = runs(89.7, 89.9, 89.8)
     assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
     others = [arm(f"rung {i}", [100.0], [90.0 + 0.1 * i, 90.1, 90.3], None) | {"timing": None} for i in range(10)]
     shifted = copy.deepcopy(others)
@@ -239,6 +250,7 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
     [
         (["a.json"], "takes two files"),
         (["a.json", "b.json", "margin=1"], "takes two files"),
+        (["a.json", "optim.lr=0.1/b.json"], "cannot be read"),
         (["a.json", "b.json"], "cannot be read"),
         (["text", "text"], "not JSON"),
         (["list", "list"], "not a ledger.json"),
@@ -271,6 +283,8 @@ def test_the_package_s_own_baseline_is_of_its_own_ladder() -> None:
     ladder = read_ladder(str(folder / "ladder.yaml"), ())
     kept = json.loads((folder / "baseline.json").read_text(encoding="utf-8"))
     assert [arm["name"] for arm in kept["arms"]] == [ladder.baseline.name, *(rung.name for rung in ladder.rungs)]
+    assert [rung["overrides"] for rung in kept["ladder"]["rungs"]] == [list(rung.overrides) for rung in ladder.rungs]
+    assert kept["ladder"]["baseline"]["overrides"] == list(ladder.baseline.overrides)
     assert all(arm["status"] == "measured" and len(arm["training"]["runs"]) == 3 for arm in kept["arms"])
     assert not any(finding.lost for finding in compare(kept, kept, tolerance=0.5, absolute=False))
 
@@ -318,6 +332,39 @@ def test_other_overrides_are_shown() -> None:
     other_overrides(now)
     first = compare(ledger(), now, tolerance=0.05)[0]
     assert (first.before, first.now, first.text) == ("optim.lr=1", "optim.lr=2", "not those of the baseline")
+
+
+def test_overrides_of_a_rung_are_shown() -> None:
+    now = ledger()
+    now["arms"][1] |= {"overrides": ["fast=2"], "ranks": 2}
+    first, *others = compare(ledger(), now, tolerance=0.05)
+    found = (first.rung, first.quantity, first.before, first.now, first.text)
+    assert found == ("fast", "overrides", "fast=1 ranks=1", "fast=2 ranks=2", "not those of the baseline")
+    assert "overrides" not in {finding.quantity for finding in others}
+
+
+def test_a_gain_that_is_sure_is_not_called_chance() -> None:
+    now = ledger()
+    faster(now)
+    more_accurate(now)
+    found = {f.quantity: f.text for f in compare(ledger(), now, tolerance=0.05) if f.rung == "fast"}
+    assert found == {"speed-up": "+100.0%", "top-1": "+2.90"}
+
+
+def test_a_gain_that_may_be_chance_is_called_so() -> None:
+    now = ledger()
+    now["arms"][1]["timing"]["speedup"] |= {"ratio": 2.05, "low": 1.9, "high": 2.2}
+    now["arms"][1]["training"]["runs"] = runs(90.1, 90.5, 90.2)
+    found = {f.quantity: f.text for f in compare(ledger(), now, tolerance=0.05) if f.rung == "fast"}
+    assert found == {"speed-up": "+2.5%, within the intervals", "top-1": "+0.07, within the intervals"}
+
+
+@pytest.mark.parametrize(("top1", "lost"), [(99.16, False), (96.0, True)])
+def test_seeds_that_agree_by_chance_make_no_loss_of_one_image(top1: float, lost: bool) -> None:
+    before, now = ledger(), ledger()
+    before["arms"][1]["training"]["runs"] = runs(99.44, 99.44, 99.44, images=359)
+    now["arms"][1]["training"]["runs"] = runs(top1, top1, top1, images=359)
+    assert any(finding.lost for finding in compare(before, now, tolerance=0.05)) == lost
 
 
 def test_brackets_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

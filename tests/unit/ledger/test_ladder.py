@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -70,6 +71,7 @@ class FakeProcess:
             "train": {**step, "step_seconds_p50": 0.1},
             "steps_per_run": 9000,
             "memory_peak_bytes": None,
+            "time": time.time(),
             **about,
         }
         file.write_text(json.dumps({**record, "arguments": arguments}))
@@ -144,6 +146,42 @@ def test_a_rung_that_was_mended_is_below_the_others_from_the_beginning(tmp_path:
     assert_arms_are_what_was_measured(second)
     # Two rounds and a training of B and of C; the base's are there.
     assert len(fake.started) == 6
+
+
+def test_rounds_of_different_starts_are_no_pairs(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """A machine's speed today is not that of the day on which the first rung was timed."""
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    start(tmp_path)
+    fake.broken = {}
+    second = collect(start(tmp_path), "x")
+    missing = {"B: interval of the speed-up over 'base'", "C: interval of the speed-up over 'base'"}
+    assert set(second["unmeasured"]) == missing
+    timing = second["arms"][2]["timing"]
+    assert (timing["speedup"]["ratio"], timing["speedup"]["low"], timing["speedup"]["rounds"]) == (1.0, None, 2)
+    # B and C were timed by the same start.
+    assert timing["speedup_before"]["low"] == pytest.approx(1.0)
+    third = collect(start(tmp_path, rounds=4), "x")
+    assert third["unmeasured"] == {}
+    found = third["arms"][2]["timing"]["speedup"]
+    assert (found["low"], found["rounds"]) == (pytest.approx(1.0), 2)
+
+
+def test_ctrl_c_leaves_what_is_done(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(process: FakeProcess) -> Finished:
+        if len(fake.started) == 2:
+            raise KeyboardInterrupt
+        return process.finished()
+
+    monkeypatch.setattr(fake, "wait", interrupted)
+    status = conduct(
+        load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
+        folder=tmp_path, tools=Path("tools"), dry_run=False,
+    )  # fmt: skip
+    assert status == 3
+    assert "the same command goes on" in capsys.readouterr().out
+    assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
 
 def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:

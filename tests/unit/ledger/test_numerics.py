@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def test_errors_are_of_the_formats_size(
         assert low < each["gradient_error"] < high
     # The classifier starts from zeros: without training there are no logits to be wrong.
     assert low / 10 < each["logit_error"] < high
+
+
+def test_a_pipe_takes_the_errors(digits: Path) -> None:
+    """A file in its place would serve nobody; what is there is written to."""
+    read, write = os.pipe()
+    config = load_config("vit_digits", [*SMALL, f"data.root={digits}"])
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        assert measure_numerics(config, steps=1, output=f"/dev/fd/{write}") == 0
+        os.close(write)
+        assert [each["step"] for each in json.load(pipe)["errors"]] == [0, 1]
 
 
 def test_frozen_parts_are_no_error(tmp_path: Path, digits: Path) -> None:

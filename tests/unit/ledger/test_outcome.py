@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.processes import Finished
+from pycls_fast.ledger.processes import Finished, Process, _environment
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -76,6 +78,42 @@ def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_
     assert Finished(status, 1.0, file).reason() == reason
 
 
+@pytest.mark.parametrize(
+    ("ranks", "exit_codes", "status"),
+    [(2, (2, -15), 2), (2, (1, 2), 1), (2, (-9, 1), -9), (1, (2,), 1)],
+)
+def test_the_status_is_that_of_the_rank_that_failed_first(
+    ranks: int, exit_codes: tuple[int, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (f"  rank      : {rank}\n  exitcode  : {code} (pid: 7)\n" for rank, code in enumerate(exit_codes))
+    said = f"Failures:\n{''.join(others)}---\nRoot Cause (first observed failure):\n[0]:\n{first}===\n"
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    process = Process(tmp_path / "tool.py", [], ranks=ranks, log=tmp_path / "log.txt")
+    (tmp_path / "log.txt").write_text(said)
+    finished = process.finished()
+    assert finished is not None
+    assert finished.status == status
+
+
+class Ended:
+    """A process that has ended as torchrun does whenever a rank fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def poll(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, None), (2, "8"), (4, "4"), (32, "1")])
+def test_ranks_share_the_cores(ranks: int, share: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _environment(ranks).get("OMP_NUM_THREADS") == share
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _environment(ranks)["OMP_NUM_THREADS"] == "3"
+
+
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
@@ -83,11 +121,19 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
         ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
-    ledger.impossible |= {"far": "precision: tf32 needs CUDA", "odd": "model: has no head"}
-    arms = {arm["name"]: arm for arm in collect(ledger, "vit")["arms"]}
-    states = {name: state(arms[name]) for name in ("large", "broken", "far", "odd")}
-    assert states == {"large": "failed", "broken": "failed", "far": "needs CUDA", "odd": "cannot run here"}
-    assert arms["broken"]["reason"] == "RuntimeError: boom"
+    ledger.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
+
+    def states() -> dict[str, str]:
+        return {arm["name"]: state(arm) for arm in collect(ledger, "vit")["arms"] if arm["name"] != "base"}
+
+    # Here is CUDA: another card may do.
+    there = {"large": "failed", "broken": "failed", "far": "cannot run here", "odd": "cannot run here"}
+    assert states() == there
+    ledger.impossible["odd"] = "speed.allocator: keep needs CPU and this run is on CUDA; use speed.allocator=default"
+    assert states() == there
+    ledger.device = "cpu"
+    assert states() == {**there, "far": "needs CUDA"}
+    assert collect(ledger, "vit")["arms"][2]["reason"] == "RuntimeError: boom"
 
 
 def make_run(path: Path, wrong: int) -> None:

@@ -19,12 +19,13 @@ from pycls_fast.ledger.table import duration, markdown, print_table, rows
 Record = dict[str, Any]
 
 
-def timing(rate: float, ratio: float) -> Record:
+def timing(rate: float, ratio: float, image_size: int = 224) -> Record:
     speedup = {"ratio": ratio, "low": ratio * 0.9, "high": ratio * 1.1, "rounds": 3}
     return {
         "images_per_second": rate, "images_per_second_per_rank": rate, "step_seconds_p50": 64 / rate,
         "step_seconds_p90": 70 / rate, "flops_per_second": 1e9 * rate, "memory_peak_bytes": 2_000_000_000,
         "imagenet_epoch_seconds": 1_281_167 / rate, "rounds": [rate] * 3, "speedup": speedup, "speedup_before": speedup,
+        "image_size": image_size,
     }  # fmt: skip
 
 
@@ -184,6 +185,34 @@ def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
     explained = {look(line): text.get_text() for line, text in zip(legend.get_lines(), legend.get_texts(), strict=True)}
     assert explained["o", "white"] == "logits, before training"
     assert {look(line) for line in chart.figure.axes[0].lines} <= set(explained)
+
+
+def test_every_image_size_is_named(record: Record) -> None:
+    def caption() -> str:
+        return next(chart.caption for chart in charts(record) if chart.name == "epoch")
+
+    assert caption() == "1,281,167 images of 224 pixels at the measured rate, loading no limit."
+    record["arms"][1]["timing"] = timing(187, 1.87, image_size=256)
+    sizes = "1,281,167 images of 224 or 256 pixels, as the rung has them, at"
+    assert sizes in caption()
+    assert sizes in markdown(record)
+
+
+def test_unknown_operations_are_no_number(record: Record) -> None:
+    for arm in record["arms"][:2]:
+        arm["timing"]["flops_per_second"] = None
+    shown = [row["FLOP/s"] for row in rows(record)]
+    assert shown == ["-", "-", "150.00 G", "-"]
+
+
+def test_what_float16_rounds_up_is_kept(record: Record) -> None:
+    """From 2^-25 on, half of its smallest number."""
+    record["gradients"]["total"]["exponents"] = {"-25": 10, "-26": 5}
+    (chart,) = (chart for chart in charts(record) if chart.name == "gradients")
+    bars = {bar.get_label(): [patch.get_height() for patch in bar] for bar in chart.figure.axes[0].containers}
+    assert {label: sum(heights) for label, heights in bars.items()} == pytest.approx(
+        {"zero in float16": 100 * 5 / 15, "kept": 100 * 10 / 15}
+    )
 
 
 def test_gradients_that_are_all_zero(record: Record) -> None:

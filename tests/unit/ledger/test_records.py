@@ -16,7 +16,7 @@ TURNS = [
 ]
 
 
-def record(name: PartName, turns: list[Turn], images_per_step: int = 70) -> dict[str, Any]:
+def record(name: PartName, turns: list[Turn], images_per_step: int = 70, *, frozen: bool = False) -> dict[str, Any]:
     return part_record(
         name,
         turns,
@@ -24,6 +24,7 @@ def record(name: PartName, turns: list[Turn], images_per_step: int = 70) -> dict
         forward_flops_per_image=1000,
         matmul_flops_per_second=1e6,
         memory_peak_bytes=123,
+        frozen=frozen,
     )
 
 
@@ -60,6 +61,13 @@ def test_training_is_three_forward_passes() -> None:
     assert inference["flops_per_second"] == 1000 * 20.0
     assert inference["share_of_matmul"] == pytest.approx(0.02)
     assert "flops_per_second" not in record("loader", TURNS)
+
+
+@pytest.mark.parametrize("name", ["train", "both"])
+def test_the_backward_pass_of_a_frozen_network_is_not_guessed(name: PartName) -> None:
+    found = record(name, TURNS, frozen=True)
+    assert not {"flops_per_second", "share_of_matmul"} & set(found)
+    assert record("inference", TURNS, frozen=True) == record("inference", TURNS)
 
 
 def test_waiting_is_a_share_of_all_the_time() -> None:

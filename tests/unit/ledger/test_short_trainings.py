@@ -1,7 +1,8 @@
-"""The short trainings of mode=gradients and mode=numerics begin with what any training begins with."""
+"""The short trainings of mode=gradients and mode=numerics begin with what any training begins with; so do timings."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.gradients import count_gradients
 from pycls_fast.ledger.numerics import measure_numerics
+from pycls_fast.ledger.timing import time_variants
 from tests.integration.runs import TINY
 
 Measure = Callable[[RunConfig, Path], int]
@@ -54,3 +56,15 @@ def test_classes_weigh_as_in_a_training(
     (counts,) = caught.value.args
     assert len(counts) == 10
     assert min(counts) > 50
+
+
+def test_operations_of_a_frozen_network_are_left_out(tmp_path: Path, digits: Path) -> None:
+    """Three forward passes would be more than it computes."""
+    variants = [("all", configured(digits)), ("head", configured(digits, "optim.trainable=[head]"))]
+    file = tmp_path / "t.json"
+    status = time_variants(variants, mode="model", steps=1, warmup_steps=0, repeats=1, matmul_size=16, output=str(file))
+    assert status == 0
+    whole, frozen = json.loads(file.read_text())["variants"]
+    assert {"flops_per_second", "share_of_matmul"} <= set(whole["train"])
+    assert not {"flops_per_second", "share_of_matmul"} & set(frozen["train"])
+    assert "flops_per_second" in frozen["inference"]

@@ -23,4 +23,7 @@ def test_a_start_goes_on_from_the_last_lap(tmp_path: Path, monkeypatch: pytest.M
     now = 5012.0
     assert second.seconds == 42.0
     second.lap()
-    assert Stopwatch(tmp_path / "took.json").seconds == 42.0
+    third = Stopwatch(tmp_path / "took.json")
+    assert third.seconds == 42.0
+    assert third.starts == sorted(third.starts)
+    assert third.starts[:2] == [*first.starts, second.starts[1]]

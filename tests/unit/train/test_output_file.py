@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_an_open_file_of_the_process_is_written_into(tmp_path: Path) -> None:
         write_json(output_file(f"/dev/fd/{stream.fileno()}"), {"a": 1})
         assert json.loads(stream.read()) == {"a": 1}
     assert (tmp_path / "a.json").stat().st_ino == before
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no files in memory")
+def test_a_file_in_memory_is_replaced_whole() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = Path(folder) / "a.json"
+        write_json(output_file(file), {"a": 1})
+        with file.open() as before:
+            write_json(output_file(file), {"a": 2})
+            assert json.load(before) == {"a": 1}
+        assert json.loads(file.read_text()) == {"a": 2}
 
 
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
