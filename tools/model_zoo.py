@@ -11,12 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pycls_fast import build, published
-from pycls_fast.config import NoOptions, RunConfig, load_config, options_line
-from pycls_fast.models import complexity
-from pycls_fast.published import IMAGENET_TRAINING_IMAGES
+from pycls_fast import published
+from pycls_fast.config import NoOptions, load_config, options_line
+from pycls_fast.config.schema import Data
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
 # FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.
 H100_PEAK = 989e12
@@ -24,6 +22,8 @@ H100_PEAK = 989e12
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "MODEL_ZOO.md"
 MEASURED = _DOCS / "results" / "top1.json"
+
+_PLACE = ["data.root=/path/to/imagenet"]
 
 _HEAD = """\
 # Model zoo
@@ -35,9 +35,9 @@ Top-1 accuracy in percent on ImageNet-1k's 50,000 validation images, one crop, a
 measured here. Parameters with 1,000 classes. GMACs are billions of multiply-adds of one image at the size given (a
 run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
 
-`H100 hours` is arithmetic, not a measurement: all FLOPs of a training, three times those of its forward passes, at 989
-TFLOP/s, the dense bfloat16 peak of one H100. Nothing is faster. Published runs reach 29 % of it with a ViT-g/14 (NeMo,
-8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has to keep up, too.
+`H100 hours` is arithmetic, not a measurement: three forward passes for each image of a training, by the area that it is
+trained at, at 989 TFLOP/s, the dense bfloat16 peak of one H100. Nothing is faster. Published runs reach 29 % of it with
+a ViT-g/14 (NeMo, 8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has to keep up, too.
 """
 
 _RECIPES = """\
@@ -126,27 +126,22 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} | weights |"
     yield "|---" * len(columns) + "|---|"
     for name, known in published.EXPERIMENTS.items():
-        config = load_config(name, ["data.root=/path/to/imagenet"])
+        config = load_config(name, _PLACE)
         top1 = "none" if known.top1 is None else f"{known.top1:g}"
         weights = f"`{known.weights}`" if known.weights else ""
         size = f"{known.parameters:g} | {known.gmacs:g} | {known.size}"
-        length = f"{config.schedule.epochs} | {_hours(config)}"
+        length = f"{config.schedule.epochs} | {_hours(known, config.data, config.schedule.epochs)}"
         ours = _ours(measured, "experiment", name)
         model = _network(config.model.model_dump())
         yield f"| `{name}` | {model} | {size} | {length} | {top1} | {known.source} | {ours} | {weights} |"
 
 
-def _hours(config: RunConfig) -> str:
-    """Hours of one H100 at its peak for a training on ImageNet-1k."""
-    switches = build.switches(config, torch.device("cpu"))
-    sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
-    firsts = [*sorted(sizes), config.schedule.epochs]
-    per_image = {
-        size: complexity(lambda: build.counted_model(config, 1_000, switches), image_size=size).forward_flops
-        for size in set(sizes.values())
-    }
-    forward = sum(per_image[sizes[first]] * (last - first) for first, last in pairwise(firsts))
-    hours = 3 * forward * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
+def _hours(known: Published, data: Data, epochs: int) -> str:
+    """Hours of one H100 at its peak for a training on ImageNet-1k: three forward passes an image."""
+    sizes = {0: data.image_size, **dict(data.image_size_schedule)}
+    parts = pairwise([*sorted(sizes), epochs])
+    areas = sum((last - first) * (sizes[first] / known.size) ** 2 for first, last in parts)
+    hours = 3 * 2e9 * known.gmacs * areas * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
     return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
