@@ -23,9 +23,6 @@ from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.records import write_record
 from pycls_fast.ledger.stopwatch import Stopwatch
 
-# A user's mistake, to the process that is told of it: here a setting that this machine or this model cannot have.
-_MISTAKE = 2
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -240,7 +237,7 @@ class Ledger:
                 f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
                 f"(all of it: {finished.log})"
             )
-        (self.impossible if finished.status == _MISTAKE else self.failed)[arm.name] = finished.reason()
+        (self.impossible if finished.refused else self.failed)[arm.name] = finished.reason()
 
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
@@ -311,7 +308,7 @@ class Ledger:
             self.stopwatch.lap()
         if finished.status == 0:
             self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
-        elif finished.status == _MISTAKE:
+        elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (all of it: {finished.log})")

@@ -77,16 +77,21 @@ def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_
 
 
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
-    rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "broken", "far", "odd")]
+    rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "larger", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
     ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", tmp_path, tmp_path)
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
         ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
+    log = tmp_path / "larger"
+    log.write_text("error: the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB); lower it\n")
+    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, log))
     ledger.impossible |= {"far": "precision: tf32 needs CUDA", "odd": "model: has no head"}
     arms = {arm["name"]: arm for arm in collect(ledger, "vit")["arms"]}
-    states = {name: state(arms[name]) for name in ("large", "broken", "far", "odd")}
-    assert states == {"large": "failed", "broken": "failed", "far": "needs CUDA", "odd": "cannot run here"}
+    states = {name: state(arms[name]) for name in ("large", "larger", "broken", "far", "odd")}
+    assert states == {
+        "large": "failed", "larger": "failed", "broken": "failed", "far": "needs CUDA", "odd": "cannot run here",
+    }  # fmt: skip
     assert arms["broken"]["reason"] == "RuntimeError: boom"
 
 
