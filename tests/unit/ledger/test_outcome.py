@@ -83,9 +83,11 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
         ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
-    log = tmp_path / "larger"
-    log.write_text("error: the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB); lower it\n")
-    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, log))
+    larger = tmp_path / "larger"
+    larger.write_text(
+        "error: the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB); lower it\n"
+    )
+    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, larger))
     ledger.impossible |= {"far": "precision: tf32 needs CUDA", "odd": "model: has no head"}
     arms = {arm["name"]: arm for arm in collect(ledger, "vit")["arms"]}
     states = {name: state(arms[name]) for name in ("large", "larger", "broken", "far", "odd")}
