@@ -116,7 +116,8 @@ _LEVELS = (
         "fp16_master",
         "float16 network with norms in float32, float32 master weights in the optimizer, loss scaling.",
         helps="As bf16_params, with the 11 bits of float16.",
-        hurts="As amp_fp16; the float16 copy of the weights lies beside the masters.",
+        hurts="As amp_fp16; the float16 copy of the weights lies beside the masters. Under ddp gradients are summed in "
+        "float16, over microbatches and over ranks; under fsdp, hsdp and in one process in float32.",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv 1710.03740, section 3.1.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.002 of float32's; on two ranks. CUDA: not run.",
         apex="O2",
@@ -132,12 +133,13 @@ _LEVELS = (
         "two CPU cores with AMX, speed=fast: 27.9 images/s, amp_bf16 27.3, float32 8.6 (docs/results/cpu_step.md). "
         "Under fsdp blocks are gathered in bfloat16, and no cast is kept.",
         hurts="Residual sums and norms round to 8 bits of significand. The bfloat16 copy of the weights lies beside "
-        "the masters.",
+        "the masters. Under ddp gradients are summed in bfloat16, over microbatches and over ranks; under fsdp, hsdp "
+        "and in one process in float32.",
         source="torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al., ICLR 2018, section 3.1, on masters.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.01 of float32's; on two and four ranks under "
         "every strategy that takes it. CUDA: not run.",
-        elsewhere="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32); nearest to Apex's O2, "
-        "which keeps norms in float32",
+        elsewhere="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), under fsdp and hsdp to "
+        "the letter; nearest to Apex's O2, which keeps norms in float32",
         weights="bfloat16",
         masters="kept",
     ),

@@ -70,7 +70,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         # The preset gives way to what was asked for.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
         in_the_way = set(impossible(config, resolved, kind)) - set(impossible(config, uncompiled, kind))
-        if in_the_way or not (_compiles_once(config) and has_compiler()):
+        if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
             resolved = uncompiled
     lines = list(impossible(config, resolved, kind))
     if lines:
@@ -100,11 +100,31 @@ def _compiles_once(config: RunConfig) -> bool:
     )
 
 
-def has_compiler() -> bool:
-    """Whether torch.compile has what it needs for a CPU: a C++ compiler, looked for as Inductor does, and Python.h."""
-    command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return shutil.which(command.split()[0]) is not None and header.is_file()
+def has_compiler(kind: speed.Device) -> bool:
+    """Whether torch.compile has what it needs: Python.h, and a compiler where Inductor (C++, for a CPU) or Triton (C,
+    for what starts its kernels on CUDA) looks for one."""
+    if kind == "cuda":
+        commands = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    else:
+        commands = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]]
+    header = Path(sysconfig.get_path("include", scheme="posix_prefix")) / "Python.h"
+    return any(shutil.which(command) for command in commands) and header.is_file()
+
+
+def need_compiler(device: torch.device, what: str, instead: str) -> None:
+    """Refuse what is compiled where nothing can be.
+
+    Raises:
+        UserError: `what` needs a compiler, with `instead` as the way out.
+    """
+    kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
+    if has_compiler(kind):
+        return
+    compiler, package = ("C compiler (gcc or clang)", "gcc") if kind == "cuda" else ("C++ compiler", "g++")
+    raise UserError(
+        f"{what} needs a {compiler} and Python's headers on {'CUDA' if kind == 'cuda' else 'a CPU'} and did not find "
+        f"both; install {package} and python3-dev, or use {instead}"
+    )
 
 
 def level(config: RunConfig) -> precision.Level:

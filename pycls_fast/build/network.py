@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from pycls_fast import models, optim, parallel
-from pycls_fast.build.device import DTYPES, Switches, level, strategy
+from pycls_fast.build.device import DTYPES, Switches, level, need_compiler, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.counter import counter_seed
@@ -212,8 +212,13 @@ def wrap(
 
     Args:
         initialise: called on a network that was without memory, after its initial values, to load others.
+
+    Raises:
+        UserError: it is to be compiled, and there is no compiler.
     """
     settings, precision = config.parallel, level(config)
+    if chosen[SwitchName.COMPILE] != "off":
+        need_compiler(world.device, f"speed.compile: {chosen[SwitchName.COMPILE]}", "speed.compile=off")
     torch.manual_seed(_initial_seed(config))
     return wrap_model(
         network,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 
 from pycls_fast import optim
-from pycls_fast.build.device import Switches, has_compiler, level
+from pycls_fast.build.device import Switches, level, need_compiler
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
@@ -53,7 +53,7 @@ def loss(
         plain = ClassWeighted(unweighted, F.pad(weights_K, (0, spare), value=1.0))
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
         return plain
-    _need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
+    need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
     return FusedLoss(plain)
 
 
@@ -116,10 +116,10 @@ def optimizer(
         # Of fairscale_sharded_ddp a rank may own nothing of a group.
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if isinstance(settings, schema.AdamW8bit):
-            _need_compiler(device, "optim.name: adamw8bit", "optim=adamw")
+            need_compiler(device, "optim.name: adamw8bit", "optim=adamw")
         made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
-            _need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             optim.compile_step(made)
         if chosen[SwitchName.CUDA_GRAPHS] == "on":
             optim.make_capturable(made, device)
@@ -187,15 +187,6 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
             eps=settings.eps,
         )
     return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
-
-
-def _need_compiler(device: torch.device, what: str, instead: str) -> None:
-    # On CUDA torch brings its own (Triton).
-    if device.type == "cpu" and not has_compiler():
-        raise UserError(
-            f"{what} needs a C++ compiler and Python's headers on a CPU and did not find both; install g++ and "
-            f"python3-dev, or use {instead}"
-        )
 
 
 def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:

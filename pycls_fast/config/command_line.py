@@ -32,11 +32,13 @@ from pycls_fast.config.help import help_text
 from pycls_fast.config.messages import did_you_mean, known_keys
 from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
 # As shells say it: 128 and the number of SIGINT.
 INTERRUPTED = 130
+OUT_OF_MEMORY = "out of memory"
+"""In the line of every tool whose device is."""
 
 
 class NoOptions(Section):
@@ -106,10 +108,11 @@ def command_line(
     sys.exit(reporting(everything))
 
 
-def reporting(action: Callable[[], int]) -> int:
+def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
     """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2, Ctrl-C into 130.
 
-    What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`).
+    What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`). A device's
+    memory that does not suffice is a line of each rank that meets with it, for which `batch` is what to make smaller.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on standard error: a file's or class's name that is no UTF-8 can be printed.
@@ -122,6 +125,14 @@ def reporting(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _say("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
+    except Exception as error:
+        # Without torch, which takes seconds to import, nothing can have asked for memory of a device.
+        if not isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
+            raise
+        asked = first_line(error).partition(" GPU ")[0].rstrip(".")
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
+        return MISTAKE
 
 
 def show(page: str) -> int:

@@ -31,7 +31,7 @@ def options_line(run: Callable[[Any], int], options: type[Section], *, words: Se
             return show((sys.modules["__main__"].__doc__ or "").strip())
         return run(read_options(sys.argv[1:], options, words))
 
-    sys.exit(reporting(action))
+    sys.exit(reporting(action, batch="batch_size" if "batch_size" in options.model_fields else "the batch"))
 
 
 def read_options(arguments: list[str], options: type[Section], words: Sequence[str] = ()) -> Any:

@@ -75,7 +75,9 @@ class Mixer:
 
 def mixup(images_BCHW: torch.Tensor, lam: float) -> torch.Tensor:
     """lam * image i + (1 - lam) * image i - 1."""
-    return images_BCHW.roll(1, 0).mul_(1 - lam).add_(images_BCHW, alpha=lam)
+    # On CUDA `roll` would leave them in the order C, H, W.
+    other_BCHW = torch.cat([images_BCHW[-1:], images_BCHW[:-1]])
+    return other_BCHW.mul_(1 - lam).add_(images_BCHW, alpha=lam)
 
 
 def cutmix(images_BCHW: torch.Tensor, box: tuple[int, int, int, int]) -> torch.Tensor:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.command_line import MISTAKE
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
@@ -240,8 +239,7 @@ class Ledger:
                 f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
                 f"(all of it: {finished.log})"
             )
-        # A user's mistake, to the process that is told of it: here a setting that cannot be had.
-        (self.impossible if finished.status == MISTAKE else self.failed)[arm.name] = finished.reason()
+        (self.impossible if finished.refused else self.failed)[arm.name] = finished.reason()
 
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
@@ -312,7 +310,7 @@ class Ledger:
             self.stopwatch.lap()
         if finished.status == 0:
             self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
-        elif finished.status == MISTAKE:
+        elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (all of it: {finished.log})")

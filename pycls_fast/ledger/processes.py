@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pycls_fast.config.command_line import MISTAKE, OUT_OF_MEMORY
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,6 +25,15 @@ class Finished:
     status: int
     seconds: float
     log: Path
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was asked for what this machine or this model cannot have.
+
+        To the process that is a user's mistake, and so is a batch too large for the device's memory, which is no such
+        thing here.
+        """
+        return self.status == MISTAKE and OUT_OF_MEMORY not in self.reason()
 
     def reason(self) -> str:
         """What it gave as the cause: its lines of error, else its exception, else the last line that says anything.

@@ -49,9 +49,11 @@ def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: Co
         # finds its way by itself; what it would have the user do is for calls that are not parts of one step.
         warnings.filterwarnings("ignore", message="Unable to hit fast path of CUDAGraphs")
     # Every kind of block is one more variant of the same code, and another one in evaluation mode, in which the ledger
-    # measures rounding; above the limit torch goes back to eager, in silence.
-    limit = 2 * len(units) + 8
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    # measures rounding; above the limit torch goes back to eager, in silence. All networks of the process count
+    # together, for what is compiled is one function, torch's `Module._call_impl`.
+    variants = 2 * len(units) + 8
+    torch._dynamo.config.recompile_limit += variants
+    torch._dynamo.config.accumulated_recompile_limit += variants
     modules = [model] if what == "model" else [unit for _, unit in units]
     # Where nothing but numbers such as drop-path's rate can differ they may become variables; with shapes that differ,
     # torch would make variables of these too, and slower kernels.

@@ -44,6 +44,9 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         ) from error
     assert settings.make_optimizer is not None
     assert world.mesh is not None
+    # As the buffers that FairScale sends around will have the weights: the optimizer makes its state before that, and
+    # fused steps pair weights and momentum as they lie in memory. Convolutions follow the format of the images.
+    network.to(memory_format=torch.contiguous_format)
     parameters = dict(network.named_parameters())
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in settings.groups]
     optimizer: Any = sharded_optimizer(groups, settings.make_optimizer, world)
@@ -146,8 +149,14 @@ class _Sent(NamedTuple):
 
 
 def _outline(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and tensors of one number as they are, descriptions of the others."""
-    return {
-        key: _Sent(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim else value
-        for key, value in values.items()
-    }
+    """Numbers and tensors of one number, which come to the host, and descriptions of the others.
+
+    Unpickled, a tensor goes where it was: every rank would open a context on every other rank's GPU.
+    """
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _Sent(value.shape, value.dtype) if value.ndim else value.cpu()
+
+    return {key: told(value) for key, value in values.items()}

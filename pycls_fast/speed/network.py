@@ -183,9 +183,9 @@ NETWORK: tuple[Switch, ...] = (
         "cores with AMX). Memory-bound operations on GPUs: published for inference 1.07-1.21x on ViTs and about 1.9x "
         "on ResNet-50 (timm's tables), for training 1.16x on an 8B language model (torchtitan).",
         hurts="The first step takes 20 to 100 s. On the CPU in float32 nothing was gained: 1.01-1.03x on ViT-S, "
-        "0.97-1.10x on ResNet-50 (batch 16, two cores); blocks of ResNet-50 in bfloat16 0.59x. Needs a C++ compiler "
-        "and Python's headers; without them, and where something was asked for that compiled code does not go with, "
-        "the fast preset leaves it off. Hooks inside do not see what is fused.",
+        "0.97-1.10x on ResNet-50 (batch 16, two cores); blocks of ResNet-50 in bfloat16 0.59x. Needs Python's "
+        "headers and a compiler (C++ for a CPU, C for CUDA); without them, and where something was asked for that "
+        "compiled code does not go with, the fast preset leaves it off. Hooks inside do not see what is fused.",
         source="Ansel et al., PyTorch 2, 2024; torch.nn.Module.compile; PyTorch recipe on regional compilation.",
         ran="CPU (torch 2.15). CUDA: not run, which is why the fast preset has it off.",
     ),

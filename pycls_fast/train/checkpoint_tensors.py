@@ -112,7 +112,9 @@ def write(tensors: Tensors, folder: Path, group: ProcessGroup | None) -> None:
     _quiet()
     dcp.save(
         tensors,
-        storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False),
+        # Where there is CUDA torch would copy ahead, of tensors on the host as well, and wait once per 10 MB for all
+        # that the training has queued.
+        storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0),
         planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=group,
         no_dist=group is None,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from pycls_fast import optim
 from pycls_fast.config import load_config
+from pycls_fast.parallel import fairscale_ddp, start_world
+from pycls_fast.parallel.wrapped import Settings
 from pycls_fast.train import train
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
@@ -43,6 +48,8 @@ def _ranks() -> int:
         ("fairscale_fsdp", ["precision=bf16_params"], 3e-2),
         ("fairscale_fsdp", ["precision=fp16_master"], 3e-2),
         ("fairscale_sharded_ddp", ["precision=fp32"], 1e-4),
+        # Fused SGD has its state before FairScale lays out the weights.
+        ("fairscale_sharded_ddp", ["precision=fp32", "optim=sgd", "optim.lr=0.001"], 1e-4),
         ("fairscale_sharded_ddp", ["precision=amp_fp16"], 3e-2),
     ],
 )
@@ -65,13 +72,27 @@ def test_trains_as_one_process(
     assert mine["loss"] == pytest.approx(other["loss"], abs=tolerance)
 
 
+def test_numbers_of_the_optimizer_are_told_from_the_host() -> None:
+    """Or each rank would open a context on every other rank's GPU, where they are unpickled."""
+    network = nn.Linear(4, 4).cuda()
+    make = partial(optim.adamw, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation="fused")
+    settings = Settings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
+    with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_sharded_ddp") as world:
+        wrapped = fairscale_ddp.shard(network, world, settings)
+        assert wrapped.optimizer is not None
+        wrapped.forward(torch.randn(2, 4, device="cuda")).sum().backward()
+        wrapped.optimizer.step()
+        state = wrapped.optimizer.state_dict()["state"]
+    steps = [values["step"] for values in state.values()]
+    assert [(step.device.type, step.item()) for step in steps] == [("cpu", 1.0)] * 2
+
+
 def test_the_step_of_fsdp_never_waits_for_the_device(tmp_path: Path, digits: Path) -> None:
     """torch raises at every synchronising call of steps after the first ones."""
     from itertools import islice
 
     from pycls_fast import build
     from pycls_fast.data import to_device
-    from pycls_fast.parallel import start_world
     from pycls_fast.train.display import Display
     from pycls_fast.train.metrics import TrainMetrics
     from pycls_fast.train.run import start_run

@@ -226,6 +226,18 @@ def test_compiled_shards_equal_one_process(tmp_path: Path, digits: Path) -> None
         compare_learned(torch.load(ours / f"{name}.pt"), torch.load(theirs / f"{name}.pt"), 1e-4)
 
 
+@pytest.mark.slow
+def test_compiled_replicas_equal_one_process(tmp_path: Path, digits: Path) -> None:
+    """torch cuts compiled code where DDP sends a bucket."""
+    keys = ["speed.compile=blocks", "schedule.max_steps=3"]
+    alone, cut = (
+        {"blocks": case([strategy, *more], "vit", "fp32", 2, digits)}
+        for strategy, more in (("parallel=single", keys[1:]), ("parallel=ddp", keys))
+    )
+    theirs, ours = run_ranks(alone, tmp_path / "alone", 1), run_ranks(cut, tmp_path / "cut", 2)
+    compare_learned(torch.load(ours / "blocks.pt"), torch.load(theirs / "blocks.pt"), 1e-4)
+
+
 def compare(chosen: tuple[Any, ...], folder: Path, alone: Path) -> None:
     """What a case ended with on ranks and in one process."""
     ours = torch.load(folder / f"{case_name(*chosen)}.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,6 @@ from torchvision.transforms import v2
 from pycls_fast import build, optim, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
-from pycls_fast.build import optimization as build_optimization
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
@@ -358,12 +358,56 @@ class TestOptimizing:
             assert dense.tolist() == [1, 1]
             build.loss(config, REFERENCE, CPU, classes=classes)
 
-    def test_a_loss_that_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        with pytest.raises(
-            UserError, match=r"^speed\.cross_entropy: fused needs a C\+\+ compiler .* use speed\.cross_"
-        ):
-            build.loss(vit(), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU)
+    @pytest.mark.parametrize(
+        ("device", "compiler"), [("cpu", r"C\+\+ compiler"), ("cuda", r"C compiler \(gcc or clang\)")]
+    )
+    @pytest.mark.parametrize("without", ["compiler", "header"])
+    def test_what_cannot_be_compiled(
+        self, monkeypatch: pytest.MonkeyPatch, without: str, device: str, compiler: str
+    ) -> None:
+        """Not on CUDA either: Triton compiles what starts its kernels."""
+        for name in ("CC", "CXX"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("shutil.which", lambda name: None if without == "compiler" else f"/{name}")
+        if without == "header":
+            monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: "/there/is/none")
+        there = torch.device(device)
+        switches = {**REFERENCE, SwitchName.COMPILE: "blocks"}
+        config = vit("speed.compile=blocks")
+        line = rf"needs a {compiler} and Python's headers on .* and did not find both; install g.* or use speed\."
+        with pytest.raises(UserError, match=rf"^speed\.compile: blocks {line}compile=off$"):
+            build.wrap(config, build.model(config, 10, switches), world(device=there), switches)
+        with pytest.raises(UserError, match=rf"^speed\.cross_entropy: fused {line}cross_entropy=plain$"):
+            build.loss(vit(), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, there)
+
+    @pytest.mark.parametrize(
+        ("variables", "there", "found"),
+        [
+            ({}, {"gcc"}, ["cuda"]),
+            ({}, {"clang"}, ["cuda"]),
+            ({"CC": "cc-13"}, {"cc-13"}, ["cuda"]),
+            ({"CC": "cc-13"}, {"gcc"}, []),
+            ({"CXX": "c++ -O2"}, {"c++"}, ["cpu"]),
+            ({}, set(), []),
+        ],
+    )
+    def test_where_compilers_are_looked_for(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        variables: dict[str, str],
+        there: set[str],
+        found: list[str],
+    ) -> None:
+        for name in ("CC", "CXX"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        (tmp_path / "Python.h").touch()
+        monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: str(tmp_path))
+        monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+        kinds: tuple[speed.Device, ...] = ("cpu", "cuda")
+        assert [kind for kind in kinds if build.device.has_compiler(kind)] == found
 
     @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:
@@ -381,7 +425,7 @@ class TestOptimizing:
     @pytest.mark.parametrize("owned", [(0, 1), (1, 0), (0, 0)])
     def test_a_rank_that_owns_nothing_of_a_group(self, monkeypatch: pytest.MonkeyPatch, owned: tuple[int, int]) -> None:
         """FairScale's OSS gives such groups to what makes a rank's optimizer."""
-        monkeypatch.setattr(build_optimization, "has_compiler", lambda: True)
+        monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
         config = vit("optim=adamw")
         network = build.model(config, 10, REFERENCE)
         groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]
@@ -413,7 +457,7 @@ class TestOptimizing:
     )  # fmt: skip
     def test_the_other_optimizers(self, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, name, optim)
-        monkeypatch.setattr(build_optimization, "has_compiler", lambda: True)
+        monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
         keys = [f"optim.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
         config = vit(f"optim={name}", "optim.lr=0.5", "optim.weight_decay=0.4", *keys)
         build.optimizer(config, build.model(config, 10, REFERENCE), {**REFERENCE, SwitchName.OPTIMIZER: "foreach"})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from pycls_fast.data import Mixer
+from pycls_fast.data import ElementMixer, Mixer
 from pycls_fast.data.mix import cutmix, cutmix_box, mixup
 
 
@@ -155,11 +155,33 @@ def test_layout_is_kept() -> None:
         assert mixed_BCHW.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_layout_is_kept_where_roll_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA `roll` gives contiguous tensors."""
+    roll = torch.Tensor.roll
+    monkeypatch.setattr(torch.Tensor, "roll", lambda tensor, *arguments: roll(tensor.contiguous(), *arguments))
+    test_layout_is_kept()
+
+
 def test_values_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="alpha"):
         Mixer(mixup_alpha=-1)
     with pytest.raises(ValueError, match="not a probability"):
         Mixer(mixup_alpha=1, probability=1.5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mixer", [
+    Mixer(mixup_alpha=0.8), Mixer(cutmix_alpha=0.8),
+    ElementMixer(mode="elem", mixup_alpha=0.8, cutmix_alpha=0.0),
+    ElementMixer(mode="elem", mixup_alpha=0.0, cutmix_alpha=0.8),
+])  # fmt: skip
+def test_cuda_mixes_as_the_cpu_and_keeps_the_layout(mixer: Mixer | ElementMixer) -> None:
+    images_BCHW = random_images().float().contiguous(memory_format=torch.channels_last)
+    expected_BCHW, _ = mixer(images_BCHW, 1)
+    mixed_BCHW, _ = mixer(images_BCHW.cuda(), 1)
+    assert mixed_BCHW.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(mixed_BCHW.cpu(), expected_BCHW)
 
 
 @pytest.mark.cuda

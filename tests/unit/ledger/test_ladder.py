@@ -29,7 +29,7 @@ from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.table import rows
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import CATALOGUE, SwitchName
 
 LADDER = Ladder(
     description="two changes",
@@ -430,6 +430,18 @@ def test_a_baseline_for_another_device(tmp_path: Path) -> None:
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", needs="cuda")})
     with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, needs CUDA"):
         start(tmp_path, ladder)
+
+
+def test_the_modern_ladder_ends_with_the_fast_step() -> None:
+    """On CUDA, where the switches are that a step is timed with (images are prepared by the loader)."""
+    ladder, cuda = read_ladder("modern", [CONFIGS]), torch.device("cuda")
+    overrides = [text for rung in (ladder.baseline, *ladder.rungs) for text in rung.overrides]
+    last = build.switches(load_config("vit_digits", overrides), cuda)
+    fast = build.switches(load_config("vit_digits", ["speed=fast", "precision=fp8"]), cuda)
+    loading = {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE, SwitchName.INPUT_COPY}
+    # What the ladder adds: the preset has them off on CUDA.
+    added = {SwitchName.COMPILE, SwitchName.RECOMPUTE}
+    assert {name for name in fast if last[name] != fast[name]} - loading == added
 
 
 def test_one_ledger_at_a_time(tmp_path: Path) -> None:

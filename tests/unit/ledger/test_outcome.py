@@ -115,25 +115,30 @@ def test_ranks_share_the_cores(ranks: int, share: str | None, monkeypatch: pytes
 
 
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
-    rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "broken", "far", "odd")]
+    rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "larger", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
     ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", tmp_path, tmp_path)
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
         ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
+    larger = tmp_path / "larger"
+    larger.write_text(
+        "error: the device is out of memory (CUDA out of memory. Tried to allocate 20 GiB); lower it\n"
+    )
+    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, larger))
     ledger.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
 
     def states() -> dict[str, str]:
         return {arm["name"]: state(arm) for arm in collect(ledger, "vit")["arms"] if arm["name"] != "base"}
 
     # Here is CUDA: another card may do.
-    there = {"large": "failed", "broken": "failed", "far": "cannot run here", "odd": "cannot run here"}
+    there = dict.fromkeys(("large", "larger", "broken"), "failed") | dict.fromkeys(("far", "odd"), "cannot run here")
     assert states() == there
     ledger.impossible["odd"] = "speed.allocator: keep needs CPU and this run is on CUDA; use speed.allocator=default"
     assert states() == there
     ledger.device = "cpu"
     assert states() == {**there, "far": "needs CUDA"}
-    assert collect(ledger, "vit")["arms"][2]["reason"] == "RuntimeError: boom"
+    assert collect(ledger, "vit")["arms"][3]["reason"] == "RuntimeError: boom"
 
 
 def make_run(path: Path, wrong: int) -> None:

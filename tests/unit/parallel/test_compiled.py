@@ -121,6 +121,31 @@ def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
     assert len(calls) == 1
 
 
+def test_no_network_of_a_process_goes_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when `time_net compare=[...]` times many variants: all count against one limit of torch's."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    compiled = []
+    compile_module = nn.Module.compile
+
+    def count(self: nn.Module, **kwargs: Any) -> None:
+        def backend(graph: Any, inputs: Any) -> Any:
+            compiled.append(inputs)
+            return graph.forward
+
+        compile_module(self, dynamic=kwargs["dynamic"], backend=backend)
+
+    monkeypatch.setattr(nn.Module, "compile", count)
+    networks = [nn.Linear(2, 2) for _ in range(12)]
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
+        for network in networks:
+            compile_model(network, [("", network)], what="blocks")
+        for network in networks:
+            network(torch.ones(1, 2))
+    assert len(compiled) == len(networks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what", "sizes"),

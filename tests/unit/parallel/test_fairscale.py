@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pycls_fast import build
+from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim import by_name, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, start_world
+from pycls_fast.parallel import FlatShards, World, fairscale_ddp, floating_buffers, start_world
+from pycls_fast.parallel.wrapped import Settings
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.run import Run
 from tests.integration.fairscale_cpu import play_cuda
@@ -149,6 +152,39 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         assert state.keys() == again.keys()
         for name, values in state.items():
             assert all(torch.equal(_whole(again[name][key]), _whole(value)) for key, value in values.items()), name
+
+
+def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
+    """FairScale makes weights contiguous after the optimizer has made its state."""
+    torch.manual_seed(0)
+    plain = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
+    network = copy.deepcopy(plain)
+    make = partial(optim.sgd, lr=0.1, momentum=0.9, nesterov=False, implementation="fused")
+    settings = Settings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
+    ours = fairscale_ddp.shard(network, world, settings)
+    stepped: Any = ours.optimizer
+    alone = make([{"params": list(plain.parameters()), "weight_decay": 0.0}])
+    images = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        for forward, optimizer in ((ours.forward, stepped), (plain, alone)):
+            forward(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    assert all(s["momentum_buffer"].stride() == p.stride() for p, s in stepped.optim.state.items())
+    found, expected = named_state(stepped, network.named_parameters()), named_state(alone, plain.named_parameters())
+    assert found.keys() == expected.keys() == {"weight", "bias"}
+    for name, values in expected.items():
+        torch.testing.assert_close(_whole(found[name]["momentum_buffer"]), values["momentum_buffer"])
+    torch.testing.assert_close(network.weight, plain.weight)
+
+
+def test_numbers_are_told_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is pickled on a GPU is unpickled on that one, by every rank."""
+    on_device, on_host = torch.tensor(3.0), torch.tensor(3.0)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: {id(on_device): on_host}[id(tensor)])
+    told = fairscale_ddp._outline({"step": on_device, "exp_avg": torch.zeros(2, 3), "n": 4})
+    assert told == {"step": on_host, "exp_avg": ((2, 3), torch.float32), "n": 4}
+    assert told["step"] is on_host
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -60,6 +61,23 @@ def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     loaded = checkpoint.load(checkpoint.save(saved, tmp_path, 3, keep=2))
     del loaded["format"]
     assert_equal(loaded, saved)
+
+
+def test_where_there_is_cuda_the_saving_thread_waits_for_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the host already is written as it is; its stream would be the one that the training queues on."""
+
+    def copy_ahead(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("it waits for a stream")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", copy_ahead)
+    values = {"a": torch.randn(3), "b": torch.randn(2, 2)}
+    checkpoint_tensors.write(values, tmp_path, None)
+    read = {name: torch.zeros_like(value) for name, value in values.items()}
+    checkpoint_tensors.read(read, tmp_path)
+    assert_equal(read, values)
 
 
 @pytest.mark.parametrize("written", [5, 6])
