@@ -14,8 +14,10 @@ def user_path(text: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: below `XDG_CACHE_HOME`, else `~/.cache`."""
-    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pycls_fast"
+    """Where what can be made again is kept: below `XDG_CACHE_HOME`, else `~/.cache`, without a home `.cache`."""
+    general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    # Never a folder called `~` in the working folder, which somebody would remove with `rm -r ~`.
+    return (Path(".cache") if general.parts[0] == "~" else general) / "pycls_fast"
 
 
 def name_user() -> None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pycls_fast.config import scheduler
+
 _MOUNT = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 
@@ -19,8 +21,10 @@ def cores() -> int:
 
 
 def cores_per_rank() -> int:
-    """This rank's share of them, at least 1: the ranks of a node share its cores."""
-    return max(cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    """This rank's share of them, at least 1."""
+    # Ranks of a node share its cores, but a scheduler's tasks may have been given theirs.
+    own = os.environ.get("SLURM_CPUS_PER_TASK") if scheduler.is_task() else None
+    return max(min(cores(), int(own)) if own else cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def cpu_limit(mount: Path = _MOUNT, groups: Path = _GROUPS) -> int | None:

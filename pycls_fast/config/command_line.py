@@ -62,7 +62,7 @@ def command_line(
         options: keys that belong to the tool alone (`split=val`), beside those of `RunConfig`.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: of the options; where False, `data.root` may be missing.
-        trains: whether an experiment that fine-tunes is refused without `weights`.
+        trains: whether what only training cannot do is refused, as fine-tuning without `weights`.
     """
     statuses: list[int] = []
     faults: list[Exception] = []

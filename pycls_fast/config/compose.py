@@ -148,7 +148,7 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
     Args:
         composed: from Hydra or a run.
         needs_data: False where no image is read, so that `data.root` may be missing.
-        trains: whether `weights` may not be missing where the experiment fine-tunes.
+        trains: whether what only training cannot do is refused, as fine-tuning without `weights`.
         also: keys that exist beside those of a run, to be proposed for a misspelt one.
 
     Raises:

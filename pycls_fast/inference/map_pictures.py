@@ -22,7 +22,7 @@ from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.paths import user_path
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.memory import enough_memory
+from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 
 MOST_IMAGES = 200
 """Images per call: all their maps are in memory at once."""
@@ -64,7 +64,7 @@ def draw_maps(
     # Attention that is shown is computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
-    with enough_memory(f"device: the maps do not fit the memory of {device_name(classifier.device)}; use device=cpu"):
+    with enough_memory(f"device: {device_name(classifier.device)} is {OUT_OF_MEMORY}; use device=cpu"):
         found = [
             _mapped(classifier, batch, kind)
             for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))

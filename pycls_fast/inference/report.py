@@ -22,7 +22,7 @@ from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.memory import enough_memory
+from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
 # Lines under a picture, besides the one on it.
@@ -62,8 +62,8 @@ def predict(
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
     too_many = (
-        f"batch_size: {batch_size or BATCH_SIZE} images at a time do not fit the memory of "
-        f"{device_name(classifier.device)}; use a smaller one, or device=cpu"
+        f"batch_size: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {batch_size or BATCH_SIZE} images at a "
+        "time; use a smaller one, or device=cpu"
     )
     with enough_memory(too_many), progress("predict", len(source), "images") as advance:
         found = classifier.predict(

@@ -29,7 +29,8 @@ class Display:
     """
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
-        output = cast(TextIO, _Output())
+        # A daemon may have none, which is the console's own case.
+        output = None if sys.stdout is None else cast(TextIO, _Output())
         self.console = Console(file=output, quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
         if not self.console.is_terminal:
             # The width is unknown, and a line broken in the middle is hard to search.

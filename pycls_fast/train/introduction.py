@@ -65,6 +65,15 @@ def _notes(run: Run) -> Iterator[str]:
     # Not refused: a ladder leaves out the rung that brings the 16 bits, or has the others alone.
     if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
         yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} GELU is torch's"
+    optim = run.config.optim
+    if optim.ema_decay is not None and not optim.ema_warmup:
+        # A decay is chosen for the recipe's own length.
+        initial = optim.ema_decay**run.total_steps
+        if initial > 0.01:
+            yield (
+                f"optim.ema_decay: after all {run.total_steps:,} steps the initial weights are still {initial:.0%} of "
+                "the average, which is what is scored; use optim.ema_warmup=true, or a smaller decay"
+            )
 
 
 def memory_per_rank(run: Run) -> float:

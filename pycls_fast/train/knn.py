@@ -22,7 +22,7 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.memory import enough_memory, enough_to_score
+from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.output_file import output_file, write_json
 
@@ -105,8 +105,8 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
                 features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
         with enough_memory(
-            f"runtime.device: the features of {len(labels_M):,} training images and their votes do not fit the memory "
-            f"of {device_name(world.device)}; use runtime.device=cpu"
+            f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
+            "training images and their votes; use runtime.device=cpu"
         ):
             votes_NK = knn_votes(
                 features_ND,

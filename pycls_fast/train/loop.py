@@ -12,8 +12,6 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
-import torch
-
 from pycls_fast import build
 from pycls_fast.config import command_alone
 from pycls_fast.config.command_line import DONE, FAULT, STOPPED
@@ -26,6 +24,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
 from pycls_fast.train.evaluations import Evaluations
+from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
@@ -65,22 +64,19 @@ def _train(config: RunConfig, world: World) -> int:
         stop.training = True
         with run.folder:
             board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-            with display, board, run.saver:
-                status = _run_to_end(run, stop, board)
+            with display, board, run.saver, enough_memory(_too_large(run)):
+                status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
         stop.hand_on()
     return status
 
 
-def _run_to_end(run: Run, stop: StopRequest, board: Board) -> int:
-    try:
-        return Loop(run, stop, board).run_to_end()
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"data.global_batch_size: {run.config.data.global_batch_size} does not fit the memory of "
-            f"{run.world.size} x {device_name(run.world.device)}; raise optim.accumulation_steps (the same result in "
-            "smaller parts), or lower the batch or the model; the checkpoints before it are kept"
-        ) from error
+def _too_large(run: Run) -> str:
+    return (
+        f"data.global_batch_size: {run.world.size} x {device_name(run.world.device)} is {OUT_OF_MEMORY} with "
+        f"{run.config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
+        "lower the batch or the model; the checkpoints before it are kept"
+    )
 
 
 class Loop:

@@ -88,7 +88,9 @@ def stop_requests() -> Iterator[StopRequest]:
 def _answer(name: str) -> None:
     """At once, for a step may take long: who hears nothing presses Ctrl-C again."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        again = "; Ctrl-C again ends at once" if name == "SIGINT" else ""
+        # torchrun passes on the first one alone.
+        alone = "TORCHELASTIC_RUN_ID" not in os.environ
+        again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""
         # Not `print`: a signal may come in the middle of another one's; and the terminal may be gone.
         with suppress(OSError):
             os.write(2, f"\n{name}: stopping after this step, then saving{again}\n".encode())

@@ -220,7 +220,7 @@ def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch:
 
     monkeypatch.setattr(Step, "__call__", full)
     settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(UserError, match=r"^data.global_batch_size: 64 does not fit .*; raise optim.accumulation_steps"):
+    with pytest.raises(UserError, match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; raise optim.acc"):
         train(load_config("vit_digits", settings))
 
 

@@ -46,7 +46,7 @@ def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.Monke
     """`docker run --user 12345` without HOME."""
     _without_a_passwd_line(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    assert cache_folder() == Path("~/.cache/pycls_fast")
+    assert cache_folder() == Path(".cache/pycls_fast")
     assert _places("hub:x", "auto")[0].parent == cache_folder()
     monkeypatch.setenv("CC", "no-such-compiler")
     native.library.cache_clear()

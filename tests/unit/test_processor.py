@@ -47,6 +47,19 @@ def test_quotas(tmp_path: Path, own: str, files: dict[str, str], cores: int | No
     assert limit(tmp_path, own, files) == cores
 
 
+@pytest.mark.parametrize("seen", [12, 96])
+def test_a_task_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, seen: int) -> None:
+    """Whether Slurm binds the tasks to them or lets each see the node's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(seen)))
+    monkeypatch.setattr(processor, "cpu_limit", lambda: None)
+    for name, value in (("SLURM_CPUS_PER_TASK", "12"), ("LOCAL_WORLD_SIZE", "8"), ("SUBMITIT_EXECUTOR", "slurm")):
+        monkeypatch.setenv(name, value)
+    assert processor.cores_per_rank() == 12
+    # torchrun in one task: its ranks share it.
+    monkeypatch.delenv("SUBMITIT_EXECUTOR")
+    assert processor.cores_per_rank() == seen // 8
+
+
 def test_without_control_groups(tmp_path: Path) -> None:
     assert processor.cpu_limit(tmp_path, tmp_path / "missing") is None
 

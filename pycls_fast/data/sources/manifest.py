@@ -115,9 +115,12 @@ class _Table:
         return Index(arrays, {"classes": list(classes)}, stamp)
 
     def _slashed(self, paths: list[str]) -> list[str]:
-        """Windows' paths with slashes; elsewhere a backslash may be part of a name, so the first one is looked for."""
+        """Windows' paths, which may have both, with slashes alone.
+
+        Elsewhere a backslash may be part of a name: then the first path that has one exists.
+        """
         first = next((path for path in paths if "\\" in path), None)
-        if first is None or any("/" in path for path in paths) or os.access(self._base / first, os.F_OK):
+        if first is None or os.access(self._base / first, os.F_OK):
             return paths
         return [path.replace("\\", "/") for path in paths]
 

@@ -135,6 +135,9 @@ def test_paths_as_windows_writes_them(tmp_path: Path) -> None:
         return [str(Path(source.name(index)).relative_to(tmp_path)) for index in range(len(source))]
 
     assert names(r"cat\1.png", r"dog\2.png") == ["cat/1.png", "dog/2.png"]
+    # What `glob("*/*.png")` gives there.
+    (tmp_path / "images/cat").mkdir(parents=True)
+    assert names(r"images/cat\1.png", "dog/2.png") == ["images/cat/1.png", "dog/2.png"]
     assert names(r"odd\3.png", r"odd\3.png") == [r"odd\3.png"] * 2
     assert names("cat/1.png", r"odd\3.png") == ["cat/1.png", r"odd\3.png"]
 

@@ -57,8 +57,8 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("tool", "line"),
     [
-        ("predict", "batch_size: 64 images at a time do not fit the memory of cpu; use a smaller one, or device=cpu"),
-        ("feature_maps", "device: the maps do not fit the memory of cpu; use device=cpu"),
+        ("predict", "batch_size: cpu is out of memory with 64 images at a time; use a smaller one, or device=cpu"),
+        ("feature_maps", "device: cpu is out of memory; use device=cpu"),
     ],
 )
 def test_memory_that_does_not_suffice(

@@ -122,7 +122,7 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
         (tmp_path / name).write_text(log)
         ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
     larger = tmp_path / "larger"
-    larger.write_text("error: the device is out of memory (CUDA out of memory. Tried to allocate 20 GiB); lower it\n")
+    larger.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
     ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, larger))
     ledger.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
 

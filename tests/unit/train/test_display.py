@@ -74,3 +74,12 @@ def test_the_title_of_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with progress("index /data/[old]", 2, "folders") as advance:
         advance(2)
     assert "index /data/[old]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["plain", "auto"])
+def test_without_standard_output(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """As Python has it where a process was started with the descriptor closed."""
+    monkeypatch.setattr("sys.stdout", None)
+    with Display(speaks=True, mode=mode) as display:
+        display.table("vit", [("steps", "7")])
+        display.note("done")

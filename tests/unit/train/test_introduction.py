@@ -27,10 +27,18 @@ from pycls_fast.train.introduction import _notes
         ),
         (["precision=amp_bf16", "speed.compile=off"], []),
         (["precision=bf16", "speed.compile=model", "speed.gelu=polynomial"], ["speed.compile: the first step"]),
+        # 0.99 ** 100 is 0.366.
+        (
+            ["precision=fp32", "optim.ema_decay=0.99", "optim.ema_warmup=false"],
+            ["optim.ema_decay: after all 100 steps the initial weights are still 37% of the average"],
+        ),
+        (["precision=fp32", "optim.ema_decay=0.95", "optim.ema_warmup=false"], []),
+        (["precision=fp32", "optim.ema_decay=0.99"], []),
     ],
 )
 def test_notes(overrides: list[str], told: list[str]) -> None:
     config = load_config("vit_digits", overrides)
-    run: Any = SimpleNamespace(config=config, switches=build.switches(config, torch.device("cpu")))
+    switches = build.switches(config, torch.device("cpu"))
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100)
     for note, begins in zip(_notes(run), told, strict=True):
         assert note.startswith(begins)

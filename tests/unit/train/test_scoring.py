@@ -65,12 +65,15 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
     with pytest.raises(UserError) as caught:
         TOOLS[tool](config)
     assert caught.value.lines == (
-        "data.eval_batch_size: the network and 128 images at a time do not fit the memory of cpu; use a smaller one, "
-        "or runtime.device=cpu",
+        "data.eval_batch_size: cpu is out of memory with 128 images at a time; use a smaller one, or "
+        "runtime.device=cpu",
     )
 
 
 def test_votes_that_do_not_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knn, "knn_votes", full)
-    with pytest.raises(UserError, match=r"^runtime.device: the features of 200 training images .* runtime.device=cpu$"):
+    with pytest.raises(
+        UserError,
+        match=r"^runtime.device: cpu is out of memory with .* 200 training images .* runtime.device=cpu$",
+    ):
         TOOLS["knn"](config)

@@ -48,6 +48,20 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
             send(signal.SIGINT)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_second_one_would_do(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """torchrun takes it for a reason to wait until its time is over."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if not alone:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with stop_requests() as stop:
+        stop.training = True
+        send(signal.SIGINT)
+    assert ("Ctrl-C again" in capfd.readouterr().err) == alone
+
+
 def test_one_rank_of_a_node_answers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with stop_requests() as stop:
