@@ -78,7 +78,10 @@ def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
         )
     attention = by_hand.get(SwitchName.ATTENTION, "sdpa")
     if kind == "timm" and attention not in ("reference", "sdpa"):
-        yield f"speed.attention: timm's models choose between reference and sdpa; got {attention}; use sdpa"
+        yield (
+            f"speed.attention: timm's models choose between reference and sdpa; got {attention}; use "
+            "speed.attention=sdpa"
+        )
 
 
 def _compiled(chosen: Switches) -> Iterator[str]:
