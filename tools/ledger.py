@@ -133,7 +133,7 @@ def main(config: RunConfig, options: Options) -> int:
         settings,
         switches=options.switches,
         base=same_command(options=Options),
-        compose=lambda overrides: variant(overrides, options=Options, needs_data=False),
+        compose=lambda overrides: variant(overrides, options=Options, needs_data=False, trains=settings.seeds > 0),
         folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,

@@ -17,13 +17,15 @@ from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
 
-def variant(overrides: Sequence[str], *, options: type[Section], needs_data: bool = True) -> RunConfig:
+def variant(
+    overrides: Sequence[str], *, options: type[Section], needs_data: bool = True, trains: bool = False
+) -> RunConfig:
     """This process's command line with more overrides behind it; only inside `command_line`'s tool.
 
     Args:
         overrides: `key=value` and `group=name`, as on the command line.
         options: the tool's own keys, which are no part of a configuration.
-        needs_data: as in `command_line`.
+        needs_data, trains: as in `command_line`.
 
     Raises:
         UserError: one line per mistake.
@@ -43,7 +45,7 @@ def variant(overrides: Sequence[str], *, options: type[Section], needs_data: boo
         raise explain(error, folders) from error
     composed = Composed.from_hydra(config, config.hydra)
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
-    return check(dataclasses.replace(composed, values=values), needs_data=needs_data)
+    return check(dataclasses.replace(composed, values=values), needs_data=needs_data, trains=trains)
 
 
 def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pycls_fast.ledger.gradients import SMALLEST_SUBNORMAL
+from pycls_fast.ledger.statistics import is_unpaired
 from pycls_fast.ledger.table import of_size, state
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.display import human
@@ -133,10 +134,13 @@ def _throughput(record: Record) -> Chart | None:
         low, high = scaled(arm, "low"), scaled(arm, "high")
         return None if low is None or high is None else (low, high)
 
+    found = {arm["name"]: arm["timing"]["speedup"] for arm in _timed(record)}
+    apart = ", ".join(name for name, values in found.items() if values and is_unpaired(values))
     return Chart(
         "throughput",
         "Throughput of a chip, relative",
-        "Rate of each rung over that of the first, in pairs of rounds. The thin line is the 95% interval.",
+        "Rate of each rung over that of the first, in pairs of rounds. The thin line is the 95% interval."
+        + (f" Rounds of different starts, no pairs: {apart}." if apart else ""),
         _bars(record["arms"], ratio, text, "images/s of a chip, the first rung = 1", interval, 1.0),
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pycls_fast.config import RunConfig
+from pycls_fast.config import RunConfig, saved_config
+from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment
 
 # Changed keys that a message lists.
@@ -34,7 +35,11 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
-    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ.
+
+    A key of the experiment that is younger than the earlier plan had its default there.
+    """
+    before = {**before, **_with_defaults(before)}
     names = [name for name, value in plan.items() if value != before.get(name)]
     if "experiment" not in names or "experiment" not in before:
         return names
@@ -42,6 +47,15 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     more = [f"{len(keys) - _MOST_KEYS} more keys"] if len(keys) > _MOST_KEYS else []
     # The keys say what changed; that `base` differs too adds nothing.
     return [*(name for name in names if name not in ("base", "experiment")), *keys[:_MOST_KEYS], *more]
+
+
+def _with_defaults(before: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's experiment with the keys that there are today; nothing where this version cannot read it."""
+    try:
+        config = saved_config(before["experiment"], "plan.json")
+    except (KeyError, UserError):
+        return {}
+    return {"experiment": config.model_dump(mode="json", exclude={"run_dir"})}
 
 
 def _keys(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -76,6 +76,8 @@ def conduct(
         with tempfile.TemporaryDirectory() as temporary:
             _dry_run(ledger, compose, display, Path(temporary))
         return DONE
+    for name, why in _rule_out(ledger, compose).items():
+        display.note(f"{name}: cannot run: {why}")
     ledger.conditions = conditions(config, device)
     try:
         record = _work(ledger, config.config_name)
@@ -112,14 +114,21 @@ def write_reports(record: dict[str, Any], folder: Path) -> None:
 def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: torch.device) -> str | None:
     """Why the experiment cannot have the settings of an arm, as far as it is known without building anything."""
     try:
-        build.switches(compose(arm.overrides), device)
+        config = compose(arm.overrides)
+        build.switches(config, torch.device("cpu") if config.runtime.device == "cpu" else device)
     except UserError as error:
         return "; ".join(error.lines)
     return None
 
 
+def _rule_out(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig]) -> dict[str, str]:
+    """What is known to fail, maybe in training alone, is not timed before; the reasons, by the names of the arms."""
+    return ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
+
+
 def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
     """The arms, and how long they would take by the step of the first of them; `folder` is for what is measured."""
+    _rule_out(ledger, compose)
     alone = ledger.alone()
     if alone:
         display.note("trying each rung alone, for what cannot be in 'everything' here")
@@ -127,8 +136,6 @@ def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], disp
         finished, _ = _few_steps(ledger, arm, folder)
         if finished.status != 0:
             ledger.exclude(arm, finished)
-    if not alone:
-        ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
     for arm in ledger.arms():
         ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
         reason = ledger.why_not(arm)

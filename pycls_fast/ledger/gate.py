@@ -14,7 +14,7 @@ from scipy import stats
 
 from pycls_fast.config.command_line import DONE, reporting
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, t_quantile
+from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, is_unpaired, t_quantile
 from pycls_fast.ledger.verdicts import holm
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
@@ -22,6 +22,7 @@ from pycls_fast.train.display import plain_table, wide_console
 LOST = 1
 # Of each one-sided test.
 _LEVEL = (1 - CONFIDENCE) / 2
+_SETTINGS = ("tolerance", "absolute")
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
 
 
@@ -45,8 +46,8 @@ def check(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> int:
     settings = dict(a.split("=", 1) for a in arguments if _is_setting(a))
     files = [user_path(a) for a in arguments if not _is_setting(a)]
-    if len(files) != 2 or set(settings) - {"tolerance", "absolute"}:
-        raise UserError(f"check: takes two files; use {_USAGE}")
+    if len(files) != 2:
+        raise UserError(f"check: takes two files; got {' '.join(map(str, files)) or 'none'}; use {_USAGE}")
     tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
     if absolute not in ("true", "false"):
         raise UserError(f"absolute: must be true or false; got {absolute}")
@@ -57,9 +58,8 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _is_setting(argument: str) -> bool:
-    """Whether it is `name=value`; a sweep's folders have an equals sign as well (`runs/optim.lr=0.1/ledger.json`)."""
-    name, sign, _ = argument.partition("=")
-    return bool(sign) and name.isidentifier()
+    """Whether it is one of the command's; a sweep's folders have an equals sign as well (`seed=1/ledger.json`)."""
+    return argument.startswith(tuple(f"{name}=" for name in _SETTINGS))
 
 
 def _tolerance(text: str) -> float:
@@ -91,10 +91,11 @@ def compare(
 
     Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
     rate itself, on the same device. It is lost where more than `tolerance` of it is gone and Welch's one-sided test of
-    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; without an interval, where more than
-    `tolerance` is gone. Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's
-    correction over the rungs, and where a training ended early that did not before. What the test on the other side
-    says to be a gain is shown as its number alone. A rung whose own overrides or ranks are others is named.
+    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; with a single round, where more than
+    `tolerance` is gone; rounds of different starts of a ledger show no loss, as the machine's drift is in their ratio.
+    Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's correction over the
+    rungs, and where a training ended early that did not before. What the test on the other side says to be a gain is
+    shown as its number alone. A rung whose own overrides or ranks are others is named.
 
     Args:
         before, now: two `ledger.json`.
@@ -182,7 +183,7 @@ def _speeds(
 
 
 def _p_slower(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
-    """Of the hypothesis that the second is no slower (Welch's test); None where one has a single round."""
+    """Of the hypothesis that the second is no slower (Welch's test); None where one has no interval."""
     if a["low"] is None or b["low"] is None:
         return None
     moments = [_moments(values) for values in (a, b)]
@@ -209,14 +210,17 @@ def _speed(
     rung: str, quantity: str, a: Mapping[str, Any], b: Mapping[str, Any], p_value: float, tolerance: float
 ) -> Finding:
     beyond = b["ratio"] < a["ratio"] * (1 - tolerance)
+    unpaired = is_unpaired(a) or is_unpaired(b)
     tested = None not in (a["low"], b["low"])
     shown = p_value <= _LEVEL
     text = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
-    if not tested:
+    if unpaired:
+        text += ", timed by different starts: not tested"
+    elif not tested:
         text += ", without an interval"
     elif not shown:
         text += ", too few rounds to say" if beyond else ", within the intervals"
-    lost = beyond and (shown or not tested)
+    lost = beyond and (shown or not (tested or unpaired))
     return Finding(rung, quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
 
 

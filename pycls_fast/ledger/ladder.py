@@ -92,8 +92,9 @@ class Ledger:
     _trained: int = 0
     # Seconds of each measurement and of each training run that was done here.
     _took: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    # Rungs that are below none of the others.
+    # Rungs that are below none of the others, and those of which no process is started.
     _excluded: set[str] = field(default_factory=set)
+    _untried: set[str] = field(default_factory=set)
     _lock: FolderLock | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class Ledger:
             if rung.needs not in (None, self.device):
                 self.impossible[rung.name] = f"needs {str(rung.needs).upper()}"
                 self._excluded.add(rung.name)
+                self._untried.add(rung.name)
         if self.ladder.baseline.name in self.impossible:
             why = self.impossible[self.ladder.baseline.name]
             raise UserError(f"ladder: '{self.ladder.baseline.name}', with which all else is compared, {why}")
@@ -194,8 +196,7 @@ class Ledger:
         """Pieces of work in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.runnable())
         pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
-        elsewhere = sum(rung.needs not in (None, self.device) for rung in self.ladder.rungs)
-        in_vain = len(self.impossible) + len(self.failed) - elsewhere
+        in_vain = len(self.impossible) + len(self.failed) - len(self._untried)
         return count * pieces + in_vain + len(self.alone()) + s.gradients
 
     def _try_out(self) -> None:
@@ -220,13 +221,28 @@ class Ledger:
         if finished is not None and finished.status != 0:
             self.exclude(arm, finished)
 
-    def rule_out(self, refusal: Callable[[Arm], str | None]) -> None:
-        """Leave out, in the ladder's order, the arms that are refused for the reason that is told of them."""
-        for arm in self._in_order():
-            why = refusal(arm) if arm.before is not None and self.why_not(arm) is None else None
-            if why is not None:
-                self.impossible[arm.name] = why
-                self._excluded.add(arm.name)
+    def rule_out(self, refusal: Callable[[Arm], str | None]) -> dict[str, str]:
+        """Leave out, in the ladder's order, the arms that are refused for the reason that is told of them.
+
+        In mode leave_one_out the rungs alone are asked for.
+
+        Returns:
+            The reasons, by the names of the arms.
+
+        Raises:
+            UserError: the arm that all others are compared with is refused.
+        """
+        refused: dict[str, str] = {}
+        for arm in self.alone() or self._in_order():
+            why = refusal(arm) if self.why_not(arm) is None else None
+            if why is None:
+                continue
+            if arm.before is None:
+                raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {why}")
+            refused[arm.name] = self.impossible[arm.name] = why
+            self._excluded.add(arm.name)
+            self._untried.add(arm.name)
+        return refused
 
     def exclude(self, arm: Arm, finished: Finished) -> None:
         """Leave an arm out, and the change of its rung out of the others."""

@@ -138,8 +138,10 @@ def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: S
                 continue
             timing[key] = None
             if reference is not None:
-                timing[key] = asdict(_in_pairs(reference, timing, starts))
-                if timing[key]["low"] is None and min(len(reference["rounds"]), len(timing["rounds"])) > 1:
+                found = _in_pairs(reference, timing, starts)
+                timing[key] = asdict(found)
+                rounds = min(len(reference["rounds"]), len(timing["rounds"]))
+                if found.low is None and found.rounds < rounds:
                     without[f"{arm.name}: interval of the speed-up over '{other}'"] = (
                         "their rounds are of different starts, between which the machine's speed drifts; with more "
                         "rounds= both are timed again"
@@ -156,7 +158,7 @@ def _in_pairs(reference: Record, timing: Record, starts: Sequence[float]) -> Spe
     rounds = range(min(len(reference["rounds"]), len(timing["rounds"])))
     together = [i for i in rounds if bisect(starts, reference["times"][i]) == bisect(starts, timing["times"][i])]
     found = speedup(*([one["rounds"][i] for i in together or rounds] for one in (reference, timing)))
-    return found if together else replace(found, low=None, high=None)
+    return found if together else replace(found, low=None, high=None, rounds=0)
 
 
 def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pycls_fast import build
 from pycls_fast.config.command_line import MISTAKE, OUT_OF_MEMORY
 
 _PR_SET_PDEATHSIG = 1
@@ -136,7 +137,7 @@ def _environment(ranks: int) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in ours}
     # One rank alone takes all cores; torchrun would give each of several a single one, whatever there are.
-    share = max(len(os.sched_getaffinity(0)) // ranks, 1)
+    share = max(build.cores() // ranks, 1)
     return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
 
 

@@ -7,8 +7,9 @@ which are few, the mean with Student's interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -115,14 +116,20 @@ class Speedup:
 
     Attributes:
         ratio: the geometric mean.
-        low, high: of its 95% interval (Student's t of the logarithms over the rounds), or None with one round.
-        rounds: how many.
+        low, high: of its 95% interval (Student's t of the logarithms over the rounds), or None below two rounds.
+        rounds: how many; 0 where no start of a ledger measured both, and the ratio is over rounds of different ones.
     """
 
     ratio: float
     low: float | None
     high: float | None
     rounds: int
+
+
+def is_unpaired(values: Mapping[str, Any]) -> bool:
+    """Whether a ledger's `speedup` is over rounds of different starts, with the drift of the machine's speed in it."""
+    # Ledgers once had the number of those rounds in place of 0.
+    return values["low"] is None and values["rounds"] != 1
 
 
 def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:

@@ -12,7 +12,7 @@ from pycls_fast.train.display import human, plain_table, wide_console
 Record = Mapping[str, Any]
 
 _CLASSES = 10
-_MACHINE = {"processor", "cpu_count", "threads"}
+_MACHINE = {"processor", "threads"}
 
 
 def verdict(record: Record) -> str:
@@ -92,11 +92,18 @@ def notes(record: Record) -> list[str]:
     """What one has to know of the numbers."""
     a, b, found = record["a"], record["b"], record["images"]
     lines = [f"{name} is not finished." for name, run in (("A", a), ("B", b)) if not run["finished"]]
+    other = {row["key"] for row in record["environment"]}
     places = [(run["device"], run["world_size"]) for run in (a, b)]
     if None not in (a["device"], b["device"]) and places[0] != places[1]:
         lines.append("The runs were on other devices or numbers of ranks: their speeds are not comparable.")
-    elif any(row["key"] in _MACHINE for row in record["environment"]):
+    elif _MACHINE & other:
         lines.append("The runs were on other machines, or with other threads: their speeds are not comparable.")
+    elif "cpu_count" in other:
+        # The loader has as many workers, with the same threads as well.
+        lines.append(
+            "The runs name other numbers of cores (older ones all of the machine's): their speeds are comparable only "
+            "if they could use the same ones."
+        )
     if found is not None:
         if found["left_out"]:
             lines.append(f"{found['left_out']:,} images that only one of the two could read are left out.")

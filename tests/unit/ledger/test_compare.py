@@ -194,10 +194,11 @@ def test_settings_are_those_in_force() -> None:
     assert on_cuda["speed.input_copy"] == "prefetch"
 
 
-def ran_with(run: Path, torch: str, commit: str, processor: str) -> None:
+def ran_with(run: Path, torch: str, commit: str, processor: str, cores: int = 2) -> None:
     RunFolder(run).write_json("environment.json", {
         "command": f"python tools/train_net.py run_dir=<{run.name}>", "versions": {"python": "3.12.1", "torch": torch},
-        "git": {"commit": commit, "changed": False}, "processor": processor, "threads": 2, "memory_bytes": len(torch),
+        "git": {"commit": commit, "changed": False}, "processor": processor, "threads": 2, "cpu_count": cores,
+        "memory_bytes": len(torch),
         "device": "cpu", "world_size": 1,
     })  # fmt: skip
 
@@ -221,6 +222,17 @@ def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) 
     page.feed((tmp_path / "out" / "index.html").read_text())
     for words in ("Versions and machine", "4567", "A: python tools/train_net.py run_dir=<a>", said):
         assert words in page.text
+
+
+def test_all_cores_of_the_machine_may_be_an_older_way_to_count_them(a: Path, b: Path) -> None:
+    ran_with(a, "2.11.0", "0123", "one processor", cores=128)
+    ran_with(b, "2.11.0", "0123", "one processor", cores=8)
+    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    assert [row["key"] for row in record["environment"]] == ["cpu_count"]
+    assert [line for line in notes(record) if "speeds" in line] == [
+        "The runs name other numbers of cores (older ones all of the machine's): their speeds are comparable only if "
+        "they could use the same ones."
+    ]
 
 
 def reason(a: Path, b: Path) -> str:

@@ -133,6 +133,16 @@ def little_slower_in_one_round(record: Record) -> None:
     record["arms"][1]["timing"]["speedup"] = {"ratio": 1.95, "low": None, "high": None, "rounds": 1}
 
 
+def slower_in_another_start(record: Record) -> None:
+    """No round timed both rungs."""
+    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.85, "low": None, "high": None, "rounds": 0}
+
+
+def slower_in_another_start_once(record: Record) -> None:
+    """As ledgers had it that gave the number of rounds."""
+    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.85, "low": None, "high": None, "rounds": 3}
+
+
 def not_timed(record: Record) -> None:
     record["arms"][1]["timing"] = None
 
@@ -167,6 +177,8 @@ CASES: list[tuple[Callable[[Record], object], int]] = [
     (fewer_seeds, 0),
     (slower_in_one_round, 1),
     (little_slower_in_one_round, 0),
+    (slower_in_another_start, 0),
+    (slower_in_another_start_once, 0),
     (not_timed, 1),
     (first_not_timed, 1),
     (other_overrides, 0),
@@ -249,7 +261,9 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
     ("arguments", "line"),
     [
         (["a.json"], "takes two files"),
-        (["a.json", "b.json", "margin=1"], "takes two files"),
+        ([], "takes two files; got none"),
+        (["a.json", "b.json", "margin=1"], "takes two files; got a.json b.json margin=1"),
+        (["a.json", "seed=1/b.json"], "cannot be read"),
         (["a.json", "optim.lr=0.1/b.json"], "cannot be read"),
         (["a.json", "b.json"], "cannot be read"),
         (["text", "text"], "not JSON"),
@@ -275,6 +289,15 @@ def test_mistakes(
     Path("nothing").write_text(json.dumps({**ledger(), "arms": []}))
     assert check(arguments) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["lr=0.1", "seed=1", "optim.lr=0.1"])
+def test_files_in_folders_of_a_sweep(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir()
+    for file in (f"{folder}/ledger.json", "b.json"):
+        Path(file).write_text(json.dumps(ledger()))
+    assert check([f"{folder}/ledger.json", "b.json", "tolerance=0.1"]) == 0
 
 
 def test_the_package_s_own_baseline_is_of_its_own_ladder() -> None:
@@ -306,6 +329,18 @@ def test_a_slowdown_that_nobody_can_judge_is_called_so() -> None:
         record["arms"][1]["timing"]["speedup"] = values
     texts = {finding.quantity: finding.text for finding in compare(before, now, tolerance=0.05)}
     assert texts["speed-up"] == "-40.0%, too few rounds to say"
+
+
+def test_a_slowdown_between_starts_is_shown_and_not_tested() -> None:
+    """On either side; a single round of both rungs is none of these."""
+    apart, once = ledger(), ledger()
+    slower_in_another_start(apart)
+    slower_in_one_round(once)
+    for before, now in ((ledger(), apart), (apart, once)):
+        texts = {finding.quantity: finding.text for finding in compare(before, now, tolerance=0.05)}
+        assert texts["speed-up"].endswith("%, timed by different starts: not tested")
+    texts = {finding.quantity: finding.text for finding in compare(ledger(), once, tolerance=0.05)}
+    assert texts["speed-up"] == "LOST: -90.0%, without an interval"
 
 
 def test_a_training_that_never_finished_is_not_lost_again() -> None:

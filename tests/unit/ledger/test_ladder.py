@@ -21,7 +21,8 @@ from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conduct as dry
 from pycls_fast.ledger import ladder as at_work
-from pycls_fast.ledger.conditions import conditions
+from pycls_fast.ledger.charts import charts
+from pycls_fast.ledger.conditions import changed, conditions
 from pycls_fast.ledger.conduct import conduct, refusal
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
@@ -157,13 +158,26 @@ def test_rounds_of_different_starts_are_no_pairs(tmp_path: Path, fake: type[Fake
     missing = {"B: interval of the speed-up over 'base'", "C: interval of the speed-up over 'base'"}
     assert set(second["unmeasured"]) == missing
     timing = second["arms"][2]["timing"]
-    assert (timing["speedup"]["ratio"], timing["speedup"]["low"], timing["speedup"]["rounds"]) == (1.0, None, 2)
+    assert (timing["speedup"]["ratio"], timing["speedup"]["low"], timing["speedup"]["rounds"]) == (1.0, None, 0)
     # B and C were timed by the same start.
     assert timing["speedup_before"]["low"] == pytest.approx(1.0)
     third = collect(start(tmp_path, rounds=4), "x")
     assert third["unmeasured"] == {}
     found = third["arms"][2]["timing"]["speedup"]
     assert (found["low"], found["rounds"]) == (pytest.approx(1.0), 2)
+
+
+def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    assert collect(start(tmp_path, rounds=1), "x")["unmeasured"] == {}
+    fake.broken = {}
+    record = collect(start(tmp_path, rounds=1), "x")
+    missing = {"B: interval of the speed-up over 'base'", "C: interval of the speed-up over 'base'"}
+    assert set(record["unmeasured"]) == missing
+    # The first of them has two numbers as well, but B and C have a round of one start.
+    assert [arm["timing"]["speedup_before"]["rounds"] for arm in record["arms"][1:]] == [0, 1]
+    (chart,) = (chart for chart in charts(record) if chart.name == "throughput")
+    assert chart.caption.endswith(" Rounds of different starts, no pairs: B, C.")
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -402,6 +416,27 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
         opened(conditions(load_config("resnet_digits"), "cpu"))
 
 
+def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
+    """The key had its default there."""
+
+    def opened(now: Mapping[str, Any]) -> None:
+        ledger = Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=_no, conditions=now)
+        with closing(ledger):
+            ledger.open()
+
+    older = conditions(load_config("vit_digits"), "cpu")
+    del older["experiment"]["model"]["init"]
+    opened(older)
+    with pytest.raises(UserError, match=r"holds a ledger with another model\.init; choose"):
+        opened(conditions(load_config("vit_digits", ["model.init=trunc_normal"]), "cpu"))
+    opened(conditions(load_config("vit_digits"), "cpu"))
+
+
+def test_a_plan_with_a_key_that_is_gone_is_another(tmp_path: Path) -> None:
+    now = conditions(load_config("vit_digits"), "cpu")
+    assert changed({**now, "experiment": {**now["experiment"], "speedy": 1}}, now) == ["speedy"]
+
+
 def test_leave_one_out_shows_what_cannot_run(tmp_path: Path, fake: type[FakeProcess]) -> None:
     ladder = LADDER.model_copy(update={"rungs": (*LADDER.rungs, Rung(name="G", overrides=("c=3",), needs="cuda"))})
     fake.broken = {"timings-b-": (2, "error: b needs a package")}
@@ -528,3 +563,62 @@ def test_a_dry_run_rules_out_what_the_experiment_cannot_have(
     # It is below no other, and counts for nothing.
     assert ("C: b=1 c=1" if mode == "cumulative" else "C: c=1") in said
     assert said[-4:] == dry_run(tmp_path, LADDER, capsys, mode=mode, seeds=1)[-4:]
+
+
+def trainable(overrides: Sequence[str]) -> RunConfig:
+    """An experiment whose training does not go with b=lamb."""
+    if "b=lamb" in overrides:
+        raise UserError("b: lamb leaves the head at zero; use b=1")
+    return load_config("vit_digits")
+
+
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
+def test_what_training_would_refuse_is_not_timed(
+    mode: Mode,
+    tmp_path: Path,
+    fake: type[FakeProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the dry run and in the ledger itself, alike; it is below no other rung."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dry, "Process", FakeProcess)
+    ladder = LADDER.model_copy(update={"rungs": (Rung(name="B", overrides=("b=lamb",)), LADDER.rungs[1])})
+    why = "b: lamb leaves the head at zero; use b=1"
+    done: list[Any] = []
+    for dry_run in (True, False):
+        conduct(
+            load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "mode": mode}), switches=(), base=([], []),
+            compose=trainable, folder=tmp_path, tools=Path("tools"), dry_run=dry_run,
+        )  # fmt: skip
+        done.append(capsys.readouterr().out.splitlines())
+    assert f"B: not run, {why}" in done[0]
+    assert f"B: cannot run: {why}" in done[1]
+    assert not [started for started in fake.started if "b=lamb" in started]
+    # The pieces of work that are announced are those that there are.
+    counts = [line.partition(" s  (")[2].partition(",")[0] for line in done[1] if " s  (" in line]
+    assert counts == [f"{i + 1} of {len(counts)}" for i in range(len(counts))]
+    arms = {arm["name"]: arm for arm in json.loads((tmp_path / "ledger.json").read_text())["arms"]}
+    assert (arms["B"]["status"], arms["B"]["reason"], arms["B"]["timing"]) == ("cannot run", why, None)
+    last = arms["without C" if mode == "leave_one_out" else "C"]
+    assert (last["status"], "b=lamb" in last["overrides"]) == ("measured", False)
+
+
+def test_a_rung_for_the_cpu_is_checked_there(tmp_path: Path) -> None:
+    rung = Rung(name="B", overrides=("runtime.device=cpu", "speed.allocator=keep"))
+    arm = Ledger(LADDER.model_copy(update={"rungs": (rung,)}), Settings(), [], [], "cuda", tmp_path, tmp_path).arms()[1]
+    cuda = torch.device("cuda")
+    assert refusal(arm, lambda overrides: load_config("vit_digits", overrides), cuda) is None
+    assert "keep needs CPU" in str(refusal(arm, lambda overrides: load_config("vit_digits", overrides[1:]), cuda))
+
+
+def test_a_reference_that_cannot_be_trained_is_not_timed(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    ladder = LADDER.model_copy(update={"baseline": Rung(name="base", overrides=("b=lamb",))})
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, does not run: b: lamb"):
+            conduct(
+                load_config("vit_digits"), ladder, Settings(**SETTINGS), switches=(), base=([], []),
+                compose=trainable, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
+            )  # fmt: skip
+    assert not fake.started
+    assert not (tmp_path / "report").exists()

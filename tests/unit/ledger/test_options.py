@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 from pydantic import ValidationError
 
-from pycls_fast.config import load_config, variants
+from pycls_fast.config import command_line, load_config, variants
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conduct
@@ -83,3 +84,29 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ((settings, named),) = asked
     assert settings == Settings(**values)
     assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
+
+
+@pytest.mark.parametrize(("seeds", "refused"), [(1, ["model.init"]), (0, [])])
+def test_rungs_are_checked_as_what_is_trained(
+    seeds: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is trained, they are timed: LAMB's steps take the same time whatever the head begins with."""
+    lines: list[str] = []
+
+    def instead(*_: Any, compose: Any, **__: Any) -> int:
+        try:
+            assert compose(["optim=lamb"]).optim.name == "lamb"
+        except UserError as error:
+            lines.extend(error.lines)
+        return 0
+
+    monkeypatch.setattr(conduct, "conduct", instead)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"seeds={seeds}"])
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            command_line(main, options=Options, trains=True)
+    finally:
+        GlobalHydra.instance().clear()
+    assert stopped.value.code == 0
+    assert [line.partition(":")[0] for line in lines] == refused

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pycls_fast.build import processor
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
@@ -105,9 +106,16 @@ class Ended:
         return 1
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(1, None), (2, "8"), (4, "4"), (32, "1")])
-def test_ranks_share_the_cores(ranks: int, share: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "limit", "share"),
+    [(1, None, None), (2, None, "8"), (4, None, "4"), (32, None, "1"), (2, 4, "2"), (2, 1, "1"), (1, 4, None)],
+)
+def test_ranks_share_the_cores(
+    ranks: int, limit: int | None, share: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a container may take, where it has a limit."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(processor, "cpu_limit", lambda: limit)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _environment(ranks).get("OMP_NUM_THREADS") == share
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
