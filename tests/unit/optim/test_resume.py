@@ -186,7 +186,7 @@ def test_eight_bits_resume_and_learn() -> None:
 @pytest.mark.parametrize("missing", ["the compiler", "Python.h"])
 def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str) -> None:
     if missing == "Python.h":
-        monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+        monkeypatch.setattr("sysconfig.get_path", lambda _, scheme: str(tmp_path))
     else:
         monkeypatch.setattr("shutil.which", lambda _: None)
     needs = "needs a C++ compiler and Python's headers on a CPU and did not find both; install g++ and python3-dev, or"
