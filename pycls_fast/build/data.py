@@ -230,12 +230,12 @@ def check_mixing(config: RunConfig, world: World) -> None:
         key = "mixup_alpha" if config.augment.mixup_alpha else "cutmix_alpha"
         raise UserError(
             f"augment.{key}: mixing needs at least 2 images in a microbatch; data.global_batch_size={batch} leaves one "
-            f"to each of {parts}: use {2 * batch} or fewer ranks, or augment.mix_probability=0"
+            f"to each of {parts}; use data.global_batch_size={2 * batch}, fewer parts, or augment.mix_probability=0"
         )
     if config.augment.mix_mode == "pair" and images % 2:
         raise UserError(
             f"augment.mix_mode: pair needs an even number of images in a microbatch; data.global_batch_size={batch} "
-            f"leaves {images} to each of {parts}: use batch or elem"
+            f"leaves {images} to each of {parts}; use batch or elem"
         )
 
 
