@@ -251,7 +251,7 @@ class TestData:
         ("ranks", "overrides", "says"),
         [
             (8, ["augment.mixup_alpha=0.2"], r"^augment.mixup_alpha: mixing needs at least 2 images .* each of 8 ra"),
-            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.cutmix_alpha: .*; use .*=16, fewer"),
+            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.cutmix_alpha: .*=16, fewer parts"),
             (2, ["augment.mixup_alpha=0.2", "augment.mix_mode=pair", "data.global_batch_size=6"],
              r"^augment.mix_mode: pair needs an even number .*=6 leaves 3 to each of 2 ranks x optim.acc"),
         ],
