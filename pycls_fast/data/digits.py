@@ -46,7 +46,8 @@ def _write_all_at_once(folder: Path) -> None:
             # Another process was first, or something is in the way: a rename never replaces a filled folder.
             if not _is_complete(folder):
                 raise UserError(
-                    f"{folder} exists but does not hold the {COUNT:,} digits; remove it or choose another folder"
+                    f"{folder} exists but does not hold the {COUNT:,} digits; choose another folder, or to train on "
+                    "the images there an experiment for them (--config-name finetune, say)"
                 ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -39,7 +39,7 @@ def test_complete_digits_are_left_alone(tmp_path: Path) -> None:
 def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "digits" / "3").mkdir(parents=True)
     (tmp_path / "digits" / "3" / "0003.png").write_bytes(b"mine")
-    with pytest.raises(UserError, match="does not hold the 1,797 digits"):
+    with pytest.raises(UserError, match=r"not hold the 1,797 digits; choose another .*--config-name finetune"):
         write_digits(tmp_path / "digits")
     assert (tmp_path / "digits" / "3" / "0003.png").read_bytes() == b"mine"
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
@@ -48,7 +48,7 @@ def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
 def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file/digits", tmp_path / "file/deeper/digits"):
-        with pytest.raises(UserError, match=rf"^{folder}[ :].*; (choose|remove it or choose) another"):
+        with pytest.raises(UserError, match=rf"^{folder}[ :].*; choose another"):
             write_digits(folder)
 
     def refuse(*arguments: object, **options: object) -> None:
