@@ -207,6 +207,11 @@ class Data(Section):
     synthetic_val_images: PositiveInt = 512
     synthetic_classes: Annotated[int, Field(ge=2)] = 1000
 
+    @property
+    def training_image_sizes(self) -> dict[int, int]:
+        """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
+        return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
+
 
 class RandAugment(Section):
     """RandAugment (Cubuk et al., 2020) as parameterised by `library`.
