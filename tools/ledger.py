@@ -46,7 +46,8 @@ class Options(Section):
     (`rounds` of them for each rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
     with `seeds` seeds from `first_seed` on, by `ranks` processes, `jobs` runs at a time; with `gradients` the first
     one's are counted; `numerics_steps=null` leaves the rounding out. A loss of `margin` points of top-1 does not
-    matter. `loss_scale` is tried on the gradients of mode=gradients.
+    matter. `loss_scale` is tried on the gradients of mode=gradients. `accept_code` goes on in a folder whose
+    measurements were made before the code was changed.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
@@ -63,6 +64,7 @@ class Options(Section):
     margin: Annotated[float, Field(gt=0.0)] = 0.2
     gradients: bool = True
     dry_run: bool = False
+    accept_code: bool = False
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     output: str | None = None
 
@@ -137,6 +139,8 @@ def main(config: RunConfig, options: Options) -> int:
         folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,
+        configs=config_folders(),
+        accept_code=options.accept_code,
     )
 
 

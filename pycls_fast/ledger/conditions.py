@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycls_fast.config import RunConfig, saved_config
+from pycls_fast.config.ladder import LADDERS
 from pycls_fast.errors import UserError
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import environment, versions
 
+# Packages beside torch that models and images come from; plans of earlier versions do not have them.
+_PACKAGES = ("torchvision", "timm")
 # Changed keys that a message lists.
 _MOST_KEYS = 5
 
 
 def conditions(config: RunConfig, device: str) -> dict[str, Any]:
-    """The experiment with all its settings, the machine and torch.
+    """The experiment with all its settings, the machine, torch, torchvision and timm.
 
     Args:
         config: the experiment.
@@ -31,7 +38,28 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
         "processor": here["processor"],
         "cores": here["cpu_count"],
         "torch": torch.__version__,
+        **{name: versions()[name] for name in _PACKAGES},
     }
+
+
+def code_digest(tools: Path, configs: Sequence[Path]) -> str:
+    """SHA-256 of what an arm's processes run, some milliseconds' work.
+
+    Args:
+        tools: the folder of the tools.
+        configs: folders of configurations; their groups' files count, which rungs name. The experiment and the ladder
+            are in the plan themselves.
+    """
+    package = Path(__file__).parents[1]
+    files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
+    files += [(tools, file) for file in tools.glob("*.py")]
+    files += [(root, file) for root in configs for file in root.glob("*/*.yaml") if file.parent.name != LADDERS]
+    contents: list[tuple[bytes, bytes]] = []
+    for root, file in files:
+        # An editor's lock, or a file that is just being replaced.
+        with suppress(OSError):
+            contents.append((os.fsencode(file.relative_to(root)), hashlib.sha256(file.read_bytes()).digest()))
+    return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
 
 
 def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
@@ -39,7 +67,7 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
 
     A key of the experiment that is younger than the earlier plan had its default there.
     """
-    before = {**before, **_with_defaults(before)}
+    before = {**{name: plan[name] for name in _PACKAGES if name in plan}, **before, **_with_defaults(before)}
     names = [name for name, value in plan.items() if value != before.get(name)]
     if "experiment" not in names or "experiment" not in before:
         return names

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
-from pycls_fast.ledger.conditions import conditions
+from pycls_fast.ledger.conditions import code_digest, conditions
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
@@ -39,6 +40,8 @@ def conduct(
     folder: Path,
     tools: Path,
     dry_run: bool,
+    configs: Sequence[Path] = (),
+    accept_code: bool = False,
 ) -> int:
     """Run a ladder, or say what would be run; returns the exit status: 1 where the reference's training failed, 3 where
     Ctrl-C has stopped it.
@@ -53,6 +56,8 @@ def conduct(
         folder: of the report and all that it is made from.
         tools: the folder of the tools.
         dry_run: print the arms and an estimate of the time, measure nothing else.
+        configs: folders of configurations, as part of the code.
+        accept_code: go on in a folder whose measurements are of other code.
 
     Raises:
         UserError: a plan that cannot be carried out.
@@ -71,7 +76,10 @@ def conduct(
         # No timing reads them: else it would be the first training that misses them.
         find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
-    ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
+    ledger = Ledger(
+        chosen, settings, *base, device, folder, tools, say=display.note,
+        code=partial(code_digest, tools, configs), accept_code=accept_code,
+    )  # fmt: skip
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             _dry_run(ledger, compose, display, Path(temporary))

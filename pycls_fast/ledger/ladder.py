@@ -64,11 +64,14 @@ class Ledger:
         tools: the folder of the tools.
         say: told of each piece of work that is done.
         conditions: what else has to be the same at every start, by name (`ledger.conditions`).
+        code: the digest of the code as it is now.
+        accept_code: whether the folder may hold measurements of other code.
         impossible: arms that this machine or this model cannot have, and why.
         failed: arms whose process broke.
         untrained: arms that were timed and whose training ended early.
         unmeasured: measurements beside timing and training that failed ("ARM: rounding", "gradients"), and why.
         stopwatch: the wall time of all starts, once the folder is open.
+        codes: digests of all code that something in the folder was measured with, once it is open.
 
     Raises:
         UserError: a baseline that is not for this device.
@@ -83,11 +86,14 @@ class Ledger:
     tools: Path
     say: Callable[[str], None] = print
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    code: Callable[[], str] = str
+    accept_code: bool = False
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
+    codes: list[str] = field(default_factory=list)
     _done: int = 0
     _trained: int = 0
     # Seconds of each measurement and of each training run that was done here.
@@ -133,7 +139,7 @@ class Ledger:
             UserError: it holds the results of another plan, another ledger works in it, or it cannot be written to.
         """
         plan = json.loads(json.dumps(self._plan()))
-        file = self.folder / "plan.json"
+        file = self._plan_file
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, self.say)
@@ -146,7 +152,13 @@ class Ledger:
                         f"output: {self.folder} holds a ledger with another {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
-            write_json(file, plan)
+                self.codes = before.get("code", [_UNKNOWN_CODE])
+                if self.code() not in self.codes and not self.accept_code:
+                    raise UserError(
+                        f"output: {self.folder} holds a ledger of other code than what is here now; choose another "
+                        "folder, remove it, or, where that changes nothing that is measured, add accept_code=true"
+                    )
+            self._note_code()
             self.stopwatch = Stopwatch(self.folder / "took.json")
             # Kept before anything is timed: which start a round is of.
             self.stopwatch.lap()
@@ -171,6 +183,18 @@ class Ledger:
             **asdict(self.settings),
             **self.conditions,
         }
+
+    @property
+    def _plan_file(self) -> Path:
+        return self.folder / "plan.json"
+
+    def _note_code(self) -> None:
+        """Write the plan, with the code that the next measurement is of."""
+        now = self.code()
+        if self.codes and now not in self.codes:
+            self.say("the code is not what earlier measurements of this ledger were made with; the report says so")
+        self.codes = list(dict.fromkeys([*self.codes, now]))
+        write_json(self._plan_file, {**self._plan(), "code": self.codes})
 
     def run(self) -> None:
         """Do everything that is not done yet.
@@ -366,6 +390,9 @@ class Ledger:
         return self._start("train_net", arguments, ranks=arm.ranks, log=log)
 
     def _start(self, tool: str, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+        if self.code() not in self.codes:
+            # It was changed while the ledger is at work.
+            self._note_code()
         inherits = () if self._lock is None else (self._lock.inherited,)
         return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
 
@@ -395,8 +422,14 @@ class Ledger:
         for number in range(self.settings.rounds):
             file = self.timing_file(arm, number)
             if file.is_file():
-                yield json.loads(file.read_text(encoding="utf-8"))
+                record = json.loads(file.read_text(encoding="utf-8"))
+                # Earlier versions timed training at the size of evaluation, and recorded that one only.
+                sizes = {f"train_{key}": record[key] for key in ("image_size", "forward_flops_per_image")}
+                yield {**sizes, **record}
 
+
+# In plans of versions that did not note it.
+_UNKNOWN_CODE = "unknown"
 
 # What a plan may change and still be the same experiment.
 _MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")

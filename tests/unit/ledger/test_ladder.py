@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,17 +20,19 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
+from pycls_fast.ledger import conditions as condition
 from pycls_fast.ledger import conduct as dry
 from pycls_fast.ledger import ladder as at_work
 from pycls_fast.ledger.charts import charts
-from pycls_fast.ledger.conditions import changed, conditions
+from pycls_fast.ledger.conditions import changed, code_digest, conditions
 from pycls_fast.ledger.conduct import conduct, refusal
 from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
+from pycls_fast.ledger.page import page
 from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
-from pycls_fast.ledger.table import rows
+from pycls_fast.ledger.table import markdown, rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
 LADDER = Ladder(
@@ -178,6 +181,21 @@ def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[Fake
     assert [arm["timing"]["speedup_before"]["rounds"] for arm in record["arms"][1:]] == [0, 1]
     (chart,) = (chart for chart in charts(record) if chart.name == "throughput")
     assert chart.caption.endswith(" Rounds of different starts, no pairs: B, C.")
+
+
+def test_a_rung_has_the_size_of_its_training_images(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """Its steps are timed at that one, and evaluation may have another."""
+    ledger = start(tmp_path)
+    (first, *_) = collect(ledger, "x")["arms"]
+    # What an earlier version has timed.
+    assert first["timing"]["image_size"] == 8
+    for number in range(2):
+        file = ledger.timing_file(ledger.arms()[0], number)
+        record = json.loads(file.read_text())
+        record["train"]["flops_per_second"] = 0.0
+        file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
+    timing = collect(ledger, "x")["arms"][0]["timing"]
+    assert (timing["image_size"], timing["flops_per_second"]) == (4, pytest.approx(3 * 7 * 80))
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -408,7 +426,7 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
         opened(after)
     refusal = f"output: {folder} holds a ledger with another {{}}; choose another folder, or remove it"
     assert caught.value.lines == (refusal.format("optim.lr, schedule.epochs"),)
-    for key in ("device", "processor", "cores", "torch"):
+    for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):
         with pytest.raises(UserError) as caught:
             opened({**before, key: "?"})
         assert caught.value.lines == (refusal.format(key),)
@@ -430,6 +448,81 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a ledger with another model\.init; choose"):
         opened(conditions(load_config("vit_digits", ["model.init=trunc_normal"]), "cpu"))
     opened(conditions(load_config("vit_digits"), "cpu"))
+
+
+def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None:
+    """Else the old numbers would be reported as those of the new code."""
+
+    def opened(code: str, *, accept: bool = False) -> list[str]:
+        said: list[str] = []
+        ledger = Ledger(
+            LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=said.append, code=lambda: code,
+            accept_code=accept,
+        )  # fmt: skip
+        with closing(ledger):
+            ledger.open()
+        assert json.loads((tmp_path / "plan.json").read_text())["code"] == ledger.codes
+        return [*ledger.codes, *said]
+
+    assert opened("a") == opened("a") == ["a"]
+    with pytest.raises(UserError) as caught:
+        opened("b")
+    way_out = "choose another folder, remove it, or, where that changes nothing that is measured, add accept_code=true"
+    assert caught.value.lines == (f"output: {tmp_path} holds a ledger of other code than what is here now; {way_out}",)
+    note = "the code is not what earlier measurements of this ledger were made with; the report says so"
+    assert opened("b", accept=True) == ["a", "b", note]
+    assert opened("a") == ["a", "b"]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    del plan["code"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="holds a ledger of other code"):
+        opened("a")
+    assert opened("a", accept=True)[:2] == ["unknown", "a"]
+
+
+def test_code_that_changes_under_way_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    ledger = Ledger(LADDER, Settings(**SETTINGS), [], [], "cpu", tmp_path, Path("tools"), say=_no)
+    ledger.code = lambda: "old" if len(fake.started) < 3 else "new"
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+    record = collect(ledger, "x")
+    assert record["code"] == ["old", "new"]
+    record = {**record, "model": {"image_size": 8}}
+    words = "easured with 2 states of the code, which need not be equally fast or accurate."
+    assert words in markdown(record)
+    assert words in page(record, [])
+    assert "states of the code" not in markdown({**record, "code": ["old"]})
+
+
+def test_the_code_is_that_of_the_package_the_tools_and_the_groups(tmp_path: Path) -> None:
+    tools, configs = tmp_path / "tools", tmp_path / "configs"
+    files = {
+        name: tmp_path / name
+        for name in ("tools/a.py", "configs/augment/own.yaml", "configs/mine.yaml", "configs/ladder/l.yaml")
+    }
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x: 1")
+    found = [code_digest(tools, [configs])]
+    for file in files.values():
+        file.write_text("x: 2")
+        found.append(code_digest(tools, [configs]))
+    assert [now != before for before, now in pairwise(found)] == [True, True, False, False]
+    # A lock of an editor: a link to nothing.
+    (tools / ".#a.py").symlink_to("nobody@nowhere")
+    assert code_digest(tools, [configs]) == found[-1]
+
+
+def test_the_package_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pycls_fast"
+    for name in ("ledger/conditions.py", "data/native/region.c"):
+        (package / name).parent.mkdir(parents=True)
+        (package / name).write_text("a")
+    monkeypatch.setattr(condition, "__file__", str(package / "ledger" / "conditions.py"))
+    before = code_digest(tmp_path, [])
+    (package / "data" / "native" / "region.c").write_text("b")
+    assert code_digest(tmp_path, []) != before
 
 
 def test_a_plan_with_a_key_that_is_gone_is_another(tmp_path: Path) -> None:
