@@ -23,7 +23,7 @@ class HubSource:
     def __init__(self, dataset: Any, where: str, image_column: str, classes: Sequence[str], labels: np.ndarray) -> None:
         """
         Args:
-            dataset: its images undecoded, as {"bytes", "path"}.
+            dataset: with undecoded images, as {"bytes", "path"}.
             where: what to call the split in messages.
         """
         self.classes = tuple(classes)
@@ -53,7 +53,7 @@ def open_hub(name: str, options: Opening) -> dict[str, Source]:
     """The splits of a dataset.
 
     Args:
-        name: on the hub ("ILSVRC/imagenet-1k"), or a folder written by `save_to_disk`.
+        name: a name on the hub ("ILSVRC/imagenet-1k"), or a folder written by `save_to_disk`.
 
     Raises:
         UserError: no such dataset, split or column; `datasets` not installed.
@@ -85,7 +85,7 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     try:
         loaded = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config)
     except Exception as error:
-        # Of hub, file system or the dataset's own definition.
+        # Raised by the hub, the file system or the dataset's own definition.
         text = " ".join(str(error).split())[:300]
         raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(error).__name__}: {text})") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

@@ -1,4 +1,4 @@
-"""A table of paths and labels: CSV, TSV or Parquet."""
+"""Datasets that are a table of paths and labels: CSV, TSV or Parquet."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
     says train, val or test, else split at random class by class. Test images without labels are left out.
-    Paths in them are absolute, or relative to `root` where that is a folder, else to the table's own folder. Labels are
+    Paths in them are absolute, or relative to `root` if that is a folder, else to the table's own folder. Labels are
     names or numbers (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    # A linked folder holds the images, and perhaps tables of its own.
+    # A linked folder holds the images, and perhaps other tables.
     files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, follow_links=False)
     for split, found in files.items():
         if len(found) > 1:
@@ -57,7 +57,7 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
 
 
 class _Table:
-    """One table, read (or its index)."""
+    """One table, from its file or its cached index."""
 
     def __init__(self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
         path_column, label_column, cache = options.path_column, options.label_column, options.cache
@@ -90,7 +90,7 @@ class _Table:
         reader = _read_parquet if self.path.suffix == ".parquet" else _read_csv
         columns: dict[str, Any] = dict(reader(self.path))
         if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
-            # Left out, whatever else it has or has not.
+            # A test table without labels is left out, whatever its columns.
             none = Texts.of(())
             arrays = {"names": none.data, "name_ends": none.ends, "labels": np.zeros(0, dtype=np.int32)}
             return Index(arrays, {"classes": []}, stamp)
@@ -115,9 +115,9 @@ class _Table:
         return Index(arrays, {"classes": list(classes)}, stamp)
 
     def _slashed(self, paths: list[str]) -> list[str]:
-        """Windows' paths, which may have both, with slashes alone.
+        """Windows paths with slashes in place of backslashes.
 
-        Elsewhere a backslash may be part of a name: then the first path that has one exists.
+        On other systems a backslash may be part of a name: then the first path that has one exists.
         """
         first = next((path for path in paths if "\\" in path), None)
         if first is None or os.access(self._base / first, os.F_OK):
@@ -154,7 +154,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
     line = 0
     try:
         with path.open(newline="", encoding=ENCODING) as file:
-            # "path, label" is written, too.
+            # Headers like "path, label" exist too.
             reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
             header = next(reader, None)
             if not header:

@@ -37,7 +37,7 @@ class ParquetSource(Mapped):
             column: dotted path of the column with the encoded images.
             arrays: `labels`, int32 per row; `block_ends` (rows up to the end of each row group), `block_files` and
                 `block_groups` (its file and its number there), int64; `places`, int64 (rows, 2): offset and size of
-                each image in its file, -1 where its row group has to be read.
+                each image in its file, -1 if its row group has to be read.
         """
         self.root = root
         self.classes = tuple(classes)
@@ -48,7 +48,7 @@ class ParquetSource(Mapped):
         self._places = arrays["places"]
         self._files = files
         self._column = column
-        # The row group that was read last, in this process.
+        # The row group that this process read last.
         self._held: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class ParquetSource(Mapped):
 
     def describe(self) -> str:
         slow = int(np.count_nonzero(self._places[:, 0] < 0))
-        how = "" if not slow else ", compressed: for training faster when packed (tools/prepare_data.py pack)"
+        how = "" if not slow else ", compressed: faster for training if packed (tools/prepare_data.py pack)"
         files = f"{len(self._files):,} Parquet files of {self.root}"
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}{how}"
 
@@ -179,7 +179,7 @@ def _build(
     different = [str(f) for f, part in zip(files, parts, strict=True) if part.names != parts[0].names]
     if different and names is None:
         raise UserError(
-            f"{first_few(different, 3)}: other class names than in {files[0]}; write them to classes.txt beside"
+            f"{first_few(different, 3)}: class names differ from those in {files[0]}; write them to classes.txt beside"
         )
     columns = {part.column for part in parts}
     if len(columns) > 1:

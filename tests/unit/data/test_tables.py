@@ -380,7 +380,7 @@ def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
     path = tmp_path / "data/train-00001-of-00002.parquet"
     table = pyarrow.parquet.read_table(path)
     pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
-    assert "other class names than in" in mistake("parquet", tmp_path)
+    assert "class names differ from those in" in mistake("parquet", tmp_path)
 
 
 # The hub
