@@ -143,7 +143,7 @@ def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTre
         (("train/a", "Validation/a"), "folder Validation/: split under an unknown name; rename Validation/"),
         (("train/a", "Validation", "notes"), "rename Validation/ to val/"),
         (("set/train/a", "set/val/a"), "set/ is not a class; it holds folders train/, val/; give data.root={root}/set"),
-        (("one/Train/a", "one/Test/a", "two/train/a", "three/x"), "one/ is not a class; it holds folders Test/, Train/"),
+        (("one/Train/a", "one/Test/a", "two/train/a", "three/x"), "one/ is not a class; it holds folders Test/"),
         (("set/train/a",), "set/ is not a class; it holds folder train/; give data.root={root}/set"),
     ],
 )
