@@ -124,8 +124,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if mode == "F":
         return _floats_to_rgb(np.asarray(image))
     if mode in ("P", "PA", "La", "RGBa"):
-        # Via RGBA: a palette's transparent entries keep their colours, premultiplied colours are
-        # divided back.
+        # Via RGBA: a palette's transparent entries keep their colours, premultiplied colours are divided back.
         return image.convert("RGBA").convert("RGB")
     return image.convert("RGB")
 

@@ -19,8 +19,8 @@ Handwritten Digits (UCI Machine Learning Repository, 1998)."""
 def write_digits(folder: str | Path) -> None:
     """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there already.
 
-    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so
-    that several processes may call this at the same time and none ever sees an incomplete set.
+    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so that
+    several processes may call this at the same time and none ever sees an incomplete set.
 
     Raises:
         UserError: when `folder` holds something else or cannot be written, or scikit-learn is missing.

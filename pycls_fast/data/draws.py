@@ -13,8 +13,7 @@ def frozen_generator(seed: int) -> np.random.RandomState:
     """A NumPy generator for a seed in [0, 2**63).
 
     `RandomState` is the one generator whose stream NumPy promises never to change (NEP 19), so a resumed run keeps its
-    order of samples after an upgrade. It takes 32-bit words, hence the two
-    halves.
+    order of samples after an upgrade. It takes 32-bit words, hence the two halves.
     """
     return np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
 

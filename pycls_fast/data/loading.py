@@ -294,8 +294,8 @@ def _stop_workers(iterator: object) -> None:
 def _stop_all_workers() -> None:
     """End the workers of iterators that a traceback or a global variable keeps alive to the end.
 
-    At exit multiprocessing sends SIGTERM to its children and waits for them without a timeout. Workers that
-    ignore the signal must therefore be gone by then; the handler registered last runs first.
+    At exit multiprocessing sends SIGTERM to its children and waits for them without a timeout. Workers that ignore the
+    signal must therefore be gone by then; the handler registered last runs first.
     """
     for iterator in list(_running):
         _stop_workers(iterator)

@@ -28,9 +28,9 @@ class Prepare(nn.Module):
     """uint8 BHWC -> normalised floating-point BCHW, (x / 255 - mean) / std, with random erasing.
 
     The batch shows what is left to do: floating-point images have already been normalised, and boxes that have been
-    erased are gone from the batch (`PrepareOnHost`). By default the result is a permuted view of
-    channels-last memory, so it is `channels_last` without a copy; a network follows the layout of its input. Nothing
-    here waits for the device.
+    erased are gone from the batch (`PrepareOnHost`). By default the result is a permuted view of channels-last memory,
+    so it is `channels_last` without a copy; a network follows the layout of its input. Nothing here waits for the
+    device.
     """
 
     mean_C11: torch.Tensor

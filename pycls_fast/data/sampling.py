@@ -77,8 +77,8 @@ class TrainSampler:
     """One rank's batches of keys for a training run, starting at any step, across epochs.
 
     Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, in `accumulation_steps`
-    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch.
-    An incomplete batch at an epoch's end is dropped; the next epoch has a different order.
+    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch. An
+    incomplete batch at an epoch's end is dropped; the next epoch has a different order.
 
     Iteration continues across epochs, so that workers live as long as the run. Starting at a later step decodes
     nothing.

@@ -21,8 +21,8 @@ def to_device(
 
     Args:
         mode: "blocking" copies each batch synchronously when it is requested. "prefetch" (CUDA only) copies on a
-            separate stream with two batches in flight, so that copies run beside the computation; give it
-            pinned batches, else each copy still waits for the host.
+            separate stream with two batches in flight, so that copies run beside the computation; give it pinned
+            batches, else each copy still waits for the host.
 
     Raises:
         UserError: "prefetch" to a device that is not CUDA.

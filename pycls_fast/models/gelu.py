@@ -1,9 +1,8 @@
 """GELU with the exact error function, and with polynomials that a CPU computes several times faster.
 
 GELU(x) = x P(x), with P the normal distribution function (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016,
-arXiv
-1606.08415); its derivative is P(x) + x p(x), with p the density. The error function costs an exponential and a division
-per number, which in 16 bits takes longer than reading and writing it.
+arXiv 1606.08415); its derivative is P(x) + x p(x), with p the density. The error function costs an exponential and a
+division per number, which in 16 bits takes longer than reading and writing it.
 """
 
 from __future__ import annotations

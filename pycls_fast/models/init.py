@@ -16,8 +16,8 @@ def lecun_normal_(weight: Tensor) -> Tensor:
     """Fill in place from a normal of variance 1 / fan_in, truncated at two standard deviations of the untruncated
     normal.
 
-    The default of Flax's Dense and Conv layers (`jax.nn.initializers.lecun_normal`). LeCun et al., Efficient
-    BackProp, 1998, section 4.6, gives the variance; the truncation is JAX's.
+    The default of Flax's Dense and Conv layers (`jax.nn.initializers.lecun_normal`). LeCun et al., Efficient BackProp,
+    1998, section 4.6, gives the variance; the truncation is JAX's.
 
     Args:
         weight: (out, in, ...), any number of kernel dimensions; fan_in is the size of one output's slice.

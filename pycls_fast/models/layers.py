@@ -1,10 +1,9 @@
 """The layers of vision transformers, and drop-path, which residual networks use too.
 
-Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first
-(B, N, D) or batch-second (N, B, D); tensors are named as in the first. Only `PatchStem`, `ClassToken`, the
-positions, `Attention` (cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling
-know that order: norms and MLPs act only on the last dimension, and parameters are stored without a batch
-dimension, so that checkpoints are the same.
+Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D)
+or batch-second (N, B, D); tensors are named as in the first. Only `PatchStem`, `ClassToken`, the positions, `Attention`
+(cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling know that order: norms and MLPs
+act only on the last dimension, and parameters are stored without a batch dimension, so that checkpoints are the same.
 
 Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a model built
 on the meta device can get memory from `to_empty` and be initialised in place.
@@ -51,14 +50,14 @@ class DropPath(nn.Module):
     of at test time). Identity in evaluation and at rate 0.
 
     Each sample is drawn separately from the CPU's default generator, whatever the input's device: the host then knows
-    which samples are kept, and how many, without waiting for the device. A compiled `multiply`
-    draws from the device's generator instead, and so does one with `draws_on_device` set.
+    which samples are kept, and how many, without waiting for the device. A compiled `multiply` draws from the device's
+    generator instead, and so does one with `draws_on_device` set.
 
     Args:
         rate: probability that a sample's branch is dropped, in [0, 1).
         batch_dim: the dimension that holds the samples; the draws are the same for each.
-        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by
-            zero for some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
+        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by zero for
+            some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
             "Efficient stochastic depth"; DINOv2 keeps a fixed number of samples, this the same samples as "multiply").
             Only for branches that treat every sample separately: no BatchNorm.
 
@@ -129,9 +128,9 @@ def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> l
     Args:
         rate: the last block's probability.
         depth: number of blocks.
-        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0
-            as in timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron
-            et al. 2022, `models_v2.py` of its code).
+        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
+            timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
+            `models_v2.py` of its code).
 
     Raises:
         UserError: an unknown rule.

@@ -29,8 +29,7 @@ def products_attention(
     """softmax(q k^T / sqrt(E)) v in six batched products; keeps the (B, H, N, N) attention in memory.
 
     The scale is part of a product, the softmax rounds once, and its gradient is computed from its rounded result.
-    `keys`
-    is the number of tokens that are attended to, if not all. Returns (B, H, N, E).
+    `keys` is the number of tokens that are attended to, if not all. Returns (B, H, N, E).
     """
     if keys is not None:
         keys_BHNE, values_BHNE = keys_BHNE[:, :, :keys], values_BHNE[:, :, :keys]
@@ -87,8 +86,8 @@ def products_linear(features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tens
 
     Forward, the bias is added within the product (in bfloat16 on a CPU). Backward, the gradient of the weights is a
     product over the tokens, for which one factor has to be transposed: if the gradient is the narrower one it is
-    copied, because oneDNN would transpose it again for every block of the result. The gradient of the
-    bias, in 16 bits, is a product with a row of ones.
+    copied, because oneDNN would transpose it again for every block of the result. The gradient of the bias, in 16 bits,
+    is a product with a row of ones.
     """
     dtype = autocast_dtype(features.device)
     if dtype is not None:

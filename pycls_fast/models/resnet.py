@@ -120,8 +120,8 @@ class BasicBlock(ResidualBlock):
 class Bottleneck(ResidualBlock):
     """Convolutions 1x1, 3x3, 1x1 (figure 5 of the paper, right), with the stride in the 3x3 instead of the first 1x1.
 
-    This is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber,
-    Training and investigating residual nets, 2016): a stride in a 1x1 discards three quarters of its input.
+    This is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber, Training and
+    investigating residual nets, 2016): a stride in a 1x1 discards three quarters of its input.
     """
 
     expansion = 4
@@ -176,8 +176,7 @@ class ConvStem(nn.Module):
         in_channels: C of the images.
         kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side remains). "deep":
             three 3x3 with 32, 32 and 64 channels instead of the 7x7 (He et al., Bag of Tricks, 2019, figure 2,
-            ResNet-C).
-            "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
+            ResNet-C). "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
             4.2, 64 wide).
 
     Raises:
@@ -217,8 +216,8 @@ class ResNet(Network):
         stem: "imagenet", "deep", or "small" for images up to 64 pixels; see `ConvStem`.
         shortcut: "conv", or "pool"; with stem="deep" it makes a ResNet-D; see `Shortcut`.
         groups: those of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
-        width_per_group: their channels per group in the first stage, doubled in each later stage: 64 in a
-            ResNet, 4 in ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
+        width_per_group: their channels per group in the first stage, doubled in each later stage: 64 in a ResNet, 4 in
+            ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
         zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
             shortcut (Goyal et al. 2017, section 5.1).
         drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
@@ -313,8 +312,7 @@ class ResNet(Network):
         ]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, H, W), any size that leaves a pixel after all strides, any memory format ->
-        logits_BK."""
+        """Images (B, C, H, W), any size that leaves a pixel after all strides, any memory format -> logits_BK."""
         maps_BCHW = self.stem(images_BCHW)
         for stage in self.stages:
             maps_BCHW = stage(maps_BCHW)

@@ -280,9 +280,9 @@ class VisionTransformer(Network):
         positions N(0, 0.02); class token and head zero.
 
         "trunc_normal", from DeiT (`models_v2.py` of facebookresearch/deit; timm 0.3.2, which its `models.py` builds on,
-        and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases
-        zero; patches and other convolutions as torch draws them by default. There it is called truncated: at +-2, which
-        is 100 standard deviations. Registers are those of "jax", as in timm.
+        and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases zero;
+        patches and other convolutions as torch draws them by default. There it is called truncated: at +-2, which is
+        100 standard deviations. Registers are those of "jax", as in timm.
         """
         fill, fill_pre_logits, fill_head = _FILLS[self.init]
         tokens = (self.class_token, self.registers, self.positions)

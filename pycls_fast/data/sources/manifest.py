@@ -32,9 +32,9 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
-    says train, val or test, else split at random class by class. Test images without labels are left out.
-    Paths in them are absolute, or relative to `root` if that is a folder, else to the table's own folder. Labels are
-    names or numbers (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
+    says train, val or test, else split at random class by class. Test images without labels are left out. Paths in them
+    are absolute, or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
+    (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.

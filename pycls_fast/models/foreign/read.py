@@ -86,8 +86,8 @@ def read_weights(source: str) -> ReadWeights:
 
     Args:
         source: `timm:NAME` or `torchvision:NAME` (`resnet50.IMAGENET1K_V2`, or without the part after the dot for the
-            default weights), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT),
-            `.pth`, `.pyth`, `.pt`, `.bin` (torch's).
+            default weights), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT), `.pth`,
+            `.pyth`, `.pt`, `.bin` (torch's).
 
     Raises:
         UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
