@@ -71,9 +71,9 @@ class TrainTransform:
         """
         Args:
             image_size: height and width of the result, in pixels.
-            crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the
-                defaults are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it (He et al.
-                2016, section 4.2). "none": the centre square of the whole image. Both first resize the short side to
+            crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the defaults
+                are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it (He et al. 2016,
+                section 4.2). "none": the centre square of the whole image. Both first resize the short side to
                 `image_size` if it differs; "pad" crops anywhere along the long side.
             scale: the crop's share of the area, smallest and largest.
             ratio: the crop's width / height, smallest and largest.

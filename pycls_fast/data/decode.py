@@ -1,4 +1,4 @@
-"""From the bytes of an image file to an 8-bit RGB image.
+"""Decodes the bytes of an image file to an 8-bit RGB image.
 
 How images that are not 8-bit RGB are converted:
 

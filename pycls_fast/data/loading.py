@@ -1,4 +1,4 @@
-"""From a source to batches: the dataset that workers run, the batch they send, the loader around them."""
+"""Loading: the dataset that workers run, the batches they send, the loader around them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch on its way from the workers to the device, prepared as far as the workers do it."""
+    """A batch on its way from the workers to the device, prepared as far as the workers do so."""
 
     images_BHWC: torch.Tensor
     """uint8, a quarter of float32's bytes; float32 if the workers have normalised."""
@@ -352,7 +352,7 @@ def make_loader(
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
     Args:
-        num_workers: processes that read and decode; 0 does it in the calling process.
+        num_workers: processes that read and decode; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
             asynchronously.
         prefetch_factor: batches that each worker has ready or in progress.

@@ -26,7 +26,7 @@ from pycls_fast.network import Network
 
 @dataclass(frozen=True)
 class About:
-    """What an exported file says about its model.
+    """The description of a model in an exported file.
 
     Attributes:
         classes: names of the outputs, in their order.
@@ -211,8 +211,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
 
 
 def to_program(model: Network, path: Path, about: About) -> None:
-    """Write a torch.export program (`.pt2`): `images` (B, C, size, size), uint8 -> logits, with the texts as extra
-    files."""
+    """Write a torch.export program (`.pt2`): as `to_onnx`, with the texts as extra files."""
     torch.export.save(_exported(model, about), path, extra_files=about.texts())
 
 

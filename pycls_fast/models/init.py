@@ -13,8 +13,7 @@ _CUT_NORMAL_STD = 0.87962566103423978
 
 @torch.no_grad()
 def lecun_normal_(weight: Tensor) -> Tensor:
-    """Fill in place from a normal of variance 1 / fan_in, truncated at two standard deviations of the untruncated
-    normal.
+    """Fill in place from a normal, truncated at two of its standard deviations, with variance 1 / fan_in.
 
     The default of Flax's Dense and Conv layers (`jax.nn.initializers.lecun_normal`). LeCun et al., Efficient BackProp,
     1998, section 4.6, gives the variance; the truncation is JAX's.

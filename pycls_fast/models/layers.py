@@ -33,7 +33,7 @@ DropPathRule = Literal["linear", "constant"]
 
 
 def batch_dimension(layout: Layout) -> int:
-    """Where the samples are: 0 in (B, N, D), 1 in (N, B, D).
+    """The dimension of the samples: 0 in (B, N, D), 1 in (N, B, D).
 
     Raises:
         UserError: an unknown layout.
@@ -148,7 +148,7 @@ class PatchStem(nn.Module):
         in_channels: channels of the images.
         patch_size: side of a square in pixels.
         width: D.
-        layout: of the output features.
+        layout: layout of the output features.
         patches: how they are projected: by a "convolution" whose stride is its kernel size, or cut out and multiplied
             in one "product"; the weights are the convolution's either way.
 
@@ -222,7 +222,7 @@ class LearnedPositions(nn.Module):
     Args:
         count: tokens, the class token included.
         width: D.
-        layout: of the features.
+        layout: layout of the features.
     """
 
     def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
@@ -246,7 +246,7 @@ class SinCos2dPositions(nn.Module):
         rows, columns: the grid of patches.
         width: D, a multiple of 4 and at least 8.
         extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
-        layout: of the features.
+        layout: layout of the features.
 
     Raises:
         UserError: a width that does not fit.
@@ -308,7 +308,7 @@ class Attention(nn.Module):
         width: D, a multiple of heads.
         heads: H.
         attention: name of the kernel, a key of `attention.ATTENTION`.
-        layout: of the features.
+        layout: layout of the features.
         qkv: "separate", or "fused": the three matrices are joined on use, so that one product reads the features once,
             and the backward pass need not add three gradients of the features. Joining reads and writes 3 D^2 numbers,
             1 / (B N) of the product's operations.

@@ -75,7 +75,7 @@ def _scaled(a_bNK: Tensor, b_bKM: Tensor, scale: float) -> Tensor:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype in which autocast computes products; None if it is off."""
-    # Autocast does not know the meta device, and torch 2.11 cannot compile the question whether it does.
+    # Autocast does not know the meta device, and torch 2.11 cannot compile a query about it.
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None

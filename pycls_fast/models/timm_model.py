@@ -1,4 +1,4 @@
-"""Any image-classification model of timm, by name, behind the interface of our models.
+"""Any image-classification model of timm, by name, with the interface of our models.
 
 The repeated blocks are found from timm's own grouping of a model's layers (`group_matcher`, which its layer-wise
 learning rates use), else from the module tree; only blocks that take and return one tensor count, because recomputation
@@ -92,8 +92,8 @@ class TimmModel(Network):
     def scale_names(self) -> set[str]:
         """Layer scales, norms of timm's own classes and biases under other names.
 
-        timm decays nothing with one dimension (`timm.optim.param_groups_weight_decay`), because these cannot be told by
-        type.
+        timm decays nothing with one dimension (`timm.optim.param_groups_weight_decay`), because these three cannot be
+        recognised by type.
         """
         return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
 

@@ -27,7 +27,7 @@ class TokenConvStem(nn.Module):
         widths: output channels of the 3x3 convolutions.
         strides: their strides; the product is the side of the square that a token stands for.
         width: D.
-        layout: of the output features.
+        layout: layout of the output features.
 
     Raises:
         UserError: no convolution, or not one stride for each.
@@ -58,8 +58,7 @@ class TokenConvStem(nn.Module):
         self.projection = nn.Conv2d(widths[-1], width, 1)
 
     def reset_parameters(self) -> None:
-        """Normal with variance 2 / output channels, the last with 1 / output channels: pycls' `init_weights_vit`
-        (main)."""
+        """Normal with variance 2 / output channels, the last 1 / output channels: pycls' `init_weights_vit`, main."""
         for conv, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(conv, nn.Conv2d)
             # This includes SyncBatchNorm.
@@ -139,7 +138,7 @@ class MapPooling(nn.Module):
         mlp_width: width between the MLP's two layers.
         norm_eps: epsilon of the norm before the MLP.
         attention: kernel; a key of `attention.ATTENTION`.
-        layout: of the input features.
+        layout: layout of the input features.
     """
 
     def __init__(

@@ -536,7 +536,7 @@ HUB: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vit_base_patch32_siglip_256", {}, {"classifier": "map"}, ""),
     ("vit_small_patch16_rope_ape_224", {}, {"layer_scale": 1e-5}, r"of a model that rotates .* model\.name=vit_small_"),
     ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, {}, r"of a model that has QuickGELU in its MLPs"),
-    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"norms behind attention and MLP"),
+    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"normalises after attention and MLP"),
     (
         "vit_base_patch16_224",
         {"global_pool": "avg", "pool_include_prefix": True},

@@ -1,4 +1,4 @@
-"""Where encoded images and their labels come from: one file per layout, all behind `Source`."""
+"""Sources of encoded images and their labels: one file per layout, all with the interface `Source`."""
 
 from pycls_fast.data.sources.base import Source, block_ends, prefers_blocks
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set

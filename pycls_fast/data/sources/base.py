@@ -43,7 +43,7 @@ class LabelledSource(Source, Protocol):
 
 
 def block_ends(source: Source) -> np.ndarray | None:
-    """Where each block of neighbouring images (a tar shard, a Parquet row group) ends, int64.
+    """The end of each block of neighbouring images (a tar shard, a Parquet row group), int64.
 
     None for a source that is equally fast in any order.
     """

@@ -48,7 +48,7 @@ def open_folder(
     Args:
         val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
             a class goes to each side. Not used if the folders define the split.
-        split_seed: of the random split, which otherwise depends only on class names and the order of file names.
+        split_seed: seed of the random split, which otherwise depends only on class names and the order of file names.
         cache: where indexes of large datasets are kept.
 
     Raises:

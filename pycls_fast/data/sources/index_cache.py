@@ -44,7 +44,7 @@ class Index:
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Where indexes are kept, and from how many images on.
+    """The place where indexes are kept, and the smallest that are.
 
     Args:
         place: "auto", "off", or a folder.

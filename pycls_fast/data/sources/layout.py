@@ -115,7 +115,7 @@ def _walk(
     try:
         entries = os.scandir(folder)
     except PermissionError:
-        # A disk's `lost+found`, or somebody's backup, beside the splits.
+        # A disk's `lost+found`, or someone's backup, beside the splits.
         if folder == root or _split_of(root, folder):
             raise
         return
@@ -241,7 +241,7 @@ def name_classes(
 
     Args:
         labels: integers, or strings; strings that are all whole numbers count as integers.
-        names: of the classes, if known. Numbers are positions in it; strings must be among them.
+        names: class names, if known. Numbers are positions in it; strings must be among them.
         where: the file, for messages.
         may_lack: whether this is a test split, in which all may be -1.
 

@@ -111,7 +111,7 @@ def _kinds_of_files(folders: Iterable[Path]) -> set[str]:
 
 
 def _count_class_folders(path: Path) -> int:
-    """How many folders could be classes, in the split that has most of them: 0, 1, or 2 for more."""
+    """The number of folders that could be classes, in the split with most of them: 0, 1, or 2 for more."""
     splits = [path / name for name in subfolders(path) if name in _SPLITS]
     return max(sum(1 for _ in islice(_class_folders(top), 2)) for top in splits or [path])
 

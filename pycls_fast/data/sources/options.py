@@ -15,7 +15,7 @@ class Opening:
     Args:
         val_fraction: the share of each class, in (0, 1), that a random split keeps for validation if there is no such
             split.
-        split_seed: of the random split.
+        split_seed: seed of the random split.
         train, val: the files of a split by name: a path below the root, an absolute one or an address, with `*` and
             `{000..146}`; for the hub the names of the splits. None finds them.
         path_column, image_column, label_column: columns of tables; the last is also the field of a tar's `.json`. If

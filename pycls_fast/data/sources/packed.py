@@ -54,7 +54,7 @@ class PackedSource(Mapped):
     ) -> None:
         """
         Args:
-            table: of dtype `ENTRY`.
+            table: array of dtype `ENTRY`.
             images: uint8, the content of `images.bin`.
         """
         self.folder = folder

@@ -109,7 +109,7 @@ class ParquetSource(Mapped):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one file holds."""
+    """The contents of one file."""
 
     labels: list[Any]
     names: tuple[str, ...] | None
@@ -179,7 +179,8 @@ def _build(
     different = [str(f) for f, part in zip(files, parts, strict=True) if part.names != parts[0].names]
     if different and names is None:
         raise UserError(
-            f"{first_few(different, 3)}: class names differ from those in {files[0]}; write them to classes.txt beside"
+            f"{first_few(different, 3)}: class names differ from those in {files[0]}; write them to classes.txt beside "
+            "them"
         )
     columns = {part.column for part in parts}
     if len(columns) > 1:

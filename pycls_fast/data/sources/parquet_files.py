@@ -40,7 +40,7 @@ def locate_values(path: Path, metadata: Any, column: int, max_definition_level: 
     Args:
         metadata: pyarrow's `FileMetaData`.
         column: number of the column among the file's leaves.
-        max_definition_level: of that column; a value with a lower one is missing.
+        max_definition_level: that column's; a value with a lower one is missing.
 
     Returns:
         None if the values cannot be read directly: compressed, dictionary-encoded, or some missing.

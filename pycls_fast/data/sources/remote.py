@@ -157,7 +157,7 @@ class FileCache:
         raise UserError(f"{self.folder}: shards are evicted as fast as they are fetched; raise data.shard_cache_gib")
 
     def place(self, address: str, version: str) -> Path:
-        """Where the copy of a file is, or would be."""
+        """The path of a file's copy, whether it exists or not."""
         name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 

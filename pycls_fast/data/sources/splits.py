@@ -142,7 +142,7 @@ def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int
 
     Args:
         val_fraction: the share of each class that is kept for validation, in (0, 1).
-        split_seed: of the draws, which otherwise depend only on class names and the order within a class.
+        split_seed: seed of the draws, which otherwise depend only on class names and the order within a class.
         where: what to call the dataset in messages.
 
     Raises:

@@ -19,7 +19,7 @@ class Preprocessing:
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size, short_side: of the crop and of the resized image, in pixels.
+        image_size, short_side: sizes of the crop and of the resized image, in pixels.
         interpolation: that of the resizing.
         mean, std: per channel, as fractions of 255.
         unknown: what of it is not supported here, in words; empty if everything is.
@@ -35,11 +35,10 @@ class Preprocessing:
 
 
 def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing | None:
-    """The preprocessing that comes with weights: timm's and torchvision's by name, or from a timm `config.json` beside
-    a file.
+    """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
 
     Args:
-        source: what `read_weights` takes, or a path.
+        source: what `read_weights` takes, or a path, beside which the `config.json` lies.
         for_scoring: all of it has to be supported here; else only mean and std.
 
     Returns:

@@ -43,7 +43,7 @@ def takes_bgr(settings: str) -> bool:
 
 
 def traits(settings: str) -> Traits:
-    """What a run's configuration, but not the tensors, says about the model."""
+    """Traits of the model in a run's configuration, which the tensors do not show."""
     found = parsed(settings)
     kind = found.get("MODEL", {}).get("TYPE")
     if kind == "vit":

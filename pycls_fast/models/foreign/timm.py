@@ -23,8 +23,7 @@ VIT = "timm vision transformer"
 
 
 def from_timm_vit(state: State) -> dict[str, Tensor]:
-    """Convert timm's `VisionTransformer` (1.0) with class token, mean or MAP head; registers, layer scale, QK-norm
-    optional.
+    """Convert timm's `VisionTransformer` (1.0): class token, mean or MAP head; registers, layer scale, QK-norm.
 
     Our names do not show where the final norm is: their `fc_norm` is classifier_norm="after_pool", `norm` "before_pool"
     (with a class token the same function).

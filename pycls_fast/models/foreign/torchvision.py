@@ -46,8 +46,7 @@ def read_torchvision_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def from_torchvision_resnet(state: State) -> dict[str, Tensor]:
-    """Convert torchvision's resnet18 to resnet152, resnext and wide_resnet; timm's of these names, and its ResNet-C and
-    -D.
+    """Convert torchvision's resnet18 to 152, resnext and wide_resnet, timm's of these names, its ResNet-C and -D.
 
     Files from before batch norm's step counter are accepted: the counter is then 0.
 
@@ -67,8 +66,7 @@ def to_torchvision_resnet(state: State) -> dict[str, Tensor]:
 
 
 def to_timm_resnet(state: State, *, shortcut: str) -> dict[str, Tensor]:
-    """Our ResNet in timm's names: with shortcut="pool" a shortcut's first module is the mean, so the others count from
-    1."""
+    """Our ResNet in timm's names, where a "pool" shortcut's first module is the mean, so the others count from 1."""
     theirs = to_torchvision_resnet(state)
     if shortcut != "pool":
         return theirs
@@ -84,7 +82,7 @@ def read_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def resnet_shortcut(state: State) -> ShortcutKind:
-    """How a ResNet's shortcuts downsample; timm counts the mean before the convolution, which has no tensors."""
+    """The way a ResNet's shortcuts downsample; timm counts the mean before the convolution, which has no tensors."""
     return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
 
 

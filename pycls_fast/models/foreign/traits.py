@@ -1,4 +1,4 @@
-"""Model settings that checkpoints' tensors do not reveal (heads, epsilon, pooling)."""
+"""Model settings that checkpoints' tensors do not reveal: same names and shapes, different function."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def of_timm(model: Any) -> Traits:
     if getattr(model, "rope", None) is not None:
         unlike = "rotates queries and keys (RoPE)"
     elif "Post" in type(block).__name__:
-        unlike = "norms behind attention and MLP"
+        unlike = "normalises after attention and MLP"
     elif activation not in ("GELU", "GELUTanh"):
         unlike = f"has {activation} in its MLPs"
     pool = getattr(model, "global_pool", "")
