@@ -46,7 +46,7 @@ class Transform(Protocol):
         """Whether there may be boxes to erase."""
 
     def at(self, epoch: int) -> Transform:
-        """What is done to the images of an epoch."""
+        """The transform for the images of an epoch."""
 
     def __call__(self, picture: Picture, seed: int) -> Augmented: ...
 
@@ -156,7 +156,7 @@ class TransformByEpoch:
         self._transforms = dict(transforms)
 
     def at(self, epoch: int) -> TrainTransform:
-        """What is done to the images of an epoch."""
+        """The transform for the images of an epoch."""
         return self._transforms[max(first for first in self._transforms if first <= epoch)]
 
 

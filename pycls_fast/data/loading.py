@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch on its way from the workers to the device, prepared as far as the workers do so."""
+    """A batch on its way from the workers to the device, prepared as far as the workers go."""
 
     images_BHWC: torch.Tensor
     """uint8, a quarter of float32's bytes; float32 if the workers have normalised."""
