@@ -135,7 +135,7 @@ def _compiler() -> str:
 def _compile(path: Path) -> None:
     command = _compiler().split()
     if shutil.which(command[0]) is None:
-        raise UserError(f"speed.decode: region needs a compiler, and there is no {command[0]}; {_INSTALL}")
+        raise UserError(f"speed.decode: region needs a C compiler, and there is no compiler {command[0]}; {_INSTALL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=path.parent)

@@ -138,7 +138,7 @@ def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTre
     [
         (("Training/a", "Testing/a"), "folders Testing/, Training/: split under an unknown name; rename"),
         (("Training/a", "Testing/a"), "rename Testing/ to test/"),
-        (("Train/a", "Train/b", "Val/a", "notes"), "folders Train/, Val/: a split under a name"),
+        (("Train/a", "Train/b", "Val/a", "notes"), "folders Train/, Val/: split under an unknown name"),
         (("TRAIN/a", "TEST"), "folder TRAIN/: split under an unknown name; rename TRAIN/ to train/"),
         (("train/a", "Validation/a"), "folder Validation/: split under an unknown name; rename Validation/"),
         (("train/a", "Validation", "notes"), "rename Validation/ to val/"),
