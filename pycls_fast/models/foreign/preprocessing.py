@@ -95,8 +95,8 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
         image_size=int(size),
         short_side=math.floor(size / crop),
         interpolation=interpolation,
-        mean=three(kept.get("mean", (0.485, 0.456, 0.406))),
-        std=three(kept.get("std", (0.229, 0.224, 0.225))),
+        mean=rgb_triple(kept.get("mean", (0.485, 0.456, 0.406))),
+        std=rgb_triple(kept.get("std", (0.229, 0.224, 0.225))),
         unknown=_unknown(interpolation) if is_centre else way,
     )
 
@@ -124,8 +124,8 @@ def _of_torchvision_name(name: str) -> Preprocessing:
         image_size=steps.crop_size[0],
         short_side=steps.resize_size[0],
         interpolation=steps.interpolation.value,
-        mean=three(steps.mean),
-        std=three(steps.std),
+        mean=rgb_triple(steps.mean),
+        std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
     )
 
@@ -135,7 +135,7 @@ def _unknown(interpolation: str) -> str:
     return "" if has_it else f"interpolation={interpolation}, and here are bilinear and bicubic"
 
 
-def three(values: Any) -> tuple[float, float, float]:
+def rgb_triple(values: Any) -> tuple[float, float, float]:
     """Three floats, one per RGB channel."""
     first, second, third = (float(value) for value in values)
     return first, second, third

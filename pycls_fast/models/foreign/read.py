@@ -103,7 +103,7 @@ def read_weights(source: str) -> ReadWeights:
                 f"weights: {source} is not a file; give a file, a run folder, timm:NAME or torchvision:NAME"
             )
         contents = read_file(path)
-    return _recognised(source, contents)
+    return _in_our_names(source, contents)
 
 
 def read_file(path: Path) -> Contents:
@@ -235,9 +235,9 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
         ) from error
 
 
-def _recognised(source: str, contents: Contents) -> ReadWeights:
+def _in_our_names(source: str, contents: Contents) -> ReadWeights:
     state = contents.tensors
-    layout, tensors, unknown = recognise(state)
+    layout, tensors, unknown = detect_layout(state)
     unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
     norm: NormPlace | None = None
     if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
@@ -275,7 +275,7 @@ OURS = "pycls_fast"
 OTHER = "unknown"
 
 
-def recognise(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
+def detect_layout(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
     """The layout, the tensors in our names, and the names without one of ours (all of them for an unknown layout)."""
     pycls_resnet = "s1.b1.f.a.weight" in state and "s1.b1.f.se.f_ex.0.weight" not in state
     readers: tuple[tuple[bool, str, Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]]], ...] = (
