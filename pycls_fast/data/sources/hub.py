@@ -10,7 +10,7 @@ import numpy as np
 
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.layout import missing_column, name_classes
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few
 
@@ -49,7 +49,7 @@ class HubSource:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self._where}"
 
 
-def open_hub(name: str, options: Opening) -> dict[str, Source]:
+def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset.
 
     Args:
@@ -91,7 +91,7 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _open_split(name: str, split: str, dataset: Any, options: Opening, *, may_lack: bool) -> HubSource:
+def _open_split(name: str, split: str, dataset: Any, options: OpenOptions, *, may_lack: bool) -> HubSource:
     import datasets
 
     image_column, label_column = options.image_column, options.label_column

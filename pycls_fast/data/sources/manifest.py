@@ -16,7 +16,7 @@ from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import FileSource
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.layout import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
 from pycls_fast.data.sources.text_files import ENCODING, not_utf8
@@ -28,7 +28,7 @@ _SPLITS = ("train", "val", "test")
 _NO_LABEL = ("", None, "-1", -1)
 
 
-def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
+def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
@@ -59,7 +59,9 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
 class _Table:
     """One table, from its file or its cached index."""
 
-    def __init__(self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
+    def __init__(
+        self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: OpenOptions
+    ) -> None:
         path_column, label_column, cache = options.path_column, options.label_column, options.cache
         self.path = path
         self._base = base

@@ -15,14 +15,14 @@ from pycls_fast.data.sources.folders import open_folder, subfolders
 from pycls_fast.data.sources.hub import open_hub
 from pycls_fast.data.sources.layout import is_remote
 from pycls_fast.data.sources.manifest import open_manifest
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
 from pycls_fast.data.sources.parquet import open_parquet
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
 _SUFFIXES = {".tar": "tar", ".csv": "manifest", ".tsv": "manifest", ".parquet": "parquet"}
-_OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
+_OPEN: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
     "manifest": open_manifest,
     "parquet": open_parquet,
     "hub": open_hub,
@@ -36,7 +36,7 @@ _LOOK_AT = 10
 _LOOK_AT_FILES = 50
 
 
-def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
+def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset by name, "train" and "val" among them.
 
     Args:
@@ -52,7 +52,7 @@ def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
         raise UserError(f"{root} cannot be read ({error.filename}: {error.strerror})") from error
 
 
-def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
+def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
     found = recognise(root)
     if kind == "auto":
         kind = _only(found, root)

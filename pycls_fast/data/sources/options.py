@@ -9,7 +9,7 @@ from pycls_fast.data.sources.remote import FileCache
 
 
 @dataclass(frozen=True)
-class Opening:
+class OpenOptions:
     """The options of all layouts.
 
     Args:

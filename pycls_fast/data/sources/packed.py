@@ -23,7 +23,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 
@@ -99,7 +99,7 @@ def is_packed(folder: Path) -> bool:
     return (folder / ABOUT).is_file() and (folder / TABLE).is_file()
 
 
-def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
+def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random.
 
     Raises:

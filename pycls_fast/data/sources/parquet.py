@@ -16,7 +16,7 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.layout import find_files, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import as_splits
@@ -118,7 +118,7 @@ class _Part:
     column: str
 
 
-def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
+def open_parquet(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `options.image_column` holds images as structs with a field `bytes` or as binary; `options.label_column` whole
@@ -139,7 +139,7 @@ def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
 
 
 def _open_split(
-    base: Path, split: str, files: Sequence[Path], names: Sequence[str] | None, options: Opening
+    base: Path, split: str, files: Sequence[Path], names: Sequence[str] | None, options: OpenOptions
 ) -> ParquetSource:
     image_column, label_column, cache = options.image_column, options.label_column, options.cache
     stats = [file.stat() for file in files]

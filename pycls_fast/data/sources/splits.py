@@ -11,7 +11,7 @@ import numpy as np
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
 
@@ -114,7 +114,7 @@ def like_train(source: LabelledSource, train: Source, *, where: str, train_where
     return Relabelled(source, train.classes, new_label)
 
 
-def as_splits(opened: Mapping[str, LabelledSource], options: Opening, *, where: str) -> dict[str, Source]:
+def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, where: str) -> dict[str, Source]:
     """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"

@@ -19,7 +19,7 @@ from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.layout import find_files, is_remote, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.splits import as_splits
@@ -97,7 +97,7 @@ class TarSource(Mapped):
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}"
 
 
-def open_tars(root: str, options: Opening) -> dict[str, Source]:
+def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
@@ -116,7 +116,7 @@ def open_tars(root: str, options: Opening) -> dict[str, Source]:
 
 
 def _open_split(
-    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: Opening
+    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: OpenOptions
 ) -> TarSource:
     label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
