@@ -5,7 +5,7 @@ which the two disagree, accuracy by class, speed and memory. A table on the term
 `index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. Runs may still be
 going on.
 
-    output=      a folder; left out: comparisons/A--B
+    output=      a folder; left out: comparisons/A--B, with a number where that holds other runs
     images=24    shown of each kind of disagreement
 """
 

@@ -128,7 +128,7 @@ def main(config: RunConfig, options: Options) -> int:
         margin=options.margin,
         gradients=options.gradients,
     )
-    output = options.output or default_folder(config.config_name, options.ladder.name, mode)
+    output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
     return conduct(
         config,
         ladder,

@@ -71,6 +71,8 @@ def conduct(
     for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
+    if config.resume != "auto":
+        raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:
         # No timing reads them: else it would be the first training that misses them.

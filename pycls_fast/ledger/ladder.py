@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
-from pycls_fast.ledger.plan import Arm, Mode, arms, merged
+from pycls_fast.ledger.plan import Arm, Mode, arms, merged, readable
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
@@ -439,6 +439,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
+def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:
     """Where a ledger goes that was given no folder; the same each time, so that it goes on after a kill."""
-    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
+    picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
+    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"

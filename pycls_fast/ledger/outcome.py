@@ -56,11 +56,17 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "device": timed["device"] if timed else None,
         "versions": versions(),
         "code": ledger.codes,
-        "environment": environment(torch.device("cpu"), 1),
+        "environment": _environment(),
         "gradients": _gradients(ledger),
         "unmeasured": ledger.unmeasured | of_different_starts,
         "arms": records,
     }
+
+
+def _environment() -> Record:
+    """Of this process, which measures nothing: the arms have devices and ranks of their own."""
+    here = environment(torch.device("cpu"), 1)
+    return {key: value for key, value in here.items() if key not in ("device", "world_size")}
 
 
 def _gradients(ledger: Ledger) -> Record | None:

@@ -45,9 +45,13 @@ class Arm:
     @property
     def slug(self) -> str:
         """Its part of a file's path: the name for people, and a digest, as an arm with other settings is another."""
-        readable = re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")[:_LONGEST]
         made_of = json.dumps([self.name, self.overrides, self.ranks])
-        return f"{readable or 'arm'}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
+        return f"{readable(self.name)}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
+
+
+def readable(name: str) -> str:
+    """A name as a part of a path, for people; others may have the same."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:_LONGEST] or "arm"
 
 
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:

@@ -25,7 +25,7 @@ from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file, whole, write_json
 
@@ -134,7 +134,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 "diverges": verdict.diverges,
                 "lr": done,
                 "loss": losses,
-                "environment": environment(world.device, world.size),
+                **provenance(world.device, world.size),
             }
             write_json(file, record)
             _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)

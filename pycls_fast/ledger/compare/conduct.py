@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,14 +34,14 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
 
     Args:
         run_a, run_b: run folders, finished or not.
-        output: a folder, made if need be; None: `comparisons/A--B`.
+        output: a folder, made if need be; None: `comparisons/A--B`, with a number where that holds other runs.
         images: of each kind of disagreement, to be shown.
 
     Raises:
         UserError: a folder that holds no run, or that cannot be written to.
     """
     a, b = read_run(run_a), read_run(run_b)
-    folder = user_path(output) if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
+    folder = user_path(output) if output else _default_folder(a.path, b.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,6 +116,25 @@ def _run(run: RunFiles) -> Record:
 def _device(run: RunFiles) -> Device:
     device = (run.summary or {}).get("device", "cpu")
     return "cpu" if device == "cpu" else "cuda"
+
+
+def _default_folder(a: Path, b: Path) -> Path:
+    """The first of `A--B`, `A--B_2`, ... that does not hold a comparison of other runs: two runs may share a name."""
+    name = f"{_short(a)}--{_short(b)}"
+    folders = (Path("comparisons") / (name + (f"_{n}" if n > 1 else "")) for n in itertools.count(1))
+    return next(folder for folder in folders if _compared(folder) in (None, [a.resolve(), b.resolve()]))
+
+
+def _compared(folder: Path) -> list[Path] | None:
+    """The runs that are compared in a folder; None where there is no comparison."""
+    try:
+        record = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+        return [Path(record[name]["path"]).resolve() for name in ("a", "b")]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        # Damaged, or somebody else's.
+        return []
 
 
 def _short(path: Path) -> str:

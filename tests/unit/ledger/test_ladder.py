@@ -198,6 +198,13 @@ def test_a_rung_has_the_size_of_its_training_images(tmp_path: Path, fake: type[F
     assert (timing["image_size"], timing["flops_per_second"]) == (4, pytest.approx(3 * 7 * 80))
 
 
+def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
+    """Each has its own ranks, and the device is that of the timings."""
+    record = collect(start(tmp_path), "x")
+    assert record["device"] == "cpu"
+    assert not {"device", "world_size"} & set(record["environment"])
+
+
 def test_ctrl_c_leaves_what_is_done(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,6 +530,26 @@ def test_the_package_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.Mon
     before = code_digest(tmp_path, [])
     (package / "data" / "native" / "region.c").write_text("b")
     assert code_digest(tmp_path, []) != before
+
+
+def test_a_folder_is_that_of_the_rungs_that_were_picked() -> None:
+    """The next one that is picked is measured beside it, not refused."""
+    folders = [
+        at_work.default_folder("vit_digits", "switches", "one_at_a_time", picked)
+        for picked in ((), ("attention",), ("speed.optimizer", "bf16"), ("bf16", "speed.optimizer"), ("注",))
+    ]
+    every = "vit_digits-switches-one_at_a_time"
+    names = [every, f"{every}-attention", *2 * [f"{every}-bf16_speed_optimizer"], f"{every}-arm"]
+    assert [str(folder) for folder in folders] == [f"ledgers/{name}" for name in names]
+
+
+def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
+    for resume in ("never", str(tmp_path)):
+        with pytest.raises(UserError, match="resume: the trainings of a ledger resume by themselves; leave it out"):
+            conduct(
+                load_config("vit_digits", [f"resume={resume}"]), LADDER, Settings(), switches=(), base=([], []),
+                compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=True,
+            )  # fmt: skip
 
 
 def test_a_plan_with_a_key_that_is_gone_is_another(tmp_path: Path) -> None:
