@@ -158,7 +158,9 @@ class Ledger:
                         f"output: {self.folder} holds a ledger of other code than what is here now; choose another "
                         "folder, remove it, or, where that changes nothing that is measured, add accept_code=true"
                     )
-            self._note_code()
+            else:
+                self.codes = [self.code()]
+            self._write_plan()
             self.stopwatch = Stopwatch(self.folder / "took.json")
             # Kept before anything is timed: which start a round is of.
             self.stopwatch.lap()
@@ -188,13 +190,16 @@ class Ledger:
     def _plan_file(self) -> Path:
         return self.folder / "plan.json"
 
-    def _note_code(self) -> None:
-        """Write the plan, with the code that the next measurement is of."""
-        now = self.code()
-        if self.codes and now not in self.codes:
-            self.say("the code is not what earlier measurements of this ledger were made with; the report says so")
-        self.codes = list(dict.fromkeys([*self.codes, now]))
+    def _write_plan(self) -> None:
         write_json(self._plan_file, {**self._plan(), "code": self.codes})
+
+    def _note_code(self) -> None:
+        """Record the code of the next measurement: it was accepted, or changed while the ledger is at work."""
+        now = self.code()
+        if now not in self.codes:
+            self.codes.append(now)
+            self._write_plan()
+            self.say("the code is not what earlier measurements of this ledger were made with; the report says so")
 
     def run(self) -> None:
         """Do everything that is not done yet.
@@ -390,9 +395,7 @@ class Ledger:
         return self._start("train_net", arguments, ranks=arm.ranks, log=log)
 
     def _start(self, tool: str, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
-        if self.code() not in self.codes:
-            # It was changed while the ledger is at work.
-            self._note_code()
+        self._note_code()
         inherits = () if self._lock is None else (self._lock.inherited,)
         return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
 
