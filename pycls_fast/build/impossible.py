@@ -1,4 +1,4 @@
-"""Settings that cannot be together, of which one is a switch's value in force; the others are in `config/checks.py`."""
+"""Conflicts that involve the resolved value of a switch; all others are in `config/checks.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pycls_fast.precision import LEVELS
 from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
 Switches = Mapping[SwitchName, str]
-"""The value in force of every performance switch."""
+"""The resolved value of every performance switch."""
 
 
 def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
-    """A line for each pair of settings that cannot be together, of which one is a switch's value in force."""
+    """Yield one line for each conflict between a switch's resolved value and another setting."""
     mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
@@ -61,7 +61,7 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
 
 
 def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """A line for each switch set by hand that the model has nothing of."""
+    """Yield one line for each switch set by hand that has no effect with this model."""
     by_hand, kind = config.speed.chosen(), config.model.kind
     for switch in CATALOGUE:
         value = by_hand.get(switch.name, switch.reference)
@@ -85,7 +85,7 @@ def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
 
 
 def _compiled(chosen: Switches) -> Iterator[str]:
-    """A line for each memory switch that compiled code does not go with."""
+    """Yield one line for each memory switch that conflicts with compiled code."""
     what = chosen[SwitchName.COMPILE]
     if what == "off":
         return
@@ -101,7 +101,7 @@ def _compiled(chosen: Switches) -> Iterator[str]:
 
 
 def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """Images are normalised, erased and mixed in this order: the host cannot do a stage after one of the device's."""
+    """Yield one line for each stage on the host after one on the device: images are normalised, erased, then mixed."""
     augment = config.augment
     stages = [(SwitchName.NORMALIZE_ON, "normalised")]
     if augment.erase_probability > 0:
@@ -117,7 +117,7 @@ def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
 
 
 def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """A line for each setting that a step recorded as a CUDA graph does not go with."""
+    """Yield one line for each setting that conflicts with a step recorded as a CUDA graph."""
     if config.optim.name not in ("adamw", "sgd") or chosen[SwitchName.OPTIMIZER] != "fused":
         yield (
             "speed.cuda_graphs: on needs an optimizer that reads its lr on the device, adamw or sgd with "
@@ -152,7 +152,7 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
             yield f"speed.cuda_graphs: speed.{switch}={value} {why}; use speed.{switch}={way_out}"
 
 
-# Switch, value, what it does that cannot be recorded, the value to use.
+# Switch, value, why it cannot be recorded, the value to use.
 _ASKS_THE_HOST = (
     (SwitchName.METRICS, "step", "has the host read every loss", "interval"),
     (SwitchName.OPTIMIZER_COMPILE, "on", "keeps its lr on the host", "off"),
