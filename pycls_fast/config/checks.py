@@ -1,4 +1,4 @@
-"""What no single key can show: combinations that cannot run, found before anything is built."""
+"""Checks that involve several keys: combinations that cannot run, found before anything is built."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
 
     Args:
         config: the configuration.
-        needs_data: False where no image is read.
-        trains: whether it is trained, and the weights that it begins with matter.
+        needs_data: False if no image is read.
+        trains: whether it is used for training, so that its initial weights matter.
     """
-    # A resumed run has them in its checkpoint.
+    # A resumed run has its weights in its checkpoint.
     if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
-    # Every set but ReaL brings its own images.
+    # Every evaluation set except ReaL has its own images.
     needs_data &= config.data.eval_set in (None, "real")
     if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
         yield (
@@ -41,7 +41,7 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
 
 
 def _fine_tunes(config: RunConfig) -> bool:
-    """Whether training from scratch is certainly not what was meant."""
+    """Whether the settings only make sense with pretrained weights."""
     return config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
 
 
@@ -69,7 +69,7 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
 
 
-# What decides the same thing as an option of timm's models.
+# Our settings that replace options of timm's models.
 _INSTEAD_OF_TIMM_OPTIONS = {
     "num_classes": "the classes of the data, or model.num_classes, decide it",
     "in_chans": "images are read as RGB, so it is 3",
@@ -168,7 +168,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
-    # Each with what it is when it is off.
+    # Each with the value that turns it off.
     policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
     chosen = [name for name in policies if getattr(augment, name)]
     for name in chosen[1:]:
@@ -250,7 +250,7 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """LAMB's step has the norm of the weights times the rate; without decay it has that of Adam (`optim.lamb`)."""
+    """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
     if isinstance(model, ViTModel) and model.init == "jax" and settings.name == "lamb" and settings.weight_decay:
         yield (
@@ -367,7 +367,7 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-# What FairScale's strategies can do with the weights' formats and their shapes.
+# Optimizers that work on flattened weights; precisions that keep weights apart from the network's.
 _FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
 _HALF_NETWORKS = ("fp16_master", "bf16_params", "fp16", "bf16")
 
