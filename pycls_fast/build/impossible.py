@@ -25,14 +25,14 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
         )
     if chosen[SwitchName.DECODE_SCALE] == "dct" and chosen[SwitchName.DECODE] != "region":
         yield (
-            f"speed.decode_scale: dct is not there with speed.decode={chosen[SwitchName.DECODE]}; use "
+            f"speed.decode_scale: dct is not available with speed.decode={chosen[SwitchName.DECODE]}; use "
             "speed.decode=region or speed.decode_scale=full"
         )
     yield from _compiled(chosen)
     compiled, half = chosen[SwitchName.COMPILE], LEVELS[config.precision.name].weights != "float32"
     if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":
         yield (
-            f"speed.compile: {compiled} does not see into FairScale's wrappers around norms that stay float32 under "
+            f"speed.compile: {compiled} cannot see inside FairScale's wrappers around norms that stay float32 under "
             f"precision={config.precision.name}; use speed.compile=off or parallel=fsdp"
         )
     yield from _order(config, chosen)
@@ -42,16 +42,16 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     if not isinstance(config.model, ViTModel):
         return
     if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
-        yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
+        yield "speed.gelu: polynomial is for compiled code and does nothing without it; use speed.compile=model"
     if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
         yield (
             "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; use "
             "speed.patches=convolution"
         )
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
-        yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
+        yield "speed.qkv: fused bypasses the float8 layers of precision=fp8; use speed.qkv=separate"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
-        yield "speed.linear: products goes around the float8 layers of precision=fp8; use speed.linear=torch"
+        yield "speed.linear: products bypasses the float8 layers of precision=fp8; use speed.linear=torch"
     if (
         attention in ("sdpa_flash", "sdpa_cudnn")
         and device == "cuda"
@@ -67,8 +67,8 @@ def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
         value = by_hand.get(switch.name, switch.reference)
         if kind not in switch.applies_to and value != switch.reference:
             yield (
-                f"speed.{switch.name}: {value} is for model.kind={' and '.join(switch.applies_to)}, and "
-                f"model.kind={kind} has nothing of it; use speed.{switch.name}={switch.reference}"
+                f"speed.{switch.name}: {value} is for model.kind={' and '.join(switch.applies_to)} and has no effect "
+                f"with model.kind={kind}; use speed.{switch.name}={switch.reference}"
             )
     products = kind == "resnet" and by_hand.get(SwitchName.CONVOLUTION) == "products"
     if products and chosen[SwitchName.MEMORY_FORMAT] == "contiguous":
@@ -90,13 +90,13 @@ def _compiled(chosen: Switches) -> Iterator[str]:
     if what == "off":
         return
     if chosen[SwitchName.ACTIVATION_COMPRESSION] == "8bit":
-        yield f"speed.activation_compression: 8bit does not see into speed.compile={what}; use speed.compile=off"
+        yield f"speed.activation_compression: 8bit does not work inside speed.compile={what}; use speed.compile=off"
     if chosen[SwitchName.ACTIVATION_OFFLOAD] == "cpu" and what == "model":
-        yield "speed.activation_offload: cpu does not see into speed.compile=model; use speed.compile=blocks"
+        yield "speed.activation_offload: cpu does not work inside speed.compile=model; use speed.compile=blocks"
     if chosen[SwitchName.DROP_PATH_COMPUTE] == "skip":
         yield (
-            f"speed.drop_path_compute: skip has other shapes in every step and speed.compile={what} constant ones; use "
-            "speed.compile=off or speed.drop_path_compute=multiply"
+            f"speed.drop_path_compute: skip has different shapes in every step, and speed.compile={what} needs "
+            "constant ones; use speed.compile=off or speed.drop_path_compute=multiply"
         )
 
 
@@ -156,7 +156,7 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
 _ASKS_THE_HOST = (
     (SwitchName.METRICS, "step", "has the host read every loss", "interval"),
     (SwitchName.OPTIMIZER_COMPILE, "on", "keeps its lr on the host", "off"),
-    (SwitchName.DROP_PATH_COMPUTE, "skip", "has other shapes in every step", "multiply"),
+    (SwitchName.DROP_PATH_COMPUTE, "skip", "has different shapes in every step", "multiply"),
     (SwitchName.RECOMPUTE, "full", "reads the state of random generators", "off"),
     (SwitchName.RECOMPUTE, "selective", "reads the state of random generators", "off"),
     (SwitchName.ACTIVATION_OFFLOAD, "cpu", "keeps activations on the host", "none"),

@@ -35,8 +35,8 @@ def num_classes(config: RunConfig, source: Source) -> int:
     chosen = config.model.num_classes
     if chosen is None and found < 2:
         raise UserError(
-            f"data.root: one class alone ({', '.join(source.classes)}) leaves nothing to tell apart; there must be 2 "
-            "class folders at least"
+            f"data.root: only one class ({', '.join(source.classes)}) leaves nothing to distinguish; there must be at "
+            "least 2 class folders"
         )
     if chosen is not None and chosen < found:
         raise UserError(

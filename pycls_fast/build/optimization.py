@@ -66,7 +66,7 @@ def _check_threshold(settings: schema.Loss, classes: int) -> None:
     if not absent < settings.bce_threshold < present:
         raise UserError(
             f"loss.bce_threshold: {settings.bce_threshold:g} with loss.label_smoothing={settings.label_smoothing:g} "
-            f"makes every class a {int(settings.bce_threshold <= absent)}: of {classes} classes the smoothed targets "
+            f"makes every class a {int(settings.bce_threshold <= absent)}: with {classes} classes the smoothed targets "
             f"are {absent:.3g} and {present:.3g}; use loss.label_smoothing=0, or a threshold between the two"
         )
 
@@ -129,8 +129,8 @@ def optimizer(
         return make(groups)
     if masters is not None:
         raise UserError(
-            f"speed.param_offload: cpu keeps float32 weights of its own and precision={config.precision.name} others; "
-            "use speed.param_offload=none or a precision with float32 weights, like amp_bf16"
+            f"speed.param_offload: cpu keeps its own float32 weights, and precision={config.precision.name} other "
+            "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
         )
     return optim.HostOptimizer(groups, make)
 

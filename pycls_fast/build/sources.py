@@ -128,7 +128,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
         if how == "auto" and prefers_blocks(source):
             raise UserError(
                 f"data.sampling: {config.data.sampling} visits images in any order, which is slow with this source; "
-                "use loss.class_weights=balanced, or data.shuffle=full to do it all the same"
+                "use loss.class_weights=balanced, or data.shuffle=full to do it anyway"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
         labels = _labels(source, "data.sampling", "uniform")
@@ -159,5 +159,5 @@ def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
 def _labels(source: Source, key: str, off: str) -> np.ndarray:
     labels = getattr(source, "labels", None)
     if labels is None:
-        raise UserError(f"{key}: needs all labels ahead, which this source does not know; use {key}={off}")
+        raise UserError(f"{key}: needs all labels in advance, which this source does not know; use {key}={off}")
     return np.asarray(labels, dtype=np.int64)

@@ -203,7 +203,7 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
     found = saved.of_weights([quote_items(argument) for argument in arguments if not argument.startswith("-")])
     if found is not None and flags:
         raise UserError(
-            f"{flags[0]}: does not go with the configuration that weights= brings along ({found.file}); leave it out, "
+            f"{flags[0]}: cannot be combined with the configuration saved with weights= ({found.file}); leave it out, "
             "or name an experiment with --config-name"
         )
     return found

@@ -173,7 +173,7 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
         UserError: one line per bad value.
     """
     broken = [
-        f"{key}: {text} is no UTF-8; rename it, or make a link to it and give that ({composed.where(key)})"
+        f"{key}: {text} is not valid UTF-8; rename it, or link to it and give the link ({composed.where(key)})"
         for key, text in _no_utf_8(values)
     ]
     if broken:

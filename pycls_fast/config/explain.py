@@ -73,7 +73,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> UserError:
         return unreadable(error.override.removeprefix("++"), folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is no YAML: {error.problem}")
+        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}")
     for pattern, wording in _REWORDED:
         found = re.match(pattern, text)
         if found:

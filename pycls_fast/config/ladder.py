@@ -69,7 +69,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     if twice:
         raise UserError(f"ladder: {file}: more than one rung is called {', '.join(twice)}; give each a name of its own")
     wrong = [
-        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is no other rung"
+        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is not another rung"
         f"{did_you_mean(rung.against, names[1:])}; give the name of one, or leave it out for the baseline"
         for rung in ladder.rungs
         if rung.against is not None and rung.against not in set(names[1:]) - {rung.name}

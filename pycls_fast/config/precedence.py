@@ -25,7 +25,7 @@ def notes(composed: Composed) -> Iterator[str]:
     for origin, kept in _kept(composed, "optim", {}).items():
         yield (
             f"optim={optimizer}: {', '.join(kept)}: the values of {origin}, not those of "
-            f"{_shown(composed, 'optim')}; optim.KEY=VALUE sets others"
+            f"{_shown(composed, 'optim')}; change them with optim.KEY=VALUE"
         )
     defaults = {key: field.default for key, field in Augment.model_fields.items()}
     for origin, kept in _kept(composed, "augment", defaults).items():

@@ -124,7 +124,7 @@ def of_run(run_dir: Path) -> Saved:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: holds no keys; it is no run's")
+        raise UserError(f"{file}: holds no keys; it is not a run's configuration")
     return Saved(values, file, run_dir.name)
 
 

@@ -44,7 +44,7 @@ def save_activation_memory(
     if recompute != "off" and in_8_bits:
         raise ValueError("units cannot be recomputed from inputs in 8 bits; use one of the two")
     if recompute == "selective" and on_host:
-        raise ValueError("what recompute=selective keeps passes saved-tensor hooks by; use recompute=full")
+        raise ValueError("recompute=selective bypasses saved-tensor hooks; use recompute=full")
     recompute_units(units, recompute=recompute, every=recompute_every)
     if in_8_bits or on_host:
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)

@@ -146,11 +146,11 @@ def report(places: Sequence[Place | None], silent: Sequence[int], timeout_second
     lines = [f"error: parallel.timeout_seconds: ranks have waited for others for {timeout_seconds:g} s; where each is:"]
     for rank, place in enumerate(places):
         if place is None:
-            lines.append(f"error:   rank {rank}: never said where it is")
+            lines.append(f"error:   rank {rank}: has not reported yet")
             continue
         said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
         if rank in silent:
-            said = f"no sign of life; it was last at: {place.doing}"
+            said = f"no sign of life; last seen at: {place.doing}"
         lines.append(f"error:   rank {rank}: {said}")
     return lines
 

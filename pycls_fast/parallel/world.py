@@ -210,8 +210,8 @@ def _tell_of_lone_tasks() -> None:
     tasks, task = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("STEP_NUM_TASKS", "PROCID"))
     if "RANK" not in os.environ and tasks > 1 and task == 0:
         print(
-            f"note: srun started {tasks} tasks, and each is a run of its own, on the first GPU that it sees; for one "
-            "run of them all use torchrun in one task a node, or the submitit launcher (README, On Slurm)",
+            f"note: srun started {tasks} tasks, and each is a separate run on the first GPU that it sees; for one run "
+            "over all of them use torchrun in one task per node, or the submitit launcher (README, On Slurm)",
             file=sys.stderr,
         )
 

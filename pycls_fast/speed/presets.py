@@ -98,7 +98,9 @@ def resolve(
             )
         resolved[switch.name] = value
     if resolved.get(SwitchName.ALLOCATOR) == "keep" and not HAS_GLIBC:
-        problems.append("speed.allocator: keep needs glibc, which this system has not; use speed.allocator=default")
+        problems.append(
+            "speed.allocator: keep needs glibc, which this system does not have; use speed.allocator=default"
+        )
     if optimizer is not None:
         problems += _fit_optimizer(resolved, chosen, device, optimizer, sharded=sharded)
     if problems:
@@ -124,7 +126,8 @@ def _fit_optimizer(
         return [f"speed.optimizer_compile: optim.name={optimizer} compiles itself; use speed.optimizer_compile=off"]
     if sharded and optimizer not in SHARDABLE:
         return [
-            f"optim.name: {optimizer} needs whole weights, and fsdp and hsdp cut them; use optim=adamw or parallel=ddp"
+            f"optim.name: {optimizer} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
+            "parallel=ddp"
         ]
     usable = tuple(
         name for name in (COMPILABLE[optimizer] if compiled else there) if not sharded or name in SHARDABLE[optimizer]
@@ -136,7 +139,7 @@ def _fit_optimizer(
         resolved[SwitchName.OPTIMIZER] = usable[-1] if device == "cuda" else usable[0]
         return []
     if sharded and value in there and value not in SHARDABLE[optimizer]:
-        why = f"has no {value} for weights that are cut over ranks (fsdp, hsdp)"
+        why = f"has no {value} for weights that are sharded over ranks (fsdp, hsdp)"
     else:
         compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
         why = f"has no {value}" if value not in there else compiles
