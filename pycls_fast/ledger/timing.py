@@ -179,7 +179,7 @@ def _build(
     same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
     sources = same_data[0] if same_data else build.sources(config, world)
     train = sources["train"]
-    config = build.by_size(config, len(train), world)
+    config = build.resolve_auto(config, len(train), world)
     microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts):
         # Only these read images, and need a whole batch of them.

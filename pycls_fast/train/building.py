@@ -20,7 +20,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
@@ -57,7 +57,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
+    config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, gone_on_from)
     build.check_mixing(config, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
@@ -108,7 +108,7 @@ def load_network(
         network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
     )
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    build.lower(config, network, world.device)
+    build.apply_precision(config, network, world.device)
     return network, origin
 
 
@@ -143,7 +143,7 @@ def make_step(
     loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
-    masters = build.lower(config, network, world.device, sharded=sharded)
+    masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
     scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)

@@ -19,7 +19,7 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None = None) -> RunConfig:
+def resolve_normalization(config: RunConfig, world: World, gone_on_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with the mean and standard deviation of its weights, where it asks for them and they are known.
 
     Args:

@@ -79,7 +79,7 @@ def restore(
             network = build.model(config, config.model.num_classes or len(classes), switches)
         _fill(network, weights)
         network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        build.lower(config, network, world.device)
+        build.apply_precision(config, network, world.device)
     return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
 
 

@@ -22,7 +22,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate
 from pycls_fast.train.memory import enough_to_score
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
@@ -92,7 +92,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         switches = build.switches(config, world.device)
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
-        config = build.for_scoring(normalized(build.by_size(config, len(source), world), world))
+        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(source), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, found, source, world, switches, for_training=False)
             with display:

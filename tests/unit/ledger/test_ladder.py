@@ -331,7 +331,7 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
     for arm in ledger.runnable():
         config = load_config("vit_digits", arm.overrides)
         build.set_backend(config, cpu)
-        build.lower(config, build.model(config, 10, build.switches(config, cpu)), cpu)
+        build.apply_precision(config, build.model(config, 10, build.switches(config, cpu)), cpu)
         assert config.parallel.name != "fairscale_fsdp"
 
 
