@@ -159,8 +159,8 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    found_problems = problems(config, needs_data=needs_data, trains=trains)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in found_problems]
+    wrong = problems(config, needs_data=needs_data, trains=trains)
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in wrong]
     if found:
         raise UserError(*found)
     return config

@@ -146,7 +146,7 @@ def make_step(
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
+    scaler = build.loss_scaler(config, world.device, wrapped.overflow_group)
     flat = wrapped.weights
     owned = flat or masters
     optimizer = wrapped.optimizer or build.optimizer(

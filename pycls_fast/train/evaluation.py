@@ -90,8 +90,8 @@ def evaluate(
     *,
     among: torch.Tensor | None = None,
     answers_NM: torch.Tensor | None = None,
-    together: bool = False,
-    settle: Callable[[], None] = lambda: None,
+    forward_is_collective: bool = False,
+    free_gathered: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
@@ -105,8 +105,8 @@ def evaluate(
         among: int64 on the device, the outputs that count, rising; the others are as if they did not exist.
         answers_NM: int64 on the device, all right classes of each image of the source, filled up with -1. The best
             scored of them counts; images without any are left out.
-        together: the model's forward pass is a matter of all ranks: a rank whose batch is empty takes part.
-        settle: called at the end (`parallel.Wrapped.settle`).
+        forward_is_collective: the forward pass contains collectives: a rank whose batch is empty takes part.
+        free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
     """
     was_training = model.training
     model.eval()
@@ -124,13 +124,13 @@ def evaluate(
                 scored = _score(logits_BK.double(), answers_BM, among)
                 sums += scored.sums()
                 outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
-            elif together:
+            elif forward_is_collective:
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
                     model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
             on_batch(images)
     finally:
-        settle()
+        free_gathered()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
