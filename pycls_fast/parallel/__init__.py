@@ -7,8 +7,8 @@ from pycls_fast.parallel.fairscale_fsdp import plain_name
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.float8 import use_float8
 from pycls_fast.parallel.footprint import footprint
-from pycls_fast.parallel.meeting import first_of_launch
 from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
 from pycls_fast.parallel.wrap import DTENSORS, SHARDED, prepare_model, wrap_model
 from pycls_fast.parallel.wrapped import Settings, Wrapped

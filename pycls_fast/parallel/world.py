@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.meeting import connect, meet, met
 from pycls_fast.parallel.mesh import degrees, make_mesh
-from pycls_fast.parallel.mistakes import tell_if_alone
+from pycls_fast.parallel.mistakes import print_if_only_rank
 from pycls_fast.parallel.monitor import Monitor
+from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def start_world(
         try:
             yield _join(leaving, device, backend, timeout_seconds, strategy, shard_degree, replicate_degree)
         except UserError as error:
-            tell_if_alone(error)
+            print_if_only_rank(error)
             raise
 
 
@@ -179,7 +179,7 @@ def _join(
         raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
     # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
-    launch, store = meet(size, timeout)
+    launch, store = open_store(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
     # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
@@ -195,7 +195,7 @@ def _join(
         return world
     world.barrier()
     if world.is_main:
-        met(launch)
+        finish_round(launch)
     # A random name, which no other run of this launch uses.
     own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
     monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
