@@ -3,6 +3,7 @@
 models, data, optim and parallel never see a configuration.
 """
 
+from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
     check_mixing,
     eval_loader,
@@ -30,7 +31,6 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
-from pycls_fast.build.processor import cores
 from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
 

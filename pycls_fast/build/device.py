@@ -16,7 +16,7 @@ import torch
 
 from pycls_fast import precision, speed
 from pycls_fast.build.conflicts import Switches, conflicts
-from pycls_fast.build.processor import cores_per_rank, cpu_limit
+from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
