@@ -32,7 +32,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.parts import Trainer, synthetic_batch
 from pycls_fast.ledger.statistics import Ratio, paired_ratio, spread
-from pycls_fast.parallel import ALONE, prepare_model
+from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.environment import environment, versions
@@ -145,7 +145,7 @@ def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size:
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     network = build.model(config, CLASSES, switches)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     trainer = Trainer(make_step(config, network, world, switches, steps_per_epoch=1000), world, switches)
     images = synthetic_batch(
         batch, config.data.image_size, CLASSES, erase_probability=0.0, seed=1, device=world.device,

@@ -31,7 +31,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.timing import synthetic_batch
 from pycls_fast.optim import local
-from pycls_fast.parallel import prepare_model
+from pycls_fast.parallel import place_model
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
@@ -103,7 +103,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
                 "parameters": sum(p.numel() for p in network.parameters()),
                 "largest_unit": max(sum(p.numel() for p in unit.parameters()) for _, unit in units),
             }
-            network = prepare_model(network, world, memory_format="contiguous")
+            network = place_model(network, world, memory_format="contiguous")
             step = make_step(config, network, world, switches, steps_per_epoch=10)
         metrics = TrainMetrics(world.device)
         with training.watching():

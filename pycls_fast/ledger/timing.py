@@ -34,7 +34,7 @@ from pycls_fast.ledger.records import comparison, part_record
 from pycls_fast.ledger.report import print_record
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.models import Complexity, complexity
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import World, place_model
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
@@ -219,7 +219,7 @@ def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
 def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
     config, switches = variant.config, variant.switches
     network = build.model(config, variant.classes, switches)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
     step = make_step(config, network, world, switches, steps_per_epoch)
     variant.trainer = Trainer(step, world, switches)

@@ -10,7 +10,7 @@ from pycls_fast.parallel.footprint import footprint
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
-from pycls_fast.parallel.wrap import DTENSORS, SHARDED, prepare_model, wrap_model
+from pycls_fast.parallel.wrap import DTENSORS, SHARDED, place_model, wrap_model
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "keep_freed_memory",
     "keep_in_float32",
     "lost_ranks",
+    "place_model",
     "plain_name",
-    "prepare_model",
     "save_activation_memory",
     "start_world",
     "uncompiled",

@@ -15,7 +15,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.parallel import FlatShards, World, prepare_model
+from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
@@ -83,7 +83,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
@@ -107,7 +107,7 @@ def load_network(
     origin = load_weights(
         network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
     )
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     build.apply_precision(config, network, world.device)
     return network, origin
 
