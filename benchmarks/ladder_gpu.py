@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.speed import CATALOGUE, SwitchName
-from pycls_fast.speed.images import IMAGES
+from pycls_fast.speed.cards.images import IMAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "gpu_ladder.md"
