@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.parallel.mesh import degrees, make_mesh
 from pycls_fast.parallel.mistakes import print_if_only_rank
 from pycls_fast.parallel.monitor import Monitor
@@ -220,7 +220,7 @@ def lost_ranks(error: BaseException) -> str | None:
     """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
     text = str(error)
     is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
-    return (text.splitlines() or [type(error).__name__])[0] if is_lost else None
+    return first_line(error) if is_lost else None
 
 
 _MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
