@@ -24,7 +24,7 @@ def name_user() -> None:
     """Set `LOGNAME` for a user without a name, as in a container that was started with a number (`--user 1000`).
 
     torch names its cache of compiled code after the user. torch 2.11 looks the name up when torchvision is imported
-    and when an optimizer is made, and raises if there is none. The name set here is the one later versions fall back to.
+    and when an optimizer is made, and raises if there is none. The name set here is the fallback of later versions.
     """
     try:
         getpass.getuser()

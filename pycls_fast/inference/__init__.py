@@ -1,4 +1,4 @@
-"""Using what was trained: predictions, features and maps of images that somebody has."""
+"""Inference with trained weights: predictions, features and maps for the user's own images."""
 
 from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images, given_images

@@ -134,8 +134,7 @@ def make_step(
     graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
     if graphed and world.size > 1:
         raise UserError(
-            f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use "
-            f"speed.cuda_graphs=off"
+            f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use speed.cuda_graphs=off"
         )
     if graphed:
         build.draw_on_device(network)

@@ -197,7 +197,7 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     if damaged:
         raise UserError(
             *damaged,
-            f"run_dir: none of the checkpoints in {folder} can be resumed from; repair one, or start in another run_dir",
+            f"run_dir: none of the checkpoints in {folder} can be resumed from; repair one, or use another run_dir",
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; the one of a tool's `output=` is seen to be writable before the work."""
+"""Atomic file writing, and the check that a tool's `output=` is writable before the work starts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pycls_fast.paths import user_path
 
 @contextmanager
 def whole(file: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `file` at the end; of one that cannot be written nothing is left.
+    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: for example, the disk is full.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -31,7 +31,7 @@ def whole(file: Path) -> Iterator[Path]:
 
 
 def finite(value: Any) -> Any:
-    """The same with null, which JSON has, for numbers that are not finite."""
+    """A copy of `value` in which NaN and infinities are None, because JSON has no NaN."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -42,17 +42,17 @@ def finite(value: Any) -> Any:
 
 
 def output_file(output: str | Path, world: World | None = None) -> Path:
-    """The path, its folders made; of a link the path that it leads to.
+    """The path to write to, with its folders made and a link resolved.
 
     Args:
-        world: where several ranks run: the main one looks, all raise.
+        world: needed if several ranks run: the main one checks, all raise.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: it cannot be written.
     """
     file = user_path(output)
     if file.is_symlink() and not is_open_elsewhere(file):
-        # The link stays, and its target is written.
+        # Keep the link and write its target.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
     if world is not None:
@@ -78,21 +78,21 @@ def _problem(file: Path) -> str | None:
 
 
 def is_open_elsewhere(file: Path) -> bool:
-    """A pipe, a device or one of this process's own files (`/dev/stdout`): another file in its place serves nobody."""
+    """Whether `file` is a pipe, a device or an open file of this process (`/dev/stdout`): it must not be replaced."""
     name = str(file.absolute())
-    # What is kept in memory there are files like others.
+    # Files in shared memory are ordinary files.
     named = name.startswith(("/dev/", "/proc/")) and not name.startswith("/dev/shm/")
     return file.exists() and not file.is_dir() and (named or not file.is_file())
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write values to a file that `output_file` gave; numbers that are not finite become null.
+    """Write values to a path from `output_file`; numbers that are not finite become null.
 
     Raises:
-        UserError: the disk is full, say.
+        UserError: for example, the disk is full.
     """
     text = json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Bytes of a file's name that are no UTF-8 stay JSON's escapes.
+    # Bytes of a file name that are not UTF-8 are written as JSON escapes.
     encoded = text.encode(errors="backslashreplace")
     try:
         if is_open_elsewhere(file):

@@ -1,4 +1,4 @@
-"""Scoring saved weights on a split, without training."""
+"""Score saved weights on a split, without training."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> E
 
 
 def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
-    """Names of the outputs, which the further sets go by."""
+    """Class names of the outputs, by which evaluation sets are matched."""
     ours = opened(found, world)
     if ours is not None and ours.classes is not None:
         return ours.classes
-    # Other projects' files do not name classes; with as many outputs as ImageNet-1k has they are its, in its order.
+    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
     if config.model.num_classes in (None, 1000):
         return build.imagenet_wnids()
     raise UserError(
-        f"weights: {found} does not name its classes, which data.eval_set goes by, and model.num_classes="
+        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
         f"{config.model.num_classes} is not ImageNet-1k's 1000"
     )
 
 
 def _beside(about: foreign.Preprocessing | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The published number and ours minus it, as rows and as a record; nothing where none is known."""
+    """The published number and our difference from it, as rows and as a record; empty if none is known."""
     known = published.WEIGHTS.get(about.weights) if about is not None else None
     if about is None or known is None:
         return [], {}
@@ -67,20 +67,19 @@ def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
 
 
 def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
-    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print what it scored.
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
-        split: "train", "val", or "test" where the data has one.
+        split: "train", "val", or "test" if the data has one.
         output: a JSON file for the numbers.
-        own_preprocessing: weights of other projects that say how images are prepared for them get theirs so.
+        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or a split that do not exist or do not fit, an `output` that cannot be written, or images
-            that are too many for the memory.
+        UserError: weights or split do not exist or do not fit, `output` cannot be written, or out of memory.
     """
     if config.weights is None:
-        raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
+        raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
     found = find_weights(config.weights)
     about = foreign.described(found)
     if about is not None and own_preprocessing:
@@ -124,13 +123,13 @@ def _tell(
     result: Evaluation,
     taken: foreign.Preprocessing | None,
 ) -> dict[str, Any]:
-    """Show what was scored; the published number where there is one for this, as a record.
+    """Print the result; returns the published number as a record, if there is one for this.
 
-    `taken` is the preprocessing that the weights say, where images were prepared so.
+    `taken` is the weights' own preprocessing if it was used.
     """
     for name, reason in result.damaged:
         display.warn(f"{name}: {reason}; not counted")
-    # The numbers are those of the plain validation images, prepared as published.
+    # Published numbers are for the original validation images with the published preprocessing.
     rows, comparison = _beside(taken if split == "val" else None, result.top1)
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")
@@ -155,7 +154,7 @@ def _tell(
 def _record(
     config: RunConfig, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, world: World
 ) -> dict[str, Any]:
-    """What the file says."""
+    """The values of the JSON file."""
     return {
         "split": split,
         "weights": origin.kind,

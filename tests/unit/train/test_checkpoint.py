@@ -243,7 +243,7 @@ def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
     first, second, last = caught.value.lines
     assert first.startswith(f"{tmp_path / 'step_000001000'}: the checkpoint is damaged")
     assert second.startswith(f"{tmp_path / 'step_000000900'}: the checkpoint is damaged")
-    assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be gone on from; mend one, or begin")
+    assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be resumed from; repair one, or use")
 
 
 def test_ranks_share_the_checking(tmp_path: Path) -> None:

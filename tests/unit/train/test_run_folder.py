@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, write: Callable[[RunFolder], No
     """/dev/full takes a name, and no byte."""
     for file in ("metrics.jsonl", f".summary.json.{os.getpid()}.tmp"):
         (tmp_path / file).symlink_to("/dev/full")
-    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); mend it, and the same command"
+    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); fix this, then the same"
     with pytest.raises(UserError, match=line):
         write(RunFolder(tmp_path))
 
