@@ -41,14 +41,14 @@ class Parts:
     steps_per_epoch: int
 
 
-def build_parts(config: RunConfig, world: World, display: Display, gone_on_from: Checkpoint | None = None) -> Parts:
+def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
     """Build every part; each needs the ones before it.
 
     Args:
         config: the run's.
         world: the ranks, which all call this.
         display: reports what was loaded.
-        gone_on_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
+        resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
@@ -57,7 +57,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
+    config = normalized(build.by_size(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
@@ -65,7 +65,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     network = build.model(config, classes, switches, empty=sharded)
 
     def load(filled: Network | FlatShards) -> None:
-        if config.weights is None or gone_on_from is not None:
+        if config.weights is None or resumed_from is not None:
             return
         flat = filled if isinstance(filled, FlatShards) else None
         origin = load_weights(

@@ -19,11 +19,11 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None = None) -> RunConfig:
+def normalized(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
 
     Args:
-        gone_on_from: the checkpoint whose values are used instead: those of the weights when the run began.
+        resumed_from: the checkpoint whose values are used instead: those of the weights when the run began.
 
     Raises:
         UserError: no such weights.
@@ -31,8 +31,8 @@ def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None 
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}
-    if gone_on_from is not None:
-        found: Statistics | None = _of_config(gone_on_from.plain["config"])
+    if resumed_from is not None:
+        found: Statistics | None = _of_config(resumed_from.plain["config"])
     else:
         found = None if config.weights is None else statistics(config.weights, world)
     if found is not None:
