@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pycls_fast.train.by_class import Confusion
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
@@ -62,7 +62,7 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
     if count <= _WITH_NUMBERS:
         _write_numbers(axes, counts, share_DD)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    with whole(path) as temporary, warnings.catch_warnings():
+    with atomic_write(path) as temporary, warnings.catch_warnings():
         # A name may have characters that the font draws as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(temporary, dpi=110, format="png")

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -43,7 +43,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
             axes.legend(fontsize=8)
     speed.set_ylim(bottom=0)
     # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 

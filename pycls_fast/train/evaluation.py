@@ -17,7 +17,7 @@ from torch import nn
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Predictions:
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
-        with whole(file) as temporary, temporary.open("wb") as stream:
+        with atomic_write(file) as temporary, temporary.open("wb") as stream:
             np.savez_compressed(
                 stream,
                 indices=self.indices_N,

@@ -27,7 +27,7 @@ from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file, whole, write_json
+from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.
@@ -179,7 +179,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     try:
-        with whole(path) as temporary:
+        with atomic_write(path) as temporary:
             figure.savefig(temporary, dpi=110, format="png")
     except OSError as error:
         raise UserError(f"output: {path} could not be written ({error.strerror})") from error

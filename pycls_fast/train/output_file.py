@@ -16,7 +16,7 @@ from pycls_fast.paths import user_path
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
 
     Raises:
@@ -30,12 +30,12 @@ def whole(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """A copy of `value` in which NaN and infinities are None, because JSON has no NaN."""
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [nan_to_none(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -51,7 +51,7 @@ def output_file(output: str | Path, world: World | None = None) -> Path:
         UserError: it cannot be written.
     """
     file = user_path(output)
-    if file.is_symlink() and not is_open_elsewhere(file):
+    if file.is_symlink() and not is_special_file(file):
         # Keep the link and write its target.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
@@ -66,7 +66,7 @@ def _problem(file: Path) -> str | None:
     if file.is_dir():
         return f"output: {file} is a folder; give the path of a file"
     try:
-        if is_open_elsewhere(file):
+        if is_special_file(file):
             return None if os.access(file, os.W_OK) else f"output: {file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
@@ -77,7 +77,7 @@ def _problem(file: Path) -> str | None:
     return None
 
 
-def is_open_elsewhere(file: Path) -> bool:
+def is_special_file(file: Path) -> bool:
     """Whether `file` is a pipe, a device or an open file of this process (`/dev/stdout`): it must not be replaced."""
     name = str(file.absolute())
     # Files in shared memory are ordinary files.
@@ -91,14 +91,14 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     Raises:
         UserError: for example, the disk is full.
     """
-    text = json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     # Bytes of a file name that are not UTF-8 are written as JSON escapes.
     encoded = text.encode(errors="backslashreplace")
     try:
-        if is_open_elsewhere(file):
+        if is_special_file(file):
             file.write_bytes(encoded)
         else:
-            with whole(file) as temporary:
+            with atomic_write(file) as temporary:
                 temporary.write_bytes(encoded)
     except OSError as error:
         raise UserError(f"output: {file} could not be written ({error.strerror})") from error

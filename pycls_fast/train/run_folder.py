@@ -17,7 +17,7 @@ import yaml
 
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment_command
-from pycls_fast.train.output_file import finite, whole
+from pycls_fast.train.output_file import atomic_write, nan_to_none
 
 
 class RunFolder:
@@ -124,13 +124,13 @@ class RunFolder:
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Write a JSON file atomically; values that are not finite are written as null."""
-        self._write(name, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
+        self._write(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+            file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         return record
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class RunFolder:
         self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 
     def _write(self, name: str, text: str) -> None:
-        with writing(self.path / name), whole(self.path / name) as temporary:
+        with writing(self.path / name), atomic_write(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
