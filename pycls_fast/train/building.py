@@ -27,7 +27,7 @@ from pycls_fast.train.weights import Loaded, load_weights
 
 
 @dataclass
-class Parts:
+class TrainingParts:
     """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers."""
 
     config: RunConfig
@@ -41,7 +41,9 @@ class Parts:
     steps_per_epoch: int
 
 
-def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
+def build_parts(
+    config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None
+) -> TrainingParts:
     """Build every part; each needs the ones before it.
 
     Args:
@@ -86,7 +88,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
 
 
 def load_network(

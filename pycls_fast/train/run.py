@@ -15,7 +15,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
-from pycls_fast.train.building import Parts, build_parts
+from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment, versions
 from pycls_fast.train.introduction import introduce
@@ -25,7 +25,7 @@ from pycls_fast.train.saving import Saver
 
 
 @dataclass(kw_only=True)
-class Run(Parts):
+class Run(TrainingParts):
     """Everything that training reads and changes."""
 
     world: World
