@@ -23,12 +23,12 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
-from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
 _SKIPPED_LIMIT = 20

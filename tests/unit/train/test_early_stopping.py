@@ -11,10 +11,10 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint
-from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.run import best_evaluation, summary
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])

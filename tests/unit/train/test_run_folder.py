@@ -26,11 +26,11 @@ from pycls_fast.parallel import ALONE
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_evaluation import CPU
 
 
