@@ -22,7 +22,7 @@ from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
 # Lines under a picture, besides the one on it.

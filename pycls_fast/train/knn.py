@@ -22,8 +22,8 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.normalization import normalized
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 
 _CHUNK = 1024

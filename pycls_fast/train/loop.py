@@ -23,8 +23,8 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board

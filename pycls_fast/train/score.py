@@ -21,8 +21,8 @@ from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate
-from pycls_fast.train.memory import enough_to_score
 from pycls_fast.train.normalization import normalized
+from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
