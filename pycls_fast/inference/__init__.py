@@ -2,6 +2,6 @@
 
 from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images, given_images
-from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.inference.predictions import Guess, Prediction
 
 __all__ = ["Classifier", "GivenImages", "Guess", "Prediction", "find_images", "given_images", "load"]

@@ -15,7 +15,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
-from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.restore import Restored, restore

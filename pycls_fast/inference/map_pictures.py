@@ -17,7 +17,7 @@ from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
-from pycls_fast.inference.report import check_output, collect, percent
+from pycls_fast.inference.predict import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.paths import user_path
@@ -47,7 +47,7 @@ def draw_maps(
 
     Args:
         run, which, device: see `inference.load`.
-        images: see `report.predict`.
+        images: see `predict.predict`.
         kind: "attention", "rollout", "features" or "class".
         output: a PNG file; None: `KIND.png`.
         heads: "attention" shows each head, otherwise only their mean.

@@ -18,8 +18,8 @@ from PIL import Image
 import pycls_fast
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
-from pycls_fast.inference import report
-from pycls_fast.inference.report import check_output, percent
+from pycls_fast.inference import predict
+from pycls_fast.inference.predict import check_output, percent
 from pycls_fast.inference.sheet import Cell
 from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
@@ -111,7 +111,7 @@ def test_each_picture_on_the_sheet_has_its_own_words(
 ) -> None:
     """Also behind one that could not be read."""
     drawn: list[Cell] = []
-    monkeypatch.setattr(report, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
+    monkeypatch.setattr(predict, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
     files = [bad / name for name in ("1.png", "bad[red].png", "3.png", "more/4.png")]
     arguments = ["format=sheet", f"output={tmp_path / 'sheet.png'}", "topk=4"]
     assert run_tool("predict", run_dir, *files, *arguments) == 0

@@ -17,7 +17,7 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
-from pycls_fast.inference.records import Prediction
+from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
