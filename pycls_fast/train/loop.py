@@ -67,7 +67,7 @@ def _train(config: RunConfig, world: World) -> int:
             with display, board, run.saver, enough_memory(_too_large(run)):
                 status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
-        stop.hand_on()
+        stop.call_launcher()
     return status
 
 

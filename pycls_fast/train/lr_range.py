@@ -138,7 +138,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
             }
             write_json(file, record)
             _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
-            for line in _told(verdict, done):
+            for line in _verdict_lines(verdict, done):
                 display.note(line)
             display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
@@ -148,7 +148,7 @@ def _default_folder(config: RunConfig) -> Path:
     return Path("lr_find") / f"{config.config_name}-{timestamp()}"
 
 
-def _told(verdict: Verdict, rates: Sequence[float]) -> list[str]:
+def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
     lines = []
     if verdict.suggested is None:
         lines.append("the loss did not fall; try different lr_min and lr_max, or more steps")

@@ -52,7 +52,9 @@ def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, .
     )
 
 
-def _beside(about: foreign.Preprocessing | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def _published_comparison(
+    about: foreign.Preprocessing | None, top1: float
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """The published number and our difference from it, as rows and as a record; empty if none is known."""
     known = published.WEIGHTS.get(about.weights) if about is not None else None
     if about is None or known is None:
@@ -108,13 +110,13 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 )
         if world.is_main:
             taken = about if own_preprocessing else None
-            comparison = _tell(display, config, split, scored, origin, result, taken)
+            comparison = _print_result(display, config, split, scored, origin, result, taken)
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
         return DONE
 
 
-def _tell(
+def _print_result(
     display: Display,
     config: RunConfig,
     split: str,
@@ -130,7 +132,7 @@ def _tell(
     for name, reason in result.damaged:
         display.warn(f"{name}: {reason}; not counted")
     # Published numbers are for the original validation images with the published preprocessing.
-    rows, comparison = _beside(taken if split == "val" else None, result.top1)
+    rows, comparison = _published_comparison(taken if split == "val" else None, result.top1)
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")
     if origin.fitted.adapted or origin.fitted.left_out:

@@ -22,12 +22,12 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self.training = False
-        self.owed: Callable[[], object] | None = None
+        self.launcher_handler: Callable[[], object] | None = None
 
     def __bool__(self) -> bool:
         return self.name is not None
 
-    def hand_on(self) -> None:
+    def call_launcher(self) -> None:
         """Call the scheduler launcher's own signal handler, if we intercepted its signal.
 
         It requeues the job and ends the process.
@@ -35,10 +35,10 @@ class StopRequest:
         Raises:
             UserError: it refuses, because the job has timed out too often.
         """
-        if self.owed is None:
+        if self.launcher_handler is None:
             return
         try:
-            self.owed()
+            self.launcher_handler()
         except Exception as error:  # the launcher's own class, which may not be importable here
             reason = str(error).rstrip(".")
             raise UserError(
@@ -71,7 +71,7 @@ def stop_requests() -> Iterator[StopRequest]:
         if request and number == signal.SIGINT:
             raise KeyboardInterrupt
         if number == warning and callable(former):
-            request.owed = partial(former, number, None)
+            request.launcher_handler = partial(former, number, None)
         if not request:
             request.name = signal.Signals(number).name
             _answer(request.name)
