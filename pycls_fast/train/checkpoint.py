@@ -89,10 +89,10 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
         together(lambda: tensors.write(found, temporary, world.host_group))
         # The files that torch wrote for this rank: it has flushed their contents, but not their names.
         own = f"__{world.rank}_*"
-        listings = together(lambda: files.list_files(temporary, temporary.glob(own)))
+        listings = together(lambda: files.list_files(list(temporary.glob(own))))
 
         def finish() -> None:
-            listing = files.list_files(temporary, iter([temporary / ".metadata"]))
+            listing = files.list_files([temporary / ".metadata"])
             for part in listings:
                 listing |= part
             files.publish(temporary, {"format": files.FORMAT, **plain}, listing)

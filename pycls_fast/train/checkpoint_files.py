@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def list_files(folder: Path, names: Iterator[Path]) -> Listing:
+def list_files(files: Sequence[Path]) -> Listing:
     """Size and checksum of each file, read back from it."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(names)}
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(files)}
 
 
 def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
@@ -70,7 +70,7 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
         listing: the files of all ranks.
     """
     _write_json(temporary / STATE, values)
-    listing = listing | list_files(temporary, iter([temporary / STATE]))
+    listing = listing | list_files([temporary / STATE])
     _write_json(temporary / FILES, {"format": FORMAT, "files": listing})
     flush_folder(temporary)
     path = temporary.with_name(temporary.name.split(".")[1])
