@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data import Batch
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
 from pycls_fast.optim import set_lr
 from pycls_fast.train.metrics import TrainMetrics
@@ -77,9 +77,8 @@ class CudaRecorder:
             cause = failure or error
             if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
                 raise cause from None
-            reason = str(cause).strip().partition("\n")[0]
             raise UserError(
-                f"speed.cuda_graphs: this step cannot be recorded ({reason}); use speed.cuda_graphs=off"
+                f"speed.cuda_graphs: this step cannot be recorded ({first_line(cause)}); use speed.cuda_graphs=off"
             ) from cause
 
     def replay(self) -> None:
