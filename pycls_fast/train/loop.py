@@ -324,8 +324,8 @@ class Loop:
             trained = [record for record in run.folder.records() if record["kind"] == "train"]
             clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
             memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-        seconds, rate = clock.medians()
-        values = summary(run, self.evaluations.records(), rate, seconds, memory)
+        step_seconds, rate = clock.medians()
+        values = summary(run, self.evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
         run.folder.write_json("summary.json", values)
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]

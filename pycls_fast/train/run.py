@@ -227,7 +227,7 @@ def _problem(folder: RunFolder) -> str | None:
 
 
 def summary(
-    run: Run, evaluations: list[dict[str, Any]], rate: float, step_seconds: float, memory: int
+    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)

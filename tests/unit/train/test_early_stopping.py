@@ -61,4 +61,4 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert checkpoint.step_of((folder.checkpoints / "best").resolve()) == best
-    assert summary(run, evaluations.records(), 1.0, 1.0, 1)["best"]["step"] == best
+    assert summary(run, evaluations.records(), rate=1.0, step_seconds=1.0, memory=1)["best"]["step"] == best
