@@ -27,47 +27,6 @@ from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
 
-def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
-    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
-    if config.data.eval_set is not None:
-        classes = _classes(config, found, world)
-        return build.eval_set(config, classes, world)
-    sources = build.sources(config, world)
-    if split not in sources:
-        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
-    return EvalSet(sources[split], "best of all classes")
-
-
-def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
-    """Class names of the outputs, by which evaluation sets are matched."""
-    ours = opened(found, world)
-    if ours is not None and ours.classes is not None:
-        return ours.classes
-    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
-    if config.model.num_classes in (None, 1000):
-        return build.imagenet_wnids()
-    raise UserError(
-        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
-        f"{config.model.num_classes} is not ImageNet-1k's 1000"
-    )
-
-
-def _published_comparison(
-    about: foreign.Preprocessing | None, top1: float
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The published number and our difference from it, as rows and as a record; empty if none is known."""
-    known = published.WEIGHTS.get(about.weights) if about is not None else None
-    if about is None or known is None:
-        return [], {}
-    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
-    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
-    return rows, {"published": {"weights": about.weights, **asdict(known)}}
-
-
-def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
-    return None if values is None else torch.from_numpy(values).to(world.device)
-
-
 def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
@@ -114,6 +73,47 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
         return DONE
+
+
+def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
+    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
+    if config.data.eval_set is not None:
+        classes = _classes(config, found, world)
+        return build.eval_set(config, classes, world)
+    sources = build.sources(config, world)
+    if split not in sources:
+        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
+    return EvalSet(sources[split], "best of all classes")
+
+
+def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
+    """Class names of the outputs, by which evaluation sets are matched."""
+    ours = opened(found, world)
+    if ours is not None and ours.classes is not None:
+        return ours.classes
+    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
+    if config.model.num_classes in (None, 1000):
+        return build.imagenet_wnids()
+    raise UserError(
+        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
+        f"{config.model.num_classes} is not ImageNet-1k's 1000"
+    )
+
+
+def _published_comparison(
+    about: foreign.Preprocessing | None, top1: float
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The published number and our difference from it, as rows and as a record; empty if none is known."""
+    known = published.WEIGHTS.get(about.weights) if about is not None else None
+    if about is None or known is None:
+        return [], {}
+    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
+    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
+    return rows, {"published": {"weights": about.weights, **asdict(known)}}
+
+
+def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values).to(world.device)
 
 
 def _print_result(
