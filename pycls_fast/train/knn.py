@@ -6,6 +6,7 @@ temperature as Caron et al., Emerging Properties in Self-Supervised Vision Trans
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.normalization import normalized
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.weights import Loaded
 
 _CHUNK = 1024
 
@@ -120,36 +122,40 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))
         if not world.is_main:
             return DONE
-        display.table("weights", origin.fitted.table())
-        display.table(
-            f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}",
-            [
-                ("split", split),
-                ("top-1", f"{top1:.2f}%"),
-                ("top-5", f"{top5:.2f}%"),
-                ("images", f"{len(labels_N):,}"),
-                ("features", f"{memory_MD.shape[1]}"),
-                ("preprocessing", build.preprocessing(config)),
-            ],
-        )
+        record: dict[str, Any] = {
+            "split": split,
+            "top1": top1,
+            "top5": top5,
+            "count": len(labels_N),
+            "k": k,
+            "temperature": temperature,
+            "train_images": len(labels_M),
+            "features": memory_MD.shape[1],
+            "weights": origin.kind,
+            "checkpoint": str(origin.path),
+            "config_name": config.config_name,
+            "preprocessing": build.preprocessing(config),
+        }
+        _print_result(display, origin, record)
         if file is not None:
-            values: dict[str, Any] = {
-                "split": split,
-                "top1": top1,
-                "top5": top5,
-                "count": len(labels_N),
-                "k": k,
-                "temperature": temperature,
-                "train_images": len(labels_M),
-                "features": memory_MD.shape[1],
-                "weights": origin.kind,
-                "checkpoint": str(origin.path),
-                "config_name": config.config_name,
-                "preprocessing": build.preprocessing(config),
-                **provenance(world.device, world.size),
-            }
-            write_json(file, values)
+            write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
+
+
+def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any]) -> None:
+    display.table("weights", origin.fitted.table())
+    display.table(
+        f"{record['k']} nearest neighbours among {record['train_images']:,} training images, temperature "
+        f"{record['temperature']:g}",
+        [
+            ("split", record["split"]),
+            ("top-1", f"{record['top1']:.2f}%"),
+            ("top-5", f"{record['top5']:.2f}%"),
+            ("images", f"{record['count']:,}"),
+            ("features", f"{record['features']}"),
+            ("preprocessing", record["preprocessing"]),
+        ],
+    )
 
 
 @torch.no_grad()
