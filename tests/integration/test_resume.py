@@ -312,7 +312,7 @@ def test_the_command_that_goes_on_with_a_run_of_a_sweep(
     lines = capsys.readouterr().out.splitlines()
     (run_dir,) = Path("runs/vit_digits").iterdir()
     assert f"resume with: python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
-    assert any("start the others again" in line for line in lines)
+    assert any("restart the other unfinished runs" in line for line in lines)
 
 
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:

@@ -166,7 +166,7 @@ def test_when_nothing_can_be_read(
         ),
         ("feature_maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
         ("feature_maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
-        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at a time"),
+        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
 def test_mistakes_get_a_line(
@@ -196,7 +196,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     # What is there is not touched by looking, and nothing is left behind.
     (tmp_path / "kept.png").write_text("kept")
     for name in ("kept.png", "new.png"):
-        with pytest.raises(UserError, match=r"^weights: nowhere is no file"):
+        with pytest.raises(UserError, match=r"^weights: nowhere is neither a weights file"):
             run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
     assert (tmp_path / "kept.png").read_text() == "kept"
     assert not (tmp_path / "new.png").exists()

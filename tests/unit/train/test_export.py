@@ -128,7 +128,7 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     again = write(tmp_path / "net.safetensors", tmp_path / "half.safetensors", dtype="bfloat16")
     assert all(torch.equal(again[name], value.bfloat16()) for name, value in first.items())
     other = tuple("abcdefghij")
-    with pytest.raises(UserError, match="was trained on other classes"):
+    with pytest.raises(UserError, match="was trained on different classes"):
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
 
 
