@@ -128,7 +128,7 @@ def make_step(
     """The training step around a network that is on its device, and that is cast to the precision's format.
 
     A network on the meta device gets memory after sharding, then its initial values, then those of `initialise`.
-    `recorder` replaces CUDA graphs in tests; `class_counts` are for `build.loss`.
+    `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
 
     Raises:
         UserError: the machine, or this number of ranks, cannot run the configuration.

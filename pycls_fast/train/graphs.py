@@ -151,7 +151,7 @@ class GraphedStep(Step):
 
     @classmethod
     def of(cls, step: Step, recorder: Recorder) -> GraphedStep:
-        """The same step, with a recorder."""
+        """Make a recorded step from a plain one."""
         return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
 
     def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:

@@ -303,7 +303,7 @@ class Loop:
         if run.config.run_dir is None or alone is not None:
             command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
         if run.config.resume != "auto":
-            # Otherwise it would start where it first started, or refuse the folder.
+            # With any other value it would start from where this run first started, or refuse the folder.
             command += " resume=auto"
         if run.world.size > 1:
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))

@@ -63,7 +63,7 @@ def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
 
 
 def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
-    """The same settings, from a configuration; a different kind of network is found by its tensors."""
+    """The settings of `_now`, from a configuration; a different kind of network is detected by its tensors."""
     if model.get("kind") == "timm":
         return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
     found = dict(model)
