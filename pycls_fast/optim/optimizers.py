@@ -43,8 +43,8 @@ def lamb(
     """LAMB (You et al., 2020, algorithm 2), timm's; `implementation` is loop or foreach.
 
     As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
-    correction, and no trust ratio where there is no weight decay. Their clipping of the global gradient norm to 1 is
-    `optim.clip_norm` here.
+    correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm to 1
+    is `optim.clip_norm` here.
     """
     import timm.optim
 
