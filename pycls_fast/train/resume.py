@@ -96,7 +96,7 @@ def find_start(
     # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
     elif setting == "never" and world.from_main(folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
-    elif named is not None and _has_gone_on_from(folder, world, named):
+    elif named is not None and _was_resumed_from(folder, world, named):
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
         if opened is not None:
             display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
@@ -145,7 +145,7 @@ def _named(config: RunConfig) -> Path | None:
     return None if config.resume in ("auto", "never") else user_path(config.resume).absolute()
 
 
-def _has_gone_on_from(folder: RunFolder, world: World, named: Path) -> bool:
+def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
     """Whether an earlier process of this run resumed from this checkpoint of another folder; the same on all ranks."""
     if named.parent.resolve() == folder.checkpoints.resolve():
         return False
