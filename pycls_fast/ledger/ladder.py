@@ -143,7 +143,7 @@ class Ledger:
                 other = changed(before, {key: value for key, value in plan.items() if key not in _MAY_GROW})
                 if other:
                     raise UserError(
-                        f"output: {self.folder} holds a ledger with a different {', '.join(other)}; choose another "
+                        f"output: {self.folder} holds a ledger with different {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
             write_json(file, plan)

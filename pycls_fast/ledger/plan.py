@@ -44,7 +44,7 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """Its part of a file's path: the readable name and a digest of the settings, which tells equal names apart."""
+        """Its part of a file's path: the readable name and a digest, so that changed settings get a new path."""
         readable = re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")[:_LONGEST]
         made_of = json.dumps([self.name, self.overrides, self.ranks])
         return f"{readable or 'arm'}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"

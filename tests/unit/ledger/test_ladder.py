@@ -177,7 +177,7 @@ def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[Fake
     # The first of them has two numbers as well, but B and C have a round of one start.
     assert [arm["timing"]["speedup_before"]["rounds"] for arm in record["arms"][1:]] == [0, 1]
     (chart,) = (chart for chart in charts(record) if chart.name == "throughput")
-    assert chart.caption.endswith(" Rounds of different starts, no pairs: B, C.")
+    assert chart.caption.endswith(" Rounds from different starts, not paired: B, C.")
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_what_is_done(
         folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 3
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
 
@@ -209,7 +209,7 @@ def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProc
 
 def test_a_reference_that_fails_later_ends_the_work(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{_slug('base')}-round_1": (1, "RuntimeError: broken")}
-    with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, does not run: RuntimeError"):
+    with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
         start(tmp_path, rounds=3, seeds=2)
     # Three in the first round; in the second, which goes back, base is the last.
     assert len(fake.started) == 6
@@ -231,7 +231,7 @@ def test_a_report_without_the_references_training_is_no_success(
         compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 1
-    assert "nothing to compare with: no training starts without 'base'" in capsys.readouterr().out
+    assert "nothing to compare with: no training is started without 'base'" in capsys.readouterr().out
     assert (tmp_path / "index.html").is_file()
 
 
@@ -406,7 +406,7 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
     opened(before)
     with pytest.raises(UserError) as caught:
         opened(after)
-    refusal = f"output: {folder} holds a ledger with another {{}}; choose another folder, or remove it"
+    refusal = f"output: {folder} holds a ledger with different {{}}; choose another folder, or remove it"
     assert caught.value.lines == (refusal.format("optim.lr, schedule.epochs"),)
     for key in ("device", "processor", "cores", "torch"):
         with pytest.raises(UserError) as caught:
@@ -427,7 +427,7 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
     older = conditions(load_config("vit_digits"), "cpu")
     del older["experiment"]["model"]["init"]
     opened(older)
-    with pytest.raises(UserError, match=r"holds a ledger with another model\.init; choose"):
+    with pytest.raises(UserError, match=r"holds a ledger with different model\.init; choose"):
         opened(conditions(load_config("vit_digits", ["model.init=trunc_normal"]), "cpu"))
     opened(conditions(load_config("vit_digits"), "cpu"))
 
@@ -463,7 +463,7 @@ def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[Fa
 
 def test_a_baseline_for_another_device(tmp_path: Path) -> None:
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", needs="cuda")})
-    with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, needs CUDA"):
+    with pytest.raises(UserError, match="ladder: the baseline 'base' needs CUDA"):
         start(tmp_path, ladder)
 
 
@@ -615,7 +615,7 @@ def test_a_rung_for_the_cpu_is_checked_there(tmp_path: Path) -> None:
 def test_a_reference_that_cannot_be_trained_is_not_timed(tmp_path: Path, fake: type[FakeProcess]) -> None:
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", overrides=("b=lamb",))})
     for dry_run in (True, False):
-        with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, does not run: b: lamb"):
+        with pytest.raises(UserError, match="ladder: the reference 'base' does not run: b: lamb"):
             conduct(
                 load_config("vit_digits"), ladder, Settings(**SETTINGS), switches=(), base=([], []),
                 compose=trainable, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
