@@ -26,9 +26,10 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
+from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import Parts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
@@ -219,22 +220,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
                     continue
                 with watch.around(step.optimizer):
                     step(number, microbatches, metrics)
-        record = {
-            "kind": "gradients",
-            "config_name": config.config_name,
-            "time": time.time(),
-            "command": environment_command(),
-            "steps": steps,
-            "warmup_steps": warmup_steps,
-            "loss_scale": loss_scale,
-            "clip_norm": config.optim.clip_norm,
-            "parameters": parts.complexity.parameters,
-            "loss": metrics.read(world)["loss"],
-            **provenance(world.device, world.size),
-            "total": watch.total().record(),
-            "layers": watch.layers(),
-            "config": config.model_dump(mode="json"),
-        }
+        record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
         write_json(file, record)
         written = [file]
         # A pipe or a device has no place beside it for a picture.
@@ -252,6 +238,29 @@ def _output_file(config: RunConfig, output: str | None) -> Path:
     if config.run_dir is not None:
         return output_file(Path(config.run_dir) / "gradients.json")
     return output_file(Path("gradients") / f"{config.config_name}-{timestamp()}.json")
+
+
+def _record(
+    parts: Parts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
+) -> dict[str, Any]:
+    """The record to write."""
+    config = parts.config
+    return {
+        "kind": "gradients",
+        "config_name": config.config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "loss_scale": watch.scale,
+        "clip_norm": config.optim.clip_norm,
+        "parameters": parts.complexity.parameters,
+        "loss": metrics.read(world)["loss"],
+        **provenance(world.device, world.size),
+        "total": watch.total().record(),
+        "layers": watch.layers(),
+        "config": config.model_dump(mode="json"),
+    }
 
 
 def _print(display: Display, record: Mapping[str, Any]) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from pycls_fast.ledger.accuracy import ImagePair, pair_images
-from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.records import curve
+from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES

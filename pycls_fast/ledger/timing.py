@@ -31,8 +31,8 @@ from pycls_fast.ledger.parts import (
     synthetic_batch,
 )
 from pycls_fast.ledger.records import comparison, part_record
-from pycls_fast.ledger.report import print_record
 from pycls_fast.ledger.stages import measure_stages
+from pycls_fast.ledger.timing_table import print_record
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, prepare_model
 from pycls_fast.paths import timestamp

@@ -19,16 +19,16 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import conduct as dry
-from pycls_fast.ledger import ladder as at_work
+from pycls_fast.ledger import run_ladder as dry
+from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.conditions import changed, conditions
-from pycls_fast.ledger.conduct import conduct, refusal
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.run_ladder import refusal, run_ladder
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
@@ -189,7 +189,7 @@ def test_ctrl_c_leaves_what_is_done(
         return process.finished()
 
     monkeypatch.setattr(fake, "wait", interrupted)
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
         folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_report_without_the_references_training_is_no_success(
     tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.broken = {f"runs-{_slug('base')}-seed_0": (1, "RuntimeError: broken")}
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
         compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
@@ -263,7 +263,7 @@ def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["cumulative", "leave_one_out"])
 def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^mode: .* alternatives, which {mode} .*; use mode=one_at_a_time$"):
-        conduct(
+        run_ladder(
             load_config("vit_digits"), LADDER.model_copy(update={"mode": "one_at_a_time"}), Settings(mode=mode),
             switches=(), base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"),
             dry_run=False,
@@ -273,7 +273,7 @@ def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
 
 def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"weights: .*nowhere is no file of weights"):
-        conduct(
+        run_ladder(
             load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
@@ -520,7 +520,7 @@ def test_a_process_that_is_left_behind_is_waited_for(tmp_path: Path) -> None:
 
 
 def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], **settings: Any) -> list[str]:
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), ladder, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
         compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
     )  # fmt: skip
@@ -587,7 +587,7 @@ def test_what_training_would_refuse_is_not_timed(
     why = "b: lamb leaves the head at zero; use b=1"
     done: list[Any] = []
     for dry_run in (True, False):
-        conduct(
+        run_ladder(
             load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "mode": mode}), switches=(), base=([], []),
             compose=trainable, folder=tmp_path, tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip
@@ -616,7 +616,7 @@ def test_a_reference_that_cannot_be_trained_is_not_timed(tmp_path: Path, fake: t
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", overrides=("b=lamb",))})
     for dry_run in (True, False):
         with pytest.raises(UserError, match="ladder: the reference 'base' does not run: b: lamb"):
-            conduct(
+            run_ladder(
                 load_config("vit_digits"), ladder, Settings(**SETTINGS), switches=(), base=([], []),
                 compose=trainable, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
             )  # fmt: skip

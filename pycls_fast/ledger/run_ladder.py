@@ -18,17 +18,17 @@ from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import conditions
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import write_json
 from pycls_fast.train.weights import find_weights
 
 
-def conduct(
+def run_ladder(
     config: RunConfig,
     ladder: Ladder,
     settings: Settings,
