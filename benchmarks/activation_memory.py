@@ -134,15 +134,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     lines = [
-        "# What is kept between forward and backward pass",
+        "# Memory held between forward and backward pass",
         "",
         f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}` on a CPU, torch "
         f"{torch.__version__}.",
-        "Every storage that is alive at the end of the forward pass is counted, but parameters, buffers, the batch and "
-        "the logits;",
-        "under autocast the cast weights are among them. The peak of the step also has the gradients of all parameters "
-        "in it,",
-        "and on this CPU what the host keeps. Seconds are of one run, and only a hint.",
+        "Counts every storage alive at the end of the forward pass except parameters, buffers, the batch and the "
+        "logits;",
+        "under autocast this includes the cast weights. The peak of the step also includes the gradients of all "
+        "parameters",
+        "and, on this CPU, what is moved to the host. Seconds are of a single run, so only a hint.",
         "",
     ]
     for model in options.models:

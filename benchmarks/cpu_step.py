@@ -282,7 +282,7 @@ def tables(record: Mapping[str, Any], batch: int) -> list[str]:
             f"| {result['name']} | {times.p50:.0f} ({times.p10:.0f} to {times.p90:.0f}) | "
             f"{batch / result['seconds_p50']:.1f} | {' | '.join(cells)} |"
         )
-    lines += ["", "Settings of the plain loop that were tried, and their medians in the turns of the choosing:", ""]
+    lines += ["", "Settings of the plain loop that were tried, with their medians in the selection rounds:", ""]
     lines += ["| setting | ms |", "|---|---|"]
     lines += [f"| {peer['name']} | {1e3 * statistics.median(peer['seconds']):.0f} |" for peer in record["tried"]]
     return [*lines, ""]
@@ -308,13 +308,12 @@ def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, mach
         f"{clock[0].upper()}{clock[1:]} of a step, {options.rounds} rounds in turns in one process. A cell is the "
         "median of the ratios within a round (p10 to p90, and the 95% interval of the median); above 1 is faster.",
         "",
-        "- A step is the forward pass, the loss, the backward pass and AdamW, fused. This package's also turns uint8 "
-        "into normalised images, follows a schedule and takes the norm of the gradient.",
-        "- `speed=reference` is measured in float32, the plain twin of everything. Precision is a choice of its own: "
-        "`amp_bf16` is what the plain loop's autocast is; `bf16_params` has float32 master weights and everything "
-        "between them in bfloat16. The plain loop's `bfloat16` has neither float32 weights nor float32 optimizer "
-        "state.",
-        "- Settings of the process (`speed.allocator`) help all that run in it, the plain loop as well.",
+        "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
+        "uint8 images, follows a schedule and computes the gradient norm.",
+        "- `speed=reference` is measured in float32. Precision is a separate choice: `amp_bf16` corresponds to the "
+        "plain loop's autocast; `bf16_params` has float32 master weights and computes in bfloat16. The plain loop's "
+        "`bfloat16` has neither float32 weights nor float32 optimizer state.",
+        "- Process-wide settings (`speed.allocator`) speed up the plain loop as well.",
         "",
     ]
     for record in records:

@@ -84,12 +84,12 @@ def main() -> None:
         "# Drop-path that skips the computation, on a CPU",
         "",
         f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}`, torch {torch.__version__}, "
-        f"{options.threads} thread(s), other processes on the machine.",
+        f"{options.threads} thread(s), on a shared machine.",
         f"ViT of width {SIZES['width']}, depth {SIZES['depth']}, 224 pixels, patch 16, batch {options.batch}, float32, "
         "attention=sdpa; forward and backward pass;",
         f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every "
         "block as in DeiT III",
-        "(rates that rise linearly to `model.drop_path`, as all models but `deit3_*` have them, save half as much). "
+        "(rates that rise linearly to `model.drop_path`, as in all models except `deit3_*`, save half as much). "
         "A ratio above 1 is faster.",
         "",
         "| rate | ratio, median | p10 - p90 | 95% interval of the median | 1 / (1 - rate) |",

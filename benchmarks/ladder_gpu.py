@@ -266,8 +266,8 @@ def load(rung: Rung, folder: Path) -> dict[str, Any] | None:
 
 COLUMNS = "| rung | batch | images/s | ms a step (p10 to p90) | TFLOP/s | MFU | of the bf16 product | memory, GiB |"
 TABLES = {
-    "ladder": "Each line has the settings of those above it.",
-    "preset": "Whole settings.",
+    "ladder": "Each line includes the settings of those above it.",
+    "preset": "Complete settings.",
     "timm": "timm's model.",
     "alone": f"One switch changed, on top of `{BASE}`.",
 }
@@ -288,7 +288,7 @@ def page(chosen: Sequence[Subject], folder: Path, line: str) -> str:
         "The whole step on one batch that is on the device: forward, loss, backward, optimizer. Operations are three",
         f"times the forward pass's, a multiply-add counted as 2; MFU is their share of {PEAK / 1e12:g} TFLOP/s. The",
         "bf16 product is one of 8192 x 8192 matrices of random values, measured in the same run.",
-        "A rung that ran out of memory was tried with half the batch. Settings besides:",
+        "Rungs that ran out of memory were tried with half the batch. All rungs also have:",
         f"`{' '.join(PLAIN)}`.",
         "",
     ]

@@ -140,14 +140,14 @@ def page(model: str, rows: dict[str, dict[str, Any]]) -> str:
     ddp = rows["ddp"]
     unit = 4 * ddp["largest_unit"]
     lines = [
-        "# Memory of a rank by strategy",
+        "# Memory per rank by strategy",
         "",
         f"Made by `python benchmarks/sharded_memory.py --model {model}` on a CPU ({platform.machine()}), gloo, torch "
         f"{torch.__version__}, AdamW, float32.",
-        "Counted: the rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
-        f"model was built, the largest of the ranks, over the building and over {STEPS} steps with one image of 32",
-        "pixels a rank, so that activations are next to nothing; gathered blocks (weights and gradients, and the next",
-        "one's weights), buffers of the exchange and temporaries are in it. ddp needs the same on any number of ranks.",
+        "Counted: a rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
+        f"model was built, the maximum over the ranks, during building and during {STEPS} steps with one image of 32",
+        "pixels per rank, so that activations are negligible; they include gathered blocks (weights and gradients, and",
+        "the next block's weights), communication buffers and temporaries. ddp needs the same on any number of ranks.",
         "",
         f"{ddp['parameters']:,} parameters ({_mb(4 * ddp['parameters'])} MB in float32), the largest block "
         f"{ddp['largest_unit']:,} ({_mb(unit)} MB).",

@@ -28,12 +28,12 @@ Finding = Literal["identical", "no loss", "small loss", "loss", "gain", "not eno
 
 RULE = (
     "Pairs of runs share a seed. The interval is Student's t over the pairs of one comparison; the spread between "
-    "seeds is that of all rungs of a column together, or a rung's own where it is more than twice that of the others, "
-    "and is not smaller than what the images alone give; pairs that share runs count for fewer degrees of freedom. "
-    "'no loss larger than M points' where the 95% interval lies above -M; 'loses' where a one-sided test says so at "
-    "2.5% after Holm's correction over all comparisons of both columns, so that a report without any loss accuses a "
-    "rung in at most 2.5% of cases; 'gains' likewise; 'identical' where every prediction of every pair is the same; "
-    "else 'not enough runs to say'."
+    "seeds is pooled over all rungs of a column, or a rung's own if it is more than twice that of the others, and "
+    "never smaller than the spread that follows from the images alone; pairs that share runs count for fewer degrees "
+    "of freedom. 'no loss larger than M points': the 95% interval lies above -M; 'loses': a one-sided test finds a "
+    "loss at 2.5% after Holm's correction over all comparisons of both columns, so that a report without any real loss "
+    "accuses a rung in at most 2.5% of cases; 'gains': the same for a gain; 'identical': every prediction of every "
+    "pair is the same; 'not enough runs to say': everything else."
 )
 
 
