@@ -33,7 +33,7 @@ from pycls_fast.train.building import Parts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import is_open_elsewhere, output_file, write_json
+from pycls_fast.train.output_file import is_special_file, output_file, write_json
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
@@ -224,7 +224,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         write_json(file, record)
         written = [file]
         # A pipe or a device has no place beside it for a picture.
-        if not is_open_elsewhere(file):
+        if not is_special_file(file):
             written.append(file.with_suffix(".png"))
             draw(record, written[-1])
         _print(display, record)

@@ -1,4 +1,4 @@
-"""What training computes with, built from a configuration: data, network with its weights, step. No run folder."""
+"""Build what training needs from a configuration: data, network with its weights, step. No run folder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pycls_fast.train.weights import Loaded, load_weights
 
 
 @dataclass
-class Parts:
-    """`config` has numbers where the given one left them to the data or the weights."""
+class TrainingParts:
+    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers."""
 
     config: RunConfig
     sources: dict[str, Source]
@@ -41,23 +41,25 @@ class Parts:
     steps_per_epoch: int
 
 
-def build_parts(config: RunConfig, world: World, display: Display, gone_on_from: Checkpoint | None = None) -> Parts:
-    """Build every part, in the order that each needs the ones before it.
+def build_parts(
+    config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None
+) -> TrainingParts:
+    """Build every part; each needs the ones before it.
 
     Args:
-        config: of the run.
+        config: the run's.
         world: the ranks, which all call this.
-        display: what was loaded is told there.
-        gone_on_from: the checkpoint that will be loaded over the initial values: what `weights` names is not needed.
+        display: reports what was loaded.
+        resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
 
     Raises:
-        UserError: anything in the configuration, the data or the machine that stands in the way.
+        UserError: any obstacle in the configuration, the data or the machine.
     """
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
+    config = normalized(build.by_size(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
@@ -65,7 +67,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     network = build.model(config, classes, switches, empty=sharded)
 
     def load(filled: Network | FlatShards) -> None:
-        if config.weights is None or gone_on_from is not None:
+        if config.weights is None or resumed_from is not None:
             return
         flat = filled if isinstance(filled, FlatShards) else None
         origin = load_weights(
@@ -86,7 +88,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
 
 
 def load_network(
@@ -123,19 +125,18 @@ def make_step(
     recorder: Recorder | None = None,
     class_counts: np.ndarray | None = None,
 ) -> Step:
-    """The training step around a network that is on its device, which gets the precision's format.
+    """The training step around a network that is on its device, and that is cast to the precision's format.
 
-    A network without memory gets it when it has been cut, then its initial values, then those of `initialise`.
-    `recorder` stands in for CUDA graphs where there are none; `class_counts` are for `build.loss`.
+    A network on the meta device gets memory after sharding, then its initial values, then those of `initialise`.
+    `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
 
     Raises:
-        UserError: what the machine, or this number of ranks, cannot run.
+        UserError: the machine, or this number of ranks, cannot run the configuration.
     """
     graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
     if graphed and world.size > 1:
         raise UserError(
-            f"speed.cuda_graphs: on records the step of one rank and this run has {world.size}; use "
-            f"speed.cuda_graphs=off"
+            f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use speed.cuda_graphs=off"
         )
     if graphed:
         build.draw_on_device(network)

@@ -272,7 +272,7 @@ def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"weights: .*nowhere is no file of weights"):
+    with pytest.raises(UserError, match=r"weights: .*nowhere is neither a weights file"):
         run_ladder(
             load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
