@@ -29,7 +29,7 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import Parts, build_parts
+from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
@@ -241,7 +241,7 @@ def _output_file(config: RunConfig, output: str | None) -> Path:
 
 
 def _record(
-    parts: Parts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
+    parts: TrainingParts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
 ) -> dict[str, Any]:
     """The record to write."""
     config = parts.config
