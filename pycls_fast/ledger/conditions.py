@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pycls_fast.config import RunConfig, saved_config
-from pycls_fast.config.ladder import LADDERS
+from pycls_fast.config.compose import CONFIGS, groups
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment, versions
 
@@ -43,20 +43,20 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
 
 
 def code_digest(tools: Path, configs: Sequence[Path]) -> str:
-    """SHA-256 of what an arm's processes run, some milliseconds' work.
+    """SHA-256 of the code that an arm's processes run; takes milliseconds.
 
     Args:
         tools: the folder of the tools.
-        configs: folders of configurations; their groups' files count, which rungs name. The experiment and the ladder
-            are in the plan themselves.
+        configs: folders of configurations. Only the files of groups count, which rungs choose by name: the plan itself
+            holds the experiment and the ladder.
     """
     package = Path(__file__).parents[1]
     files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
     files += [(tools, file) for file in tools.glob("*.py")]
-    files += [(root, file) for root in configs for file in root.glob("*/*.yaml") if file.parent.name != LADDERS]
+    files += [(root, file) for root in configs for name in groups([CONFIGS]) for file in (root / name).glob("*.yaml")]
     contents: list[tuple[bytes, bytes]] = []
     for root, file in files:
-        # An editor's lock, or a file that is just being replaced.
+        # Unreadable: the lock file of an editor, or a file that is being replaced.
         with suppress(OSError):
             contents.append((os.fsencode(file.relative_to(root)), hashlib.sha256(file.read_bytes()).digest()))
     return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()

@@ -64,7 +64,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
 
 
 def _environment() -> Record:
-    """Of this process, which measures nothing: the arms have devices and ranks of their own."""
+    """The environment without device and ranks: those of this process, which measures nothing, are not the arms'."""
     here = environment(torch.device("cpu"), 1)
     return {key: value for key, value in here.items() if key not in ("device", "world_size")}
 

@@ -91,7 +91,7 @@ def _error(value: float | str | None) -> str:
 
 
 def several_codes(record: Mapping[str, Any]) -> str | None:
-    """That not everything was measured with the same code, in words."""
+    """A remark on a ledger that was measured with more than one state of the code; else None."""
     # Ledgers of earlier versions do not have it.
     count = len(record.get("code", ()))
     if count < 2:

@@ -63,7 +63,7 @@ class Variant:
     config: RunConfig
     switches: build.Switches
     sources: dict[str, Source]
-    # Of an image of evaluation, and of one of the first epoch.
+    # For one image of evaluation, and for one of the first epoch.
     complexity: Complexity
     training_complexity: Complexity
     classes: int
@@ -344,7 +344,7 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
         "forward_flops_per_image": counted.forward_flops,
         "activations_per_image": counted.activations,
         "image_size": config.data.image_size,
-        # Of the first epoch, where `data.image_size_schedule` changes it: what the training steps are timed at.
+        # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
         "train_image_size": config.data.training_image_sizes[0],
         "train_forward_flops_per_image": trained.forward_flops,
         "num_classes": variant.classes,

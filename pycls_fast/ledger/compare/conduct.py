@@ -34,8 +34,8 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
 
     Args:
         run_a, run_b: run folders, finished or not.
-        output: a folder, created if it does not exist; None for `comparisons/A--B`, numbered if that
-            holds other runs.
+        output: a folder, created if it does not exist; None for `comparisons/A--B`, numbered if that holds other
+            runs.
         images: how many to show of each kind of disagreement.
 
     Raises:
@@ -120,21 +120,21 @@ def _device(run: RunFiles) -> Device:
 
 
 def _default_folder(a: Path, b: Path) -> Path:
-    """The first of `A--B`, `A--B_2`, ... that does not hold a comparison of other runs: two runs may share a name."""
+    """The first of `A--B`, `A--B_2`, ... that does not hold a comparison of other runs, whose names may be the same."""
     name = f"{_short(a)}--{_short(b)}"
     folders = (Path("comparisons") / (name + (f"_{n}" if n > 1 else "")) for n in itertools.count(1))
     return next(folder for folder in folders if _compared(folder) in (None, [a.resolve(), b.resolve()]))
 
 
 def _compared(folder: Path) -> list[Path] | None:
-    """The runs that are compared in a folder; None where there is no comparison."""
+    """The two runs whose comparison the folder holds; None if it holds none."""
     try:
         record = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
         return [Path(record[name]["path"]).resolve() for name in ("a", "b")]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
-        # Damaged, or somebody else's.
+        # Damaged, or written by another program.
         return []
 
 
