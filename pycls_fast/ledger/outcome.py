@@ -95,6 +95,7 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "note": arm.note,
         "overrides": list(arm.overrides),
         "ranks": arm.ranks,
+        "tree": arm.tree,
         "before": arm.before,
         "status": status,
         "reason": reason,

@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
-from pycls_fast.ledger.plan import Arm, Mode, arms, merged, readable
+from pycls_fast.ledger.plan import Arm, Mode, arms, merged, readable, tree_path
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
@@ -177,9 +177,10 @@ class Ledger:
 
     def _plan(self) -> dict[str, Any]:
         return {
-            # The mode is in the settings, and `against` does not affect any measurement.
+            # The mode is in the settings, `tree` in the arms' paths, and `against` does not affect any measurement.
             "ladder": self.ladder.model_dump(
-                mode="json", exclude={"mode": True, "baseline": {"against"}, "rungs": {"__all__": {"against"}}}
+                mode="json",
+                exclude={"mode": True, "baseline": {"against", "tree"}, "rungs": {"__all__": {"against", "tree"}}},
             ),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),
@@ -323,7 +324,7 @@ class Ledger:
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
         log = self.folder / "logs" / f"{file.relative_to(self.folder).with_suffix('').as_posix().replace('/', '-')}.txt"
-        process = self._start(tool, arguments, ranks=arm.ranks if ranks is None else ranks, log=log)
+        process = self._start(tool, arm, arguments, ranks=arm.ranks if ranks is None else ranks, log=log)
         try:
             finished = process.wait()
         except BaseException:
@@ -391,12 +392,20 @@ class Ledger:
     def _start_training(self, arm: Arm, seed: int) -> Process:
         arguments = commands.training(arm, self.run_dir(arm, seed), seed=seed)
         log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
-        return self._start("train_net", arguments, ranks=arm.ranks, log=log)
+        return self._start("train_net", arm, arguments, ranks=arm.ranks, log=log)
 
-    def _start(self, tool: str, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+    def _start(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
         self._note_code()
+        return self.process(tool, arm, arguments, ranks=ranks, log=log)
+
+    def process(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+        """Start a tool with an arm's code; it holds the folder's lock, if there is one."""
+        tree = None if arm.tree is None else tree_path(arm.tree)
+        tools = self.tools if tree is None else tree / "tools"
         inherits = () if self._lock is None else (self._lock.inherited,)
-        return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
+        return Process(
+            tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits, tree=tree
+        )
 
     def seeds(self) -> range:
         """Seeds of the training runs."""

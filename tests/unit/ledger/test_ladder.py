@@ -21,7 +21,6 @@ from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conditions as condition
-from pycls_fast.ledger import run_ladder as dry
 from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.conditions import changed, code_digest, conditions
@@ -49,9 +48,13 @@ class FakeProcess:
 
     broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
     started: ClassVar[list[list[str]]] = []
+    trees: ClassVar[list[tuple[object, Path]]] = []
 
-    def __init__(self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = ()) -> None:
-        del tool, ranks, inherits
+    def __init__(
+        self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None
+    ) -> None:
+        del ranks, inherits
+        self.trees.append((tree, tool))
         self.started.append(arguments)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -94,6 +97,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(at_work, "Process", FakeProcess)
     monkeypatch.setattr(FakeProcess, "broken", {})
     monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(FakeProcess, "trees", [])
     return FakeProcess
 
 
@@ -556,6 +560,40 @@ def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
+def test_a_rung_runs_the_code_of_its_checkout(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rungs = (Rung(name="old", tree="old"), Rung(name="new"))
+    ladder = LADDER.model_copy(update={"rungs": rungs, "mode": "one_at_a_time"})
+
+    def run(mode: Mode = "one_at_a_time", ladder: Ladder = ladder) -> int:
+        return run_ladder(
+            load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "rounds": 1, "mode": mode}), switches=(),
+            base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
+        )  # fmt: skip
+
+    with pytest.raises(UserError, match=rf"ladder: 'old': {tmp_path / 'old'} is not a checkout of pycls_fast; give"):
+        run()
+    for name in ("tools/time_net.py", "pycls_fast/__init__.py"):
+        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / name).touch()
+    assert run() == 0
+    theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
+    assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
+    record = json.loads((tmp_path / "report" / "ledger.json").read_text())
+    assert [(arm["tree"], arm["note"]) for arm in record["arms"]] == [
+        (None, ""),
+        ("old", "the code in old"),
+        (None, ""),
+    ]
+    (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
+    with pytest.raises(UserError, match="was measured with different code"):
+        run()
+    with pytest.raises(UserError, match=r"mode: 'old' runs other code, .* use mode=one_at_a_time"):
+        run("cumulative", ladder.model_copy(update={"mode": None}))
+
+
 def test_a_plan_with_a_key_that_is_gone_is_another(tmp_path: Path) -> None:
     now = conditions(load_config("vit_digits"), "cpu")
     assert changed({**now, "experiment": {**now["experiment"], "speedy": 1}}, now) == ["speedy"]
@@ -661,7 +699,6 @@ def test_a_dry_run_counts_what_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     elsewhere = Rung(name="G", overrides=("c=3",), needs="cuda")
     fake.broken = {"c-": (2, "error: c needs a package")}
     with_more = dry_run(
@@ -679,7 +716,6 @@ def test_a_dry_run_rules_out_what_the_experiment_cannot_have(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     convolution = Rung(name="K", overrides=("c=conv",))
     rungs = (LADDER.rungs[0], convolution, LADDER.rungs[1])
     said = dry_run(tmp_path, LADDER.model_copy(update={"rungs": rungs}), capsys, mode=mode, seeds=1)
@@ -706,7 +742,6 @@ def test_what_training_would_refuse_is_not_timed(
 ) -> None:
     """In the dry run and in the ledger itself, alike; it is below no other rung."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     ladder = LADDER.model_copy(update={"rungs": (Rung(name="B", overrides=("b=lamb",)), LADDER.rungs[1])})
     why = "b: lamb leaves the head at zero; use b=1"
     done: list[Any] = []
