@@ -66,6 +66,10 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         sharded=config.parallel.name in DTENSORS,
     )
     _give_way(config, resolved)
+    in_float8 = level(config).float8 and kind == "cuda" and not config.precision.fp8_emulate
+    if config.speed.compile is None and config.speed.preset == "fast" and in_float8:
+        # Scales and casts, each a kernel of its own, would take longer than the products save.
+        resolved[SwitchName.COMPILE] = "blocks"
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
         # The preset gives way to what was asked for.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
@@ -83,6 +87,9 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
     is in force; in place."""
     if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
         resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.qkv is None and level(config).float8:
+        # A joined product would go around the float8 layers.
+        resolved[SwitchName.QKV] = "separate"
     if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
         resolved[SwitchName.CONVOLUTION] = "torch"
     written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"

@@ -42,11 +42,13 @@ SHARDABLE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# What differs from the reference in the recipe of Meta's post of 2022 and its code (pycls): images are mixed on the
-# device, everything else of their preparation is the loader's; the host reads the loss in every step. Precision, the
-# classifier and FairScale's sharding are other groups (`configs/speed/meta2022.yaml`).
+# What differs from the reference in the recipe of Meta's post of 2022 and its code (pycls): queries, keys and values
+# are one product (torch's MultiheadAttention); images are mixed on the device, everything else of their preparation is
+# the loader's; the host reads the loss in every step. Precision, the classifier and FairScale's sharding are other
+# groups (`configs/speed/meta2022.yaml`).
 META2022: Mapping[SwitchName, str] = {
     SwitchName.LAYOUT: "batch_second",
+    SwitchName.QKV: "fused",
     SwitchName.OPTIMIZER: "foreach",
     SwitchName.MIX_ON: "device",
 }
