@@ -162,8 +162,9 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
     Raises:
         UserError: TF32 or determinism that this process cannot have, or switches (see `switches`).
     """
-    _set_threads(config.runtime.threads)
-    keep_freed_memory(switches(config, device)[SwitchName.ALLOCATOR] == "keep")
+    chosen = switches(config, device)
+    _set_threads(config.runtime.threads, updates_on_host=chosen[SwitchName.PARAM_OFFLOAD] == "cpu")
+    keep_freed_memory(chosen[SwitchName.ALLOCATOR] == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")
@@ -184,7 +185,11 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
 _threads_before: list[int] = []
 
 
-def _set_threads(count: int | None) -> None:
+def _set_threads(count: int | None, *, updates_on_host: bool) -> None:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if count is None and updates_on_host and by_torchrun:
+        # Its default of one thread would leave the other cores idle while the optimizer updates the weights.
+        count = cores_per_rank()
     if count is None and cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
         # torch counts cores, and a container's limit is on time: beyond it the kernel stops all threads for a while.
         count = min(_threads_before[0] if _threads_before else torch.get_num_threads(), cores_per_rank())
