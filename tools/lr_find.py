@@ -2,6 +2,7 @@
 
 Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and says where the loss falls fastest
 and where it diverges. Writes lr_find.json and lr_find.png into the folder output=PATH (left out: one in lr_find/).
+Compiles nothing unless speed.compile asks for it: the steps are too few.
 """
 
 from typing import Annotated
