@@ -316,7 +316,7 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     if chosen.compression == "fp16" and replicates and precision not in ("amp_fp16", "fp16_master", "fp16"):
         yield (
             "parallel.compression",
-            f"fp16 needs a loss scale, which precision={precision} does not have: small gradients would become 0, large "
+            f"fp16 needs a scaled loss, and precision={precision} scales none: small gradients would become 0, large "
             "ones infinite; use parallel.compression=bf16, or precision=amp_fp16",
         )
     if chosen.static_graph and not replicates:

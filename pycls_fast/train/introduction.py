@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pycls_fast.config.schema import Optim
     from pycls_fast.train.run import Run
 
-# What optimizers keep, in float32 copies of the weights; of the others their settings decide (`_state_copies`). Muon has
-# two for what it leaves to AdamW.
+# What optimizers keep, in float32 copies of the weights (others: `_state_copies`). Muon has two for what it leaves to
+# AdamW.
 _STATE_COPIES = {"adamw": 2.0, "lamb": 2.0, "lion": 1.0, "muon": 1.0, "adamw8bit": 0.5}
 
 

@@ -41,7 +41,10 @@ CPU = torch.device("cpu")
             for name in ("amp_fp16", "fp16_master", "bf16_params", "bf16")
         ),
         *(
-            (["parallel=ddp", "parallel.compression=fp16", f"precision={name}"], "parallel.compression: fp16 needs a")
+            (
+                ["parallel=ddp", "parallel.compression=fp16", f"precision={name}"],
+                "parallel.compression: fp16 needs a scaled",
+            )
             for name in LEVELS
             if not LEVELS[name].scaled and name != "tf32"
         ),
