@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
                 "parallel.compression: fp16 needs a scaled",
             )
             for name in LEVELS
-            if not LEVELS[name].scaled and name != "tf32"
+            if not LEVELS[name].scaled
         ),
     ],
 )
