@@ -1,8 +1,8 @@
-# Everything a newcomer needs. PYTHON chooses the interpreter that .venv is made with.
+# Everything a newcomer needs. PYTHON is the interpreter that .venv is created with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# .venv is made again when what is to be installed has changed.
+# .venv is rebuilt when the packages to install have changed.
 READY := $(VENV)/.installed
 
 .PHONY: install train test test-slow test-cuda gate gate-baseline lint format clean
@@ -19,7 +19,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 train: $(READY)
 	$(BIN)/python tools/train_net.py
 
-# Files of tests side by side, one on each core.
+# Test files run in parallel, one per core.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
@@ -29,8 +29,8 @@ test-slow: $(READY)
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -m cuda
 
-# A tiny ladder against the figures that are kept; see docs/ledger.md. Ratios of speeds alone, and losses of more than half,
-# because machines that test are shared. The figures are a CPU's, so a GPU is hidden.
+# A small ladder, compared with a stored baseline; see docs/ledger.md. Only ratios of speeds, and only losses of more than
+# half, because test machines are shared. The baseline is from a CPU, so a GPU is hidden.
 GATE := --config-name vit_digits ladder=tests/gate/ladder.yaml schedule.epochs=20 data.num_workers=0 \
 	runtime.tensorboard=false seeds=3 rounds=2 steps=5 warmup_steps=2 numerics_steps=5 gradients=false jobs=2
 

@@ -1,6 +1,7 @@
-"""Imports point one way.
+"""Imports point one way, and docstrings begin with what they describe.
 
-tools -> ledger -> inference -> train -> {build, parallel} -> {models, data, optim, losses} -> torch.
+tools -> ledger -> inference -> train -> build -> {config, parallel, speed, precision} -> {models, data, optim, losses}
+-> leaves.
 
 A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -8,6 +9,7 @@ A walk over the syntax trees, so that imports inside functions and under TYPE_CH
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,14 +38,14 @@ ALLOWED: dict[str, set[str]] = {
     "speed": _LEAVES,
     "precision": _LEAVES,
     "config": _LEAVES | {"speed", "precision"},
-    # It asks a `Network` for its units; which model that is, is nothing to it.
+    # It asks a `Network` for its units and never sees the model's class.
     "parallel": _LEAVES | _BOTTOM - {"models"},
     "build": _BUILD,
     "train": _TRAIN,
     "inference": _INFERENCE,
     "ledger": _LEDGER,
     "tools": _LEDGER | {"ledger"},
-    # `pycls_fast.load`, which imports when it is called.
+    # `pycls_fast.load` imports when it is called.
     "pycls_fast": {"paths", "inference"},
 }
 
@@ -180,3 +182,25 @@ def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text + "\n")
     assert violations(tmp_path) == []
+
+
+def fragments(root: Path) -> list[str]:
+    """`file:line: first line` of every docstring that begins with a preposition, and so has no subject."""
+    found = []
+    for file in sorted([*(root / "pycls_fast").rglob("*.py"), *(root / "tools").rglob("*.py")]):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if re.match(r"(Of|By|In|As|On|With) ", first):
+                    found.append(f"{file.relative_to(root)}:{getattr(node, 'lineno', 1)}: {first}")
+    return found
+
+
+def test_docstrings_stand_alone() -> None:
+    assert fragments(ROOT) == []
+
+
+def test_a_docstring_without_a_subject_is_found(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/x.py").write_text('"""Tools."""\n\n\ndef f():\n    """Of the run."""\n')
+    assert fragments(tmp_path) == ["tools/x.py:4: Of the run."]

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw the four panels from lines of `metrics.jsonl`; values that are null are left out."""
+    """Draw the four panels from lines of `metrics.jsonl`; null values are left out."""
     from matplotlib.figure import Figure
 
     records = list(records)
@@ -44,8 +44,8 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         if axes in (loss, accuracy) and axes.lines:
             axes.legend(fontsize=8)
     speed.set_ylim(bottom=0)
-    # Rank 0 may be killed while it draws; a half-written picture should not replace a whole one.
-    with whole(path) as temporary:
+    # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 

@@ -1,4 +1,4 @@
-"""The commands of README.md: they compose, and mean what the text around them says."""
+"""The commands of README.md and of the pages it leads to: they compose, and mean what the text around them says."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from hydra.core.global_hydra import GlobalHydra
 from pycls_fast.config import RunConfig, command_line
 from pycls_fast.config.compose import CONFIGS
 
-README = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    name: (CONFIGS.parent / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/cluster.md", "docs/resuming.md")
+}
+README = PAGES["README.md"]
 TRAIN = "tools/train_net.py"
 
 
 def trainings() -> Iterator[str]:
-    """What stands behind the tool's name in each command that trains."""
-    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL):
+    """What follows the tool's name in each command that trains, in all pages."""
+    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", "\n".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL):
         for line in re.sub(r"\\\n *", "", block).splitlines():
             if re.match(r"(python|torchrun) .*train_net", line):
                 yield line.partition(TRAIN)[2].partition("  #")[0].strip()
@@ -68,11 +72,13 @@ def test_the_mistakes_are_told_as_shown(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == shown
 
 
-def test_files_that_are_named_exist() -> None:
-    for name in re.findall(r"\]\(([^):]+)\)", README) + re.findall(r"`((?:docs|pycls_fast)/\S+\.\w+)`", README):
-        assert (CONFIGS.parent / name).exists(), name
-    for tool in set(re.findall(r"tools/\w+\.py", README)):
-        assert (CONFIGS.parent / tool).is_file(), tool
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    root = CONFIGS.parent
+    for name in re.findall(r"\]\(([^):]+)\)", PAGES[page]):
+        assert (root / page).parent.joinpath(name).exists(), name
+    for name in re.findall(r"`((?:docs|pycls_fast)/\S+\.\w+)`|(tools/\w+\.py)", PAGES[page]):
+        assert (root / "".join(name)).is_file(), name
 
 
 def rows() -> dict[str, str]:
@@ -97,6 +103,6 @@ def expanded(name: str) -> list[str]:
 
 def test_the_choices_in_the_table_of_groups_exist() -> None:
     for group, choices in rows().items():
-        named = [name for text in re.findall(r"`([\w{},]+)`", choices) for name in expanded(text)]
+        named = [name for text in re.findall(r"`([\w{},*]+)`", choices) for name in expanded(text)]
         assert named
-        assert [name for name in named if not (CONFIGS / group / f"{name}.yaml").is_file()] == []
+        assert [name for name in named if not list((CONFIGS / group).glob(f"{name}.yaml"))] == []

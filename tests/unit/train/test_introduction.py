@@ -22,7 +22,7 @@ from pycls_fast.train.introduction import _notes
             ["precision=fp32", "speed.compile=model", "speed.gelu=polynomial"],
             [
                 "speed.compile: the first step compiles",
-                "speed.gelu: polynomial is for 16 bits; with precision=fp32 GELU is torch's",
+                "speed.gelu: polynomial is for 16 bits; with precision=fp32 torch's GELU is used",
             ],
         ),
         (["precision=amp_bf16", "speed.compile=off"], []),
@@ -45,7 +45,9 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
         assert note.startswith(begins)
 
 
-@pytest.mark.parametrize(("compiled", "told"), [("off", "precision: fp8 is slower"), ("blocks", "speed.compile: the")])
+@pytest.mark.parametrize(
+    ("compiled", "told"), [("off", "precision: the scales and casts of fp8"), ("blocks", "speed.compile: the")]
+)
 def test_the_note_on_float8_that_is_not_compiled(compiled: str, told: str) -> None:
     config = load_config("vit_digits", ["precision=fp8", f"speed.compile={compiled}"])
     switches = build.switches(config, torch.device("cuda"))

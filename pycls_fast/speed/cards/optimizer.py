@@ -1,4 +1,4 @@
-"""Cards: what happens between the backward pass and the next step."""
+"""Cards: everything between the backward pass and the next step."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 
@@ -15,7 +15,7 @@ OPTIMIZER: tuple[Switch, ...] = (
         helps="Models with many small tensors and small batches. AdamW of 86.6 M parameters on two CPU cores: loop 233 "
         "ms, foreach 221 ms, fused 38 ms.",
         hurts="foreach needs temporary copies of all parameters; fused refuses some mixtures of sharded parameters. "
-        "Adafactor and Muon have the loop alone; Muon's runs 15 small products for each matrix of the blocks (72 in "
+        "Adafactor and Muon only have the loop; Muon's runs 15 small products for each matrix of the blocks (72 in "
         "ViT-B), on every rank of ddp.",
         source="torch.optim documentation, foreach and fused implementations.",
         ran="CPU (torch 2.15). CUDA: not run.",
@@ -59,7 +59,7 @@ OPTIMIZER: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={},
         note="The gradient norm and the scaling by it as multi-tensor operations.",
-        mathematics="None; the norm is summed in another order.",
+        mathematics="None; the norm is summed in a different order.",
         helps="On accelerators, where launching one kernel per tensor takes longer than the arithmetic.",
         hurts="Nothing known.",
         source="torch.nn.utils.get_total_norm, foreach.",
