@@ -65,7 +65,9 @@ def _of_source(source: Path) -> Saved | None:
     path = source.resolve()
     if not path.exists():
         return None  # A hub's name, or a mistake that who opens it tells.
-    file = path / "model.safetensors" if (path / "config.json").is_file() else path
+    # The link's own suffix counts: in the Hugging Face cache the target has none.
+    link = source if source.suffix else path
+    file = path / "model.safetensors" if (path / "config.json").is_file() else link.absolute()
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)
         if values is not None:

@@ -122,11 +122,15 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    if path.is_file() or (path / ".metadata").is_file():
+    if path.is_file():
+        # The suffix and a config.json beside it count. A link may lead to a file that has neither, as in the Hugging
+        # Face cache.
+        return path.absolute() if path.suffix else path.resolve()
+    if (path / ".metadata").is_file():
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
         # A model as timm and its hub keep it.
-        return (path / "model.safetensors").resolve()
+        return (path / "model.safetensors").absolute()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     candidates = (folder / "best", *checkpoint.checkpoints(folder))
     found = next((candidate for candidate in candidates if candidate.exists()), None)

@@ -26,7 +26,8 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import PATHS, export
-from pycls_fast.train.weights import load_weights
+from pycls_fast.train.restore import restore
+from pycls_fast.train.weights import find_weights, load_weights
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -242,6 +243,24 @@ def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) 
         found = of_weights([f"weights={source}"])
         assert found is not None
         assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
+
+
+def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> None:
+    """Files in the Hugging Face cache are links to blobs named by their hash."""
+    write(run_dir, tmp_path / "net.safetensors")
+    (tmp_path / "net.safetensors").rename(tmp_path / "0a1b2c")
+    named, bare = tmp_path / "snapshot.safetensors", tmp_path / "latest"
+    named.symlink_to("0a1b2c")
+    assert find_weights(named) == named
+    assert restore(named, device="cpu").classes == CLASSES
+    found = of_weights([f"weights={named}"])
+    assert found is not None
+    assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
+    # A link without a suffix has that of its target.
+    (tmp_path / "plain.safetensors").write_bytes((tmp_path / "0a1b2c").read_bytes())
+    bare.symlink_to("plain.safetensors")
+    assert find_weights(bare) == tmp_path / "plain.safetensors"
+    assert of_weights([f"weights={bare}"]) is not None
 
 
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (tmp_path / "timm/config.json").write_text(json.dumps(kept))
     assert statistics(tmp_path / "timm/model.safetensors") == HALF
+    # The same as links to files without a suffix, as in the Hugging Face cache.
+    (tmp_path / "snapshot").mkdir()
+    for number, name in enumerate(("model.safetensors", "config.json")):
+        (tmp_path / f"timm/{name}").rename(tmp_path / f"blob{number}")
+        (tmp_path / f"snapshot/{name}").symlink_to(tmp_path / f"blob{number}")
+    assert statistics(tmp_path / "snapshot") == HALF
+    assert statistics(tmp_path / "snapshot/model.safetensors") == HALF
     torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
     assert statistics(tmp_path / "mute.pth") is None
 
