@@ -9,7 +9,7 @@
     output=    the file (or folder) to write
     which=     auto (the average of the weights where there is one), model or ema
     dtype=     float32 (left out: as saved), bfloat16 or float16, of all that is floating-point; safetensors and timm
-    overwrite= true: write over an existing file
+    overwrite= true: write over an existing file; of a folder, only over the files of the export
 
 All of them carry class names and preprocessing (image_size, crop_ratio, interpolation, mean, std), as JSON texts in
 their metadata, for timm in config.json; onnx and program have the normalisation inside. The safetensors file also has

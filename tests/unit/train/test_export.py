@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import get_args
 
@@ -31,6 +32,8 @@ from pycls_fast.train.weights import find_weights, load_weights
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
+# What stack traces of this machine would contain.
+PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
 CONFIG = load_config("vit_digits", ["model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4"])
 CLASSES = tuple("0123456789")
 
@@ -185,8 +188,7 @@ def logits(source: Path, **settings: str) -> torch.Tensor:
 
 def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    for overwrite in (False, True):
-        assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=overwrite, format="timm") == 0
+    assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=False, format="timm") == 0
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     config = network.pretrained_cfg
@@ -194,8 +196,28 @@ def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         found = network((pixels().float() / 255 - mean) / std)
     torch.testing.assert_close(found, logits(drawn), rtol=1e-4, atol=1e-4)
-    assert config["label_names"] == [f"class [{i}]" for i in range(10)]
+    # transformers reads the names here only, and else takes those of ImageNet for 1,000 classes.
+    names = json.loads((folder / "config.json").read_text())["label_names"]
+    assert names == [f"class [{i}]" for i in range(10)]
     assert config["crop_pct"] == 1.0
+
+
+def test_only_exported_files_of_a_folder_are_overwritten(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may be a clone of a hub's repository, the working folder or a link."""
+    export(str(drawn), str(tmp_path / "clone"), which="auto", dtype=None, overwrite=False, format="timm")
+    (tmp_path / "clone" / ".git").mkdir()
+    for kept in (".git/HEAD", "README.md"):
+        (tmp_path / "clone" / kept).write_text("ours")
+    (tmp_path / "link").symlink_to("clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    for output in (".", str(tmp_path / "link")):
+        Path("model.safetensors").write_bytes(b"old")
+        export(str(drawn), output, which="auto", dtype=None, overwrite=True, format="timm")
+        assert load_file("model.safetensors")
+        assert {path.name for path in Path().iterdir()} == {"config.json", "model.safetensors", "README.md", ".git"}
+    assert Path(".git/HEAD").read_text() == Path("README.md").read_text() == "ours"
 
 
 def test_a_half_format_for_timm(drawn: Path, tmp_path: Path) -> None:
@@ -214,6 +236,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     texts = session.get_modelmeta().custom_metadata_map
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert json.loads(texts["preprocessing"])["image_size"] == 8
+    assert PACKAGE not in file.read_bytes()
 
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
@@ -224,6 +247,8 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(program(pixels()), logits(drawn), rtol=1e-4, atol=1e-4)
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert texts["step"] == "7"
+    with zipfile.ZipFile(file) as archive:
+        assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
