@@ -98,9 +98,10 @@ def _in_header(file: Path) -> dict[str, Any] | None:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         text = header.get("__metadata__", {}).get("config")
         values = None if text is None else json.loads(text)
-    except (OSError, ValueError, AttributeError, OverflowError, MemoryError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Who reads the tensors tells of it.
-    return values if isinstance(values, dict) else None
+    # Other programs write other things under this key.
+    return values if isinstance(values, dict) and isinstance(values.get("model"), dict) else None
 
 
 def _in_state(file: Path) -> dict[str, Any]:

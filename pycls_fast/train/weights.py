@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,10 +238,8 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
                 part = file.get_slice(name)[local_slices(tensor)] if tensor.ndim else file.get_tensor(name)
                 local(tensor).copy_(part)
 
-    classes = tuple(json.loads(about["classes"])) if "classes" in about else None
-    config = json.loads(about["config"]) if "config" in about else None
-    step = int(about["step"]) if "step" in about else None
-    return Weights(Origin(path, saved, step), specs, classes, config, fill)
+    own = foreign.own_metadata(about)
+    return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
 
 
 def _dtype(path: Path, name: str) -> torch.dtype:

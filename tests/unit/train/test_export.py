@@ -16,7 +16,7 @@ import timm
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
@@ -25,6 +25,7 @@ from pycls_fast.config.options_line import read_options
 from pycls_fast.config.saved import of_weights
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.restore import restore
@@ -134,6 +135,18 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     other = tuple("abcdefghij")
     with pytest.raises(UserError, match="was trained on other classes"):
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
+
+
+@pytest.mark.parametrize(
+    "about", [{"classes": "cat,dog"}, {"classes": "10"}, {"step": "7.5"}, {"config": '{"width": 7}'}]
+)
+def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str]) -> None:
+    save_file(network().state_dict(), tmp_path / "net.safetensors", metadata=about)
+    assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
+    assert foreign.read_weights(str(tmp_path / "net.safetensors")).classes is None
+    with pytest.raises(UserError, match="does not say which model and classes it is of"):
+        restore(tmp_path / "net.safetensors")
+    assert of_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
 
 
 @pytest.mark.parametrize(
