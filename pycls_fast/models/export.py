@@ -131,8 +131,9 @@ def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         return model.name, model.arguments, {name.removeprefix("network."): value for name, value in state.items()}
     if isinstance(model, ResNet):
         return _timm_resnet(model, state)
-    assert isinstance(model, VisionTransformer)
-    return _timm_vit(model, state)
+    if isinstance(model, VisionTransformer):
+        return _timm_vit(model, state)
+    raise UserError(f"format: timm has no {type(model).__name__}; export as safetensors, onnx or program")
 
 
 def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
+from pycls_fast.models.export import timm_form
 from pycls_fast.models.foreign import to_timm_vit
-from pycls_fast.network import Network
+from pycls_fast.network import Network, Units
 from pycls_fast.train.weights import load_weights
 
 
@@ -118,3 +122,33 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
 def test_no_such_weights(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no file of weights and no run folder .* timm:NAME or torchvision:NAME"):
         load_weights(vit(2), tmp_path / "nowhere", classes=("a", "b"))
+
+
+class Toy(Network):
+    """An architecture of a contributor's."""
+
+    head_name = "head"
+    first_conv_name = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.head(images_BCHW.flatten(1))
+
+    def units(self) -> Units:
+        return []
+
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        yield self.head, nn.Linear.reset_parameters
+
+
+def test_a_new_architecture_loads_its_own_weights_and_has_no_form_of_timm(tmp_path: Path) -> None:
+    theirs, ours = Toy(), Toy()
+    config = {"model": {"kind": "toy"}, "data": {}, "speed": {}}
+    save_file(theirs.state_dict(), tmp_path / "toy.safetensors", {"config": json.dumps(config)})
+    load_weights(ours, tmp_path / "toy.safetensors", classes=("cat", "dog"))
+    assert torch.equal(ours.head.weight, theirs.head.weight)
+    with pytest.raises(UserError, match="format: timm has no Toy; export as safetensors, onnx or program"):
+        timm_form(ours)
