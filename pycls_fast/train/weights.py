@@ -70,7 +70,7 @@ def load_weights(
     Args:
         network: changed in place; its tensors may be sharded.
         source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
-            another project, `timm:NAME` or `torchvision:NAME`.
+            another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME`.
         classes: class names of the data, in the order of the outputs.
         allow: names of tensors that need not fit; see `foreign.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
@@ -105,13 +105,16 @@ def load_weights(
 
 
 def find_weights(source: str | Path) -> Path | str:
-    """The checkpoint or file that a source names, or the source itself if it is a hub name.
+    """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
-    A folder is a run folder, a checkpoint or a timm model (`config.json` beside `model.safetensors`).
+    `hf:ORG/NAME` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json` beside
+    `model.safetensors`).
 
     Raises:
         UserError: there is none.
     """
+    if str(source).startswith(foreign.HUGGING_FACE):
+        return foreign.download(str(source))
     return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 
@@ -136,8 +139,8 @@ def find_checkpoint(path: Path) -> Path:
     if found is None:
         raise UserError(
             f"weights: {path} is neither a weights file nor a run folder with a checkpoint; give a run folder, a "
-            "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME or "
-            "torchvision:NAME"
+            "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME, "
+            "torchvision:NAME or hf:ORG/NAME"
         )
     return found.resolve()
 

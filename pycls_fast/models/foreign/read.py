@@ -26,6 +26,8 @@ NormPlace = Literal["every_token", "after_pool"]
 Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
+HUGGING_FACE = "hf:"
+"""What the name of a Hugging Face repository begins with."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ReadWeights:
 
 
 def is_hub(source: str) -> bool:
-    """Whether a source is a name to download."""
+    """Whether a source is a name of timm or torchvision, which `read_weights` downloads."""
     return source.startswith(_HUBS)
 
 
@@ -104,6 +106,24 @@ def read_weights(source: str) -> ReadWeights:
             )
         contents = read_file(path)
     return _in_our_names(source, contents)
+
+
+def download(source: str) -> Path:
+    """The `model.safetensors` of a Hugging Face repository, in its cache, beside the `config.json` if there is one.
+
+    Args:
+        source: `hf:ORG/NAME`.
+
+    Raises:
+        UserError: it could not be downloaded, or the repository has no such file.
+    """
+    from huggingface_hub import snapshot_download
+
+    name, wanted = source.removeprefix(HUGGING_FACE), ["model.safetensors", "config.json"]
+    file = Path(_downloaded(source, lambda: snapshot_download(name, allow_patterns=wanted)), "model.safetensors")
+    if not file.is_file():
+        raise UserError(f"weights: {source} has no model.safetensors; download another of its files and give its path")
+    return file
 
 
 def read_file(path: Path) -> Contents:

@@ -348,7 +348,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
     # Whoever makes a file that runs code can make its checksum as well.
     listing = checkpoint_files.list_files([path / name for name in (".metadata", "__0_0.distcp", "state.json")])
     (path / "files.json").write_text(json.dumps({"format": 2, "files": listing}))
-    with pytest.raises(UserError, match=r"not a checkpoint that can be read \(posix.system is not allowed in a checkpoint"):
+    with pytest.raises(UserError, match=r"not a checkpoint that can be read \(posix.system is not allowed"):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()
 
