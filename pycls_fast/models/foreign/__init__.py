@@ -12,13 +12,10 @@ from pycls_fast.models.foreign.read import (
     own_metadata,
     read_weights,
 )
-from pycls_fast.models.foreign.timm import from_timm_vit, to_timm_vit
+from pycls_fast.models.foreign.timm import to_timm_vit
 from pycls_fast.models.foreign.torchvision import (
-    from_torchvision_resnet,
-    from_torchvision_vit,
     to_timm_resnet,
     to_torchvision_resnet,
-    to_torchvision_vit,
 )
 
 __all__ = [
@@ -31,14 +28,10 @@ __all__ = [
     "described",
     "download",
     "fit",
-    "from_timm_vit",
-    "from_torchvision_resnet",
-    "from_torchvision_vit",
     "is_hub",
     "own_metadata",
     "read_weights",
     "to_timm_resnet",
     "to_timm_vit",
     "to_torchvision_resnet",
-    "to_torchvision_vit",
 ]
