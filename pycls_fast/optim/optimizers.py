@@ -116,7 +116,7 @@ def muon(
 
     # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
     # Of the hidden ones timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
-    kinds = {
+    kinds: dict[bool, dict[str, Any]] = {
         True: {"use_muon": True, "nesterov": nesterov, "eps": 1e-7},
         False: {"use_fallback": True, "nesterov": False},
     }
