@@ -108,7 +108,10 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.name=resnet18", "speed.layout=batch_second"], "speed.layout: batch_second is for model.kind=vit and has"),
+        (
+            ["model.name=resnet18", "speed.layout=batch_second"],
+            "speed.layout: batch_second is for model.kind=vit and has",
+        ),
         (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit and has"),
         (["model.name=resnet18", "speed.attention=sdpa"], "speed.attention: timm's resnet18 has no attention"),
         (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),

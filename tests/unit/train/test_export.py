@@ -144,7 +144,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
     save_file(network().state_dict(), tmp_path / "net.safetensors", metadata=about)
     assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
     assert foreign.read_weights(str(tmp_path / "net.safetensors")).classes is None
-    with pytest.raises(UserError, match="does not say which model and classes it is of"):
+    with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
         restore(tmp_path / "net.safetensors")
     assert of_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
 
