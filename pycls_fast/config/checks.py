@@ -252,7 +252,17 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
     """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
-    if isinstance(model, ViTModel) and model.init == "jax" and settings.name == "lamb" and settings.weight_decay:
+    # Weights from elsewhere are rarely zero; `train/building.py` looks at the head.
+    if settings.name != "lamb" or not settings.weight_decay or config.weights is not None:
+        return
+    for key in ("decay_norms", "decay_biases"):
+        if getattr(settings, key):
+            yield (
+                f"optim.{key}",
+                "puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly changes them; "
+                f"use optim.{key}=false",
+            )
+    if isinstance(model, ViTModel) and model.init == "jax":
         yield (
             "model.init",
             "jax begins the head with zeros, which optim=lamb hardly changes: its steps are in proportion to the "
