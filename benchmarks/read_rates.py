@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from pycls_fast.data import CachePolicy, Source
 from pycls_fast.data.packing import PackSettings, pack
-from pycls_fast.data.sources import Opening, open_splits, scan_classes
+from pycls_fast.data.sources import OpenOptions, open_splits, scan_classes
 
 GROUP = 100
 READS, SECONDS = 2000, 3.0
@@ -87,7 +87,7 @@ def main() -> None:
         write_tars(files, folder / "tar")
         for split in SPLITS:
             pack(files, folder / "packed" / split, PackSettings(), workers=1, title=split)
-        opening = Opening(cache=CachePolicy("off"))
+        opening = OpenOptions(cache=CachePolicy("off"))
         names = ("parquet, none", "parquet, snappy", "tar", "packed")
         sources = {"files": files} | {
             name: open_splits(name.split(",")[0], str(folder / name), opening)["train"] for name in names

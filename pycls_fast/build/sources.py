@@ -12,7 +12,7 @@ from pycls_fast.data import (
     CachePolicy,
     EvalSet,
     FileCache,
-    Opening,
+    OpenOptions,
     Order,
     Source,
     SyntheticSource,
@@ -92,14 +92,14 @@ def imagenet_wnids() -> tuple[str, ...]:
     return tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
-def _opening(config: RunConfig, index_all: bool) -> Opening:
+def _opening(config: RunConfig, index_all: bool) -> OpenOptions:
     data = config.data
     cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)
     shard_cache = None
     if data.shard_cache is not None:
         limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
         shard_cache = FileCache(user_path(data.shard_cache), limit)
-    return Opening(
+    return OpenOptions(
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
         train=data.train,

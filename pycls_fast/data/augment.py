@@ -1,7 +1,7 @@
 """Augmentation of one image in a worker: an encoded image in, a uint8 square out, all draws from one seed.
 
 The operations are torchvision.transforms.v2's on Pillow images, in the order of its classification presets and of
-timm's: crop, flip, policy, color jitter. The crop is drawn from the image's size alone, before its pixels are decoded,
+timm's: crop, flip, policy, color jitter. The crop is drawn from the image's size only, before its pixels are decoded,
 so a decoder may leave out what is cut away. Random erasing is only drawn here; the box travels with the sample and is
 filled on the device after normalising.
 """
@@ -26,7 +26,7 @@ _LONGEST_SIDE = 16
 
 
 class Augmented(NamedTuple):
-    """What a transform makes of one image."""
+    """The result of transforming one image."""
 
     image_HWC: np.ndarray
     """uint8, `image_size` x `image_size` x 3."""
@@ -35,7 +35,7 @@ class Augmented(NamedTuple):
 
 
 class Transform(Protocol):
-    """What a dataset needs of a transform."""
+    """The interface of transforms that a dataset uses."""
 
     @property
     def image_size(self) -> int:
@@ -43,16 +43,16 @@ class Transform(Protocol):
 
     @property
     def erases(self) -> bool:
-        """Whether there can be boxes to erase."""
+        """Whether there may be boxes to erase."""
 
     def at(self, epoch: int) -> Transform:
-        """What is done to the images of an epoch."""
+        """The transform for the images of an epoch."""
 
     def __call__(self, picture: Picture, seed: int) -> Augmented: ...
 
 
 class TrainTransform:
-    """Random crop, flip and colors for training."""
+    """Random crop, flip and further steps for training."""
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class TrainTransform:
         """
         Args:
             image_size: height and width of the result, in pixels.
-            crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the
-                defaults are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it
-                (He et al. 2016, section 4.2). "none": the centre square of the whole image. In both the short side
-                is resized to `image_size`, where it is not that; "pad" crops anywhere along the long side.
-            scale: the cut's share of the area, smallest and largest.
-            ratio: the cut's width / height, smallest and largest.
+            crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the defaults
+                are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it (He et al. 2016,
+                section 4.2). "none": the centre square of the whole image. Both first resize the short side to
+                `image_size` if it differs; "pad" crops anywhere along the long side.
+            scale: the crop's share of the area, smallest and largest.
+            ratio: the crop's width / height, smallest and largest.
             pad_mode: black pixels, or the image mirrored at its edge (DeiT III's simple random crop).
             hflip: probability of a left-right flip.
             steps: what follows the flip, in order (`policies`).
-            erase_probability: of drawing a box to erase (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3
-                to 3.3).
+            erase_probability: probability of erasing a box (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3 to
+                3.3).
         """
         if crop not in ("random_resized", "pad", "none"):
             raise ValueError(f"unknown crop {crop!r}")
@@ -98,7 +98,7 @@ class TrainTransform:
         self._steps = tuple(steps)
         self._erase_probability = erase_probability
         self._erasing = v2.RandomErasing(p=1.0, value=0)
-        # Only its shape is looked at when a box is drawn.
+        # Only its shape is used when a box is drawn.
         self._canvas = torch.empty(3, image_size, image_size, device="meta")
 
     def at(self, epoch: int) -> TrainTransform:
@@ -106,7 +106,7 @@ class TrainTransform:
         return self
 
     def __call__(self, picture: Picture, seed: int) -> Augmented:
-        """Augment one RGB image; the result is a function of the image and the seed alone."""
+        """Augment one RGB image; the result depends only on the image and the seed."""
         with seeded_torch(seed):
             image_HWC = self._crop_and_flip(picture)
             if self._steps:
@@ -132,39 +132,38 @@ class TrainTransform:
         return image_HWC[:, ::-1] if self._draw_flip() else image_HWC
 
     def _draw_flip(self) -> bool:
-        """As `v2.RandomHorizontalFlip` draws it."""
+        """Draw whether to flip, as `v2.RandomHorizontalFlip` does."""
         return self._hflip > 0 and torch.rand(1).item() < self._hflip
 
     def _draw_box(self) -> Box:
         if torch.rand(()).item() >= self._erase_probability:
             return NO_BOX
         params = self._erasing.make_params([self._canvas])
-        # torchvision's sign for "ten draws and no box fitted".
+        # torchvision's sign that none of ten drawn boxes fitted.
         if params["v"] is None:
             return NO_BOX
         return params["i"], params["j"], params["h"], params["w"]
 
 
 class TransformByEpoch:
-    """Other transforms in other epochs: progressive resizing. A batch has images of one epoch, hence of one size."""
+    """Different transforms in different epochs: progressive resizing. A batch is of one epoch, hence of one size."""
 
     def __init__(self, transforms: Mapping[int, TrainTransform]) -> None:
         """
         Args:
-            transforms: by the epoch that each begins with, 0 among them.
+            transforms: by first epoch, 0 among them.
         """
         self._transforms = dict(transforms)
 
     def at(self, epoch: int) -> TrainTransform:
-        """What is done to the images of an epoch."""
+        """The transform for the images of an epoch."""
         return self._transforms[max(first for first in self._transforms if first <= epoch)]
 
 
 class EvalTransform:
     """The centre of the image: short side to `round(image_size / crop_ratio)`, then a centre crop.
 
-    There is no randomness. 224 of 256 pixels (crop_ratio 0.875) is Krizhevsky et al. 2012's; 1.0 takes the
-    whole short side.
+    Deterministic. 224 of 256 pixels (crop_ratio 0.875) is from Krizhevsky et al. 2012; 1.0 keeps the whole short side.
     """
 
     erases = False
@@ -194,7 +193,7 @@ def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolatio
     box = (0, 0, height, width)
     limit = _LONGEST_SIDE * min(height, width)
     if max(height, width) > limit:
-        # Resized whole, a line of 1 x 10,000 pixels would fill gigabytes, of which only the centre is used.
+        # Resizing a whole line of 1 x 10,000 pixels would take gigabytes, of which only the centre is used.
         box = _centre(height, width, min(height, limit), min(width, limit))
         _, _, height, width = box
     if width <= height:

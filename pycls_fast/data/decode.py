@@ -1,6 +1,6 @@
-"""From the bytes of an image file to an 8-bit RGB image.
+"""Decodes the bytes of an image file to an 8-bit RGB image.
 
-What is done with what is not 8-bit RGB:
+How images that are not 8-bit RGB are converted:
 
 | in the file                       | becomes                                                          |
 |-----------------------------------|------------------------------------------------------------------|
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-# Only rasters that Pillow reads by itself: it would hand a disguised EPS file to Ghostscript.
+# Only raster formats that Pillow decodes itself: it would pass a disguised EPS file to Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 MAX_PIXELS = 2 * 89_478_485
@@ -33,7 +33,7 @@ MAX_PIXELS = 2 * 89_478_485
 
 
 class DamagedImage(Exception):
-    """An image that cannot be used. `reason` is one line for people; it does not name the file."""
+    """An image that cannot be used. `reason` is one readable line that does not name the file."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ def decode(data: bytes | np.ndarray) -> Image.Image:
         data: the encoded file, or an already decoded `uint8` array of shape (height, width, 3).
 
     Raises:
-        DamagedImage: when the bytes are no complete, sane image, with the reason.
+        DamagedImage: the bytes are not a complete, valid image; gives the reason.
     """
     if isinstance(data, np.ndarray):
         return Image.fromarray(checked_array(data))
@@ -58,7 +58,7 @@ def decode(data: bytes | np.ndarray) -> Image.Image:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """An image that Pillow has opened or made, in mode "RGB" as `decode` gives it.
+    """Convert an image that Pillow has opened or made to mode "RGB", as `decode` does.
 
     Raises:
         DamagedImage: its pixels cannot be read.
@@ -69,7 +69,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
-    """An image that a source has decoded already.
+    """Check an image that a source has already decoded; return it.
 
     Raises:
         ValueError: it is not uint8 (height, width, 3).
@@ -89,8 +89,8 @@ def _open(data: bytes) -> Image.Image:
 
 @contextmanager
 def _named_damage(data: bytes) -> Iterator[None]:
-    """Whatever Pillow raises becomes a `DamagedImage`."""
-    # Pillow warns about palettes, tags and sizes; what matters of it is decided here.
+    """Turn whatever Pillow raises into a `DamagedImage`."""
+    # Pillow warns about palettes, tags and sizes; what matters is decided here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -124,8 +124,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if mode == "F":
         return _floats_to_rgb(np.asarray(image))
     if mode in ("P", "PA", "La", "RGBa"):
-        # By way of RGBA: a palette's transparent entries keep their colours, premultiplied colours are
-        # divided back.
+        # Via RGBA: a palette's transparent entries keep their colours, premultiplied colours are divided back.
         return image.convert("RGBA").convert("RGB")
     return image.convert("RGB")
 

@@ -19,8 +19,8 @@ Handwritten Digits (UCI Machine Learning Repository, 1998)."""
 def write_digits(folder: str | Path) -> None:
     """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there already.
 
-    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so
-    that several processes may call this at the same time and none ever sees a part.
+    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so that
+    several processes may call this at the same time and none ever sees an incomplete set.
 
     Raises:
         UserError: when `folder` holds something else or cannot be written, or scikit-learn is missing.
@@ -39,15 +39,15 @@ def _write_all_at_once(folder: Path) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _write_images(draft)
-        draft.chmod(0o755)  # mkdtemp's folders are readable by their owner alone
+        draft.chmod(0o755)  # mkdtemp's folders are readable only by their owner
         try:
             draft.rename(folder)
         except OSError:
             # Another process was first, or something is in the way: a rename never replaces a filled folder.
             if not _is_complete(folder):
                 raise UserError(
-                    f"{folder} exists but does not hold the {COUNT:,} digits; choose another folder, or to train on "
-                    "the images there an experiment for them (--config-name finetune, say)"
+                    f"{folder} exists but does not hold the {COUNT:,} digits; choose another folder, or train on the "
+                    "images there with an experiment for them (such as --config-name finetune)"
                 ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -12,19 +12,18 @@ import torch
 def frozen_generator(seed: int) -> np.random.RandomState:
     """A NumPy generator for a seed in [0, 2**63).
 
-    `RandomState` is the one generator whose stream NumPy promises never to change (NEP 19), so an order of
-    samples written down by a checkpoint is the same after an upgrade. It takes 32-bit words, hence the two
-    halves.
+    `RandomState` is the one generator whose stream NumPy promises never to change (NEP 19), so a resumed run keeps its
+    order of samples after an upgrade. It takes 32-bit words, hence the two halves.
     """
     return np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
 
 
 @contextmanager
 def seeded_torch(seed: int) -> Iterator[None]:
-    """Within the block torch's default CPU generator starts from `seed`; afterwards it is as it was before.
+    """Seed torch's default CPU generator within the block; restore its state afterwards.
 
-    torchvision's transforms draw from that generator and take no other. `torch.manual_seed` is avoided since
-    it also seeds the accelerators, which belong to the training step.
+    torchvision's transforms always draw from that generator. `torch.manual_seed` is avoided because it also seeds the
+    accelerators' generators, which belong to the training step.
     """
     generator = torch.default_generator
     state = generator.get_state()

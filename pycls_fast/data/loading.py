@@ -1,4 +1,4 @@
-"""From a source to batches: the dataset that workers run, the batch they send, the loader around them."""
+"""Loading: the dataset that workers run, the batches they send, the loader around them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MORE_SHARED_MEMORY = (
     "batch (data.global_batch_size; of evaluations data.eval_batch_size)"
 )
 
-# The machine is at its limits, which says nothing about the image.
+# The machine ran out of resources; the image may be fine.
 _OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -61,21 +61,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images as they travel from the workers to the device, prepared as far as the workers do it."""
+    """A batch on its way from the workers to the device, prepared as far as the workers go."""
 
     images_BHWC: torch.Tensor
-    """uint8, a quarter of float32's bytes; float32 where the workers have normalised."""
+    """uint8, a quarter of float32's bytes; float32 if the workers have normalised."""
     labels_B: torch.Tensor
     """int64."""
     indices_B: torch.Tensor
     """int64, positions in the source."""
     erase_B4: torch.Tensor | None
-    """int64 boxes (top, left, height, width) that are still to be erased, all zeros for none; None where there is
-    nothing to erase."""
+    """int64 boxes (top, left, height, width) that are still to be erased, all zeros for none; None if there is nothing
+    to erase."""
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
     mixed: Mixed | MixedElements | None = None
-    """How the workers have mixed the images; None where they have not."""
+    """How the workers have mixed the images; None if they have not."""
 
     def __len__(self) -> int:
         return len(self.labels_B)
@@ -108,7 +108,7 @@ class Batch:
 
 
 class HostStage(Protocol):
-    """What is done to a whole batch in the worker, from the seed of its microbatch (None in evaluation)."""
+    """A stage that workers apply to a whole batch, with the seed of its microbatch (None in evaluation)."""
 
     def __call__(self, batch: Batch, seed: int | None) -> Batch: ...
 
@@ -124,8 +124,7 @@ class BatchSampler(Protocol):
 class ImageDataset(Dataset[Sample]):
     """Reads, decodes and augments the images of a source; the keys are (epoch, index).
 
-    A sample is a function of (seed, epoch, index) and the files alone: neither worker nor order of visits
-    matters.
+    A sample depends only on (seed, epoch, index) and the files, not on the worker or the order of visits.
 
     An image that cannot be read or decoded is reported in `damaged`. In training the next image of the source
     takes its place (in a class folder most likely of the same class) with this sample's own augmentation, so
@@ -145,10 +144,10 @@ class ImageDataset(Dataset[Sample]):
     ) -> None:
         """
         Args:
-            seed: of the augmentation.
-            host: what is done to a whole batch before it leaves the worker.
+            seed: the augmentation's.
+            host: a stage for the whole batch before it leaves the worker.
             training: replace damaged images instead of leaving them out.
-            repeats: how often an image is in an epoch (`TrainSampler`).
+            repeats: how often each image of an epoch is seen (`TrainSampler`).
             open_picture: how images are decoded (`pictures.DECODERS`).
         """
         self.source = source
@@ -165,7 +164,7 @@ class ImageDataset(Dataset[Sample]):
     def instrumented(
         self, around_source: Callable[[Source], Source], around_decoder: Callable[[Decoder], Decoder]
     ) -> ImageDataset:
-        """The same dataset with its source and its decoder wrapped, to see what they take."""
+        """The same dataset with its source and its decoder wrapped, to measure their time."""
         other = copy(self)
         other.source = around_source(self.source)
         other._open_picture = around_decoder(self._open_picture)
@@ -192,7 +191,7 @@ class ImageDataset(Dataset[Sample]):
                 damaged.append((self.source.name((index + offset) % count), error.reason))
         if self.training:
             raise UserError(
-                f"{len(damaged)} images in a row are damaged, the data as a whole must be; the first ones:",
+                f"{len(damaged)} images in a row are damaged, so probably the whole dataset is; the first ones:",
                 *(f"{name}: {reason}" for name, reason in damaged[:3]),
             )
         return Sample(None, label=-1, index=index, damaged=tuple(damaged))
@@ -200,7 +199,7 @@ class ImageDataset(Dataset[Sample]):
     def __getitems__(self, keys: Sequence[Key]) -> Batch | UserError:
         """One batch, collated. DataLoader's workers call this.
 
-        A `UserError` is handed back as a value: raised in a worker, it would arrive inside a traceback.
+        A `UserError` is returned, not raised: raised in a worker, it would arrive inside a traceback.
         """
         # Batches have images of one epoch, which is all that a transform depends on.
         transform = self.transform.at(keys[0][0] if keys else 0)
@@ -210,7 +209,7 @@ class ImageDataset(Dataset[Sample]):
                 count=len(keys),
                 image_size=transform.image_size,
                 erases=transform.erases,
-                # What the host stage makes of it is other memory.
+                # The host stage's result is in other memory anyway.
                 shared=self.host is None and get_worker_info() is not None,
             )
         except UserError as error:
@@ -232,16 +231,15 @@ class ImageDataset(Dataset[Sample]):
 
 
 def collate(samples: Iterable[Sample], *, count: int, image_size: int, erases: bool, shared: bool = False) -> Batch:
-    """Put samples together; those without an image only leave their damage report.
+    """Collate samples; those without an image contribute only their damage report.
 
     Args:
-        samples: each is copied into the batch as it comes, while it lies in the cache.
+        samples: each is copied into the batch as it comes, while it is in the CPU's cache.
         count: how many there are at most.
-        shared: make the batch in the memory that the workers share with the main process, which takes it from there
-            without another copy.
+        shared: allocate the batch in memory that is shared with the main process, which saves a copy.
 
     Raises:
-        UserError: there is no room in shared memory.
+        UserError: shared memory is full.
     """
     images_BHWC = _empty_images((count, image_size, image_size, 3), shared)
     rows_BHWC = images_BHWC.numpy()
@@ -266,7 +264,7 @@ def _empty_images(shape: tuple[int, ...], shared: bool) -> torch.Tensor:
     if not shared or not size:
         return torch.empty(shape, dtype=torch.uint8)
     if _SHARED_MEMORY.is_dir():
-        # Writing past what is free there kills the process by a signal.
+        # Writing more than is free there kills the process with a signal.
         status = os.statvfs(_SHARED_MEMORY)
         free = status.f_bavail * status.f_frsize
         if free < size:
@@ -287,7 +285,7 @@ def _stop_workers(iterator: object) -> None:
         return
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        # Still reading after the seconds that torch waits; it ignores torch's SIGTERM.
+        # Still reading after torch's timeout; it ignores torch's SIGTERM.
         if worker.is_alive():
             worker.kill()
 
@@ -296,8 +294,8 @@ def _stop_workers(iterator: object) -> None:
 def _stop_all_workers() -> None:
     """End the workers of iterators that a traceback or a global variable keeps alive to the end.
 
-    At exit multiprocessing sends SIGTERM to its children and waits for them without a limit. Workers that
-    ignore the signal must therefore be gone by then; the handler registered last runs first.
+    At exit multiprocessing sends SIGTERM to its children and waits for them without a timeout. Workers that ignore the
+    signal must therefore be gone by then; the handler registered last runs first.
     """
     for iterator in list(_running):
         _stop_workers(iterator)
@@ -305,14 +303,14 @@ def _stop_all_workers() -> None:
 
 @contextmanager
 def _workers_as_chosen() -> Iterator[None]:
-    """Without torch's warning of more workers than cores: loading that waits for a network disk gains from them."""
+    """Suppress torch's warning about more workers than cores: they help if loading waits for a network disk."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 
 
 class ImageLoader(DataLoader[Any]):
-    """A DataLoader of `Batch` that raises the `UserError` which a worker handed back."""
+    """A DataLoader of `Batch` that raises a `UserError` that a worker returned."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         with _workers_as_chosen():
@@ -334,15 +332,13 @@ class ImageLoader(DataLoader[Any]):
 
 
 def _worker_death(message: str) -> str | None:
-    """What to do about a worker that torch found dead, None where the message is of something else."""
+    """The message for a worker that torch found dead; None if torch's `message` is about something else."""
     if not message.startswith("DataLoader worker"):
         return None
     what = message.splitlines()[0].removesuffix(" ").removesuffix(".")
     if "Bus error" in message:
         return f"{what}: shared memory ({_SHARED_MEMORY}) is full; {_MORE_SHARED_MEMORY}"
-    return (
-        f"{what}; most often memory ran out (the kernel's log says so): lower data.num_workers or data.prefetch_factor"
-    )
+    return f"{what}; usually out of memory (see the kernel's log): lower data.num_workers or data.prefetch_factor"
 
 
 def make_loader(
@@ -356,14 +352,14 @@ def make_loader(
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
     Args:
-        num_workers: processes that read and decode; 0 does it in the caller's.
+        num_workers: processes that read and decode; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
             asynchronously.
-        prefetch_factor: batches that each worker has ready or in work.
+        prefetch_factor: batches that each worker has ready or in progress.
 
     Raises:
-        UserError: when `pin_memory` is asked for without a CUDA device; while iterating, when the data is
-            broken, a worker died or shared memory is full.
+        UserError: `pin_memory` without a CUDA device; while iterating, broken data, a dead worker or full shared
+        memory.
     """
     if pin_memory and not torch.cuda.is_available():
         raise UserError("pinned memory needs a CUDA device; switch it off on this machine")
@@ -376,13 +372,13 @@ def make_loader(
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,
             worker_init_fn=_start_worker,
-            # Without one of its own, the loader would draw the workers' seeds from the global generator.
+            # Otherwise the loader would draw the workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(dataset.seed),
         )
 
 
 def _as_is(batch: Any) -> Any:
-    # The dataset has put the batch together already.
+    # The dataset has already collated the batch.
     return batch
 
 

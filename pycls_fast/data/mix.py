@@ -14,7 +14,7 @@ class Mixed(NamedTuple):
     """How a batch was mixed: image i with image i - 1 (the first with the last), which has the share 1 - lam."""
 
     lam: float
-    """Share of the image itself, in 0..1. 1 for a batch that was left alone."""
+    """Share of the image itself, in 0..1. 1 for a batch that was not mixed."""
 
     def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         """`(labels_a_B, labels_b_B, lam)`: the loss is lam * loss(a) + (1 - lam) * loss(b)."""
@@ -24,7 +24,7 @@ class Mixed(NamedTuple):
 class Mixer:
     """Mixes whole batches with one lam, by mixup or CutMix.
 
-    What is done is drawn on the host from the step's seed, so the device is never waited for.
+    All draws are made on the host from the step's seed, so nothing waits for the device.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Mixer:
     ) -> None:
         """
         Args:
-            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that way off.
-            switch_probability: of CutMix rather than mixup, where both are on.
-            probability: of mixing a batch at all.
+            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off.
+            switch_probability: probability of CutMix rather than mixup when both are on.
+            probability: probability of mixing a batch at all.
         """
         if mixup_alpha < 0 or cutmix_alpha < 0:
             raise ValueError(f"alpha must not be negative: {mixup_alpha}, {cutmix_alpha}")
@@ -67,15 +67,14 @@ class Mixer:
         center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
         box = cutmix_box(lam, height, width, center_y, center_x)
         top, bottom, left, right = box
-        # The box is clipped at the borders and its sides are whole pixels, so its share is counted, not
-        # drawn.
+        # The box is clipped at the borders and its sides are whole pixels, so its true share is computed.
         lam = 1 - (bottom - top) * (right - left) / (height * width)
         return cutmix(images_BCHW, box), Mixed(lam=lam)
 
 
 def mixup(images_BCHW: torch.Tensor, lam: float) -> torch.Tensor:
     """lam * image i + (1 - lam) * image i - 1."""
-    # On CUDA `roll` would leave them in the order C, H, W.
+    # On CUDA `roll` would return contiguous memory (C, H, W).
     other_BCHW = torch.cat([images_BCHW[-1:], images_BCHW[:-1]])
     return other_BCHW.mul_(1 - lam).add_(images_BCHW, alpha=lam)
 

@@ -1,4 +1,4 @@
-"""Mixing with a share of its own for each image or each pair of images, as timm's `elem` and `pair` modes."""
+"""Mixing with a separate lam for each image or each pair of images, like timm's `elem` and `pair` modes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MixedElements(NamedTuple):
 class ElementMixer:
     """Mixes each image with its counterpart from the batch's other end, by mixup or CutMix.
 
-    What is done is drawn on the host from the step's seed, so the device is never waited for.
+    All draws are made on the host from the step's seed, so nothing waits for the device.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ElementMixer:
     ) -> None:
         """
         Args:
-            mode: "elem" draws way, lam and box for each image; "pair" the same for both images of a pair.
-            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that way off.
-            switch_probability: of CutMix rather than mixup, where both are on.
-            probability: of mixing an image (a pair) at all.
+            mode: "elem" draws method, lam and box for each image; "pair" the same for both images of a pair.
+            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off.
+            switch_probability: probability of CutMix rather than mixup when both are on.
+            probability: probability of mixing an image (a pair) at all.
         """
         if mode not in ("pair", "elem") or not max(mixup_alpha, cutmix_alpha) > 0 or min(mixup_alpha, cutmix_alpha) < 0:
             raise ValueError(f"mode {mode!r}, alpha {mixup_alpha} and {cutmix_alpha}")
@@ -58,7 +58,7 @@ class ElementMixer:
         """The mixed images (new memory), and how."""
         batch, _, height, width = images_BCHW.shape
         share_B, box_B4 = self._draw(batch, height, width, seed)
-        # The share of mixup within the image; CutMix takes a box of the counterpart and leaves the rest alone.
+        # The share that mixup keeps of an image; CutMix copies a box of the counterpart and keeps the other pixels.
         kept_B = np.where(box_B4[:, 2:].any(axis=1), 1.0, share_B)
         kept_B111, boxes_B4 = (_send(x, images_BCHW.device) for x in (kept_B.reshape(-1, 1, 1, 1), box_B4))
         kept_B111 = kept_B111.to(images_BCHW.dtype)
@@ -91,5 +91,5 @@ class ElementMixer:
 
 def _send(values: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    # From pinned memory the host need not wait for the copy.
+    # With pinned memory the host does not wait for the copy.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Encoded images whose size is known and whose pixels are decoded once it is known which of them are needed.
+"""Lazily decoded images: the size is known at once, pixels are decoded when it is known which are needed.
 
 A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
 
@@ -38,10 +38,10 @@ class Cut(NamedTuple):
     resized: tuple[int, int]
     """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
     window: Box
-    """What is kept of that."""
+    """The part of the resized box that is kept."""
     interpolation: Interpolation
     mirror: bool = False
-    """Left and right exchanged at the end."""
+    """Whether to flip left to right at the end."""
 
 
 class Picture(Protocol):
@@ -101,12 +101,12 @@ class TensorPicture:
 
 
 class RegionPicture:
-    """A JPEG of which nothing but the header is decoded yet.
+    """A JPEG of which only the header has been decoded.
 
     Args:
         data: the file.
         size: (height, width).
-        scaled: decode large images at a part of their size, no smaller than what the cut resizes its box to.
+        scaled: decode large images at a fraction of their size, but no smaller than the cut resizes its box to.
     """
 
     def __init__(self, data: bytes, size: tuple[int, int], *, scaled: bool = False) -> None:
@@ -136,7 +136,7 @@ def divisor(cut: Cut) -> int:
 
 
 class ArrayPicture:
-    """Decoded pixels that are resized as `RegionPicture` does it."""
+    """Decoded pixels, resized as by `RegionPicture`."""
 
     def __init__(self, image_HWC: np.ndarray) -> None:
         self._image_HWC = np.ascontiguousarray(image_HWC)
@@ -157,19 +157,19 @@ class Decoder(Protocol):
     """Opens an encoded file or a decoded `uint8` array (height, width, 3).
 
     Raises:
-        DamagedImage: it is no image that can be used, as far as is known without its pixels.
+        DamagedImage: it is not a usable image, as far as is known without its pixels.
     """
 
     def __call__(self, data: bytes | np.ndarray) -> Picture: ...
 
 
 def open_with_pillow(data: bytes | np.ndarray) -> Picture:
-    """Decode all of it with Pillow: the reference."""
+    """Decode the whole image with Pillow: the reference."""
     return PillowPicture(decode(data))
 
 
 def open_with_simplejpeg(data: bytes | np.ndarray) -> Picture:
-    """Decode all of a JPEG with simplejpeg, which brings libjpeg-turbo along."""
+    """Decode a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
     if isinstance(data, np.ndarray):
         return TensorPicture(torch.tensor(checked_array(data)).permute(2, 0, 1))
     if not data.startswith(_JPEG):
@@ -181,13 +181,13 @@ def open_with_simplejpeg(data: bytes | np.ndarray) -> Picture:
         if color in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
             return TensorPicture(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
     except ValueError:
-        # libjpeg found damage; what it is called, and whether it matters, is decided in one place.
+        # libjpeg found damage; Pillow decides whether it matters and how it is reported.
         pass
     return open_with_pillow(data)
 
 
 def open_region(data: bytes | np.ndarray, *, scaled: bool = False) -> Picture:
-    """Read a JPEG's header; its pixels are decoded as far as a cut needs them, `scaled` as `RegionPicture` has it."""
+    """Read a JPEG's header; a cut decodes only the pixels that it needs. `scaled`: see `RegionPicture`."""
     if isinstance(data, np.ndarray):
         return ArrayPicture(checked_array(data))
     if data.startswith(_JPEG):
@@ -198,7 +198,7 @@ def open_region(data: bytes | np.ndarray, *, scaled: bool = False) -> Picture:
 
 
 def open_scaled_region(data: bytes | np.ndarray) -> Picture:
-    """`open_region`, large JPEGs at a part of their size."""
+    """`open_region`, with large JPEGs decoded at a fraction of their size."""
     return open_region(data, scaled=True)
 
 
@@ -207,4 +207,4 @@ DECODERS: dict[str, Decoder] = {
     "simplejpeg": open_with_simplejpeg,
     "region": open_region,
 }
-"""By the values of `speed.decode`."""
+"""The decoders by value of `speed.decode`."""

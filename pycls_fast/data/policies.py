@@ -1,8 +1,8 @@
-"""Changes of color and shape for training: the policies of published recipes, each from the library of its recipe.
+"""Augmentation policies of published recipes, each from the library that its recipe used.
 
-A step takes an RGB image and returns one; all it draws comes from torch's default generator, which the transform seeds
-for each sample. timm's policies draw from the generators of `random` and NumPy; those are seeded from torch's and put
-back afterwards.
+A step takes an RGB image and returns one; all its draws come from torch's default generator, which the transform seeds
+for each sample. timm's policies draw from the generators of `random` and NumPy; those are seeded from torch's and
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def auto_augment(policy: Literal["imagenet", "cifar10", "svhn"], *, interpolatio
 
 
 def trivial_augment(*, interpolation: Interpolation) -> Step:
-    """TrivialAugment Wide (Müller and Hutter 2021) of torchvision: one operation of any strength."""
+    """TrivialAugment Wide (Müller and Hutter 2021) of torchvision: one operation of random strength."""
     return v2.TrivialAugmentWide(interpolation=InterpolationMode(interpolation))
 
 
@@ -54,13 +54,13 @@ def timm_rand_augment(
     image_size: int,
     mean: Sequence[float],
 ) -> Step:
-    """RandAugment as in timm and DeiT: 15 operations, magnitude 0..10, which varies by a normal distribution.
+    """RandAugment as in timm and DeiT: 15 operations, magnitude 0..10 with normally distributed noise.
 
     Args:
-        increasing: every operation is the stronger the greater the magnitude; without, three of them get weaker.
-        probability: of each operation.
+        increasing: every operation gets stronger with the magnitude; otherwise three of them get weaker.
+        probability: probability of each operation.
         image_size: shifts go up to 0.45 of it.
-        mean: the color of corners that come into view, on the scale 0..1.
+        mean: the colour of newly exposed corners, on the scale 0..1.
     """
     name = f"rand-m{magnitude}-n{num_ops}-mstd{magnitude_std:g}-inc{int(increasing)}-p{probability:g}"
     hparams = _timm_parameters(image_size, mean, interpolation)
@@ -69,7 +69,7 @@ def timm_rand_augment(
 
 
 def three_augment(*, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
-    """3-Augment (Touvron et al., DeiT III, 2022) as in timm: one of gray, solarized, blurred.
+    """3-Augment (Touvron et al., DeiT III, 2022) as in timm: one of grayscale, solarize, blur.
 
     The recipe adds color jitter of 0.3.
     """
@@ -98,7 +98,7 @@ class _TimmPolicy:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Image.Image:
-    """timm's operation, which asks Pillow for 0 bits at full strength: black, and since Pillow 13 an error."""
+    """timm's operation; at full strength it asks Pillow for 0 bits, which is black, and since Pillow 13 an error."""
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return timm_policies.posterize(image, bits_to_keep)
@@ -106,7 +106,7 @@ def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Imag
 
 @contextmanager
 def _seeded_globals(seed: int) -> Iterator[None]:
-    """Within the block `random` and NumPy's global generator start from `seed`; afterwards they are as before."""
+    """Seed `random` and NumPy's global generator within the block; restore their states afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""The last preparation of a batch: normalising, erasing and mixing, by the loader's workers or on the device."""
+"""The last stages of a batch: normalising, erasing and mixing, by the loader's workers or on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pycls_fast.data.loading import Batch
 from pycls_fast.data.mix import Mixed, Mixer
 from pycls_fast.data.mix_elements import ElementMixer, MixedElements
 
-# The stream of the noise among those that start from a microbatch's seed.
+# The noise's random stream among those derived from a microbatch's seed.
 _NOISE = 1
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -27,10 +27,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class Prepare(nn.Module):
     """uint8 BHWC -> normalised floating-point BCHW, (x / 255 - mean) / std, with random erasing.
 
-    Images that are floating-point have been normalised already, and boxes that the batch no longer has were erased
-    (`PrepareOnHost`): what is left to do is a property of the batch. By default the result is a permuted view of
-    channels-last memory, so it is `channels_last` without a copy; a network follows the layout of its input. Nothing
-    here waits for the device.
+    The batch shows what is left to do: floating-point images have already been normalised, and boxes that have been
+    erased are gone from the batch (`PrepareOnHost`). By default the result is a permuted view of channels-last memory,
+    so it is `channels_last` without a copy; a network follows the layout of its input. Nothing here waits for the
+    device.
     """
 
     mean_C11: torch.Tensor
@@ -49,11 +49,11 @@ class Prepare(nn.Module):
         """
         Args:
             mean, std: per channel, on the scale 0..1.
-            dtype: of the result. Computed in at least float32 and rounded once.
+            dtype: dtype of the result, which is computed in at least float32 and rounded once.
             erase_value: what fills erased boxes: the mean colour (0 after normalising) or noise from N(0, 1)
                 per value, drawn on the batch's device.
-            memory_format: of the result; "contiguous" transposes while converting.
-            device: of the batches to come.
+            memory_format: that of the result; "contiguous" transposes while converting.
+            device: the batches' device.
         """
         super().__init__()
         if erase_value not in ("mean", "noise"):
@@ -71,8 +71,8 @@ class Prepare(nn.Module):
         """`images_BCHW` of a batch on this module's device.
 
         Args:
-            batch: in any state of preparation but mixed with boxes to erase.
-            seed: of the microbatch; the noise is then the same on every device of one kind. None draws it from the
+            batch: in any state of preparation, except mixed with boxes left to erase.
+            seed: the microbatch's; the noise is then the same on every device of one kind. None draws it from the
                 device's default generator.
         """
         is_raw = not batch.images_BHWC.is_floating_point()
@@ -86,7 +86,7 @@ class Prepare(nn.Module):
             return images_BCHW
         mask_B1HW = box_mask(batch.erase_B4, *images_BCHW.shape[2:]).unsqueeze(1)
         if self._erase_value == "mean":
-            # The memory may still be the batch's own where nothing had to be converted.
+            # If nothing had to be converted, the memory may still be the batch's own.
             return (images_BCHW if is_raw else images_BCHW.clone()).masked_fill_(mask_B1HW, 0)
         noise_BCHW = self._noise(images_BCHW, seed)
         noisy_BCHW = torch.where(mask_B1HW, noise_BCHW, images_BCHW)
@@ -96,9 +96,9 @@ class Prepare(nn.Module):
         batch, channels, height, width = images_BCHW.shape
         generator = None
         if seed is not None:
-            # One of its own: drop-path's draws do not depend on where the noise was drawn.
+            # A separate generator: drop-path's draws must not depend on where the noise is drawn.
             generator = torch.Generator(images_BCHW.device).manual_seed(counter_seed(seed, _NOISE))
-        # Drawn in one order whatever the memory format, and in one format whatever the result's.
+        # The same draws for every memory format and result dtype.
         noise_BHWC = torch.randn(
             (batch, height, width, channels),
             dtype=self._compute_dtype,
@@ -110,15 +110,15 @@ class Prepare(nn.Module):
 
 @dataclass(frozen=True)
 class PrepareOnHost:
-    """The stages that are done before a batch goes to the device, in the loader's workers, in float32.
+    """Stages that the loader's workers run before a batch goes to the device, in float32.
 
-    Normalising comes first, then erasing, then mixing: what is done here is a beginning of that list, the device does
-    the rest. Draws are those of the device's stages, from the same seeds.
+    The order is normalising, erasing, mixing: the first of these are done here, the rest on the device. Seeds and draws
+    are the same as on the device.
 
     Attributes:
         prepare: for the CPU, of float32, channels-last.
         erase: erase here.
-        mixer: mix here; None for not. Asks for `erase` where there is something to erase.
+        mixer: mix here; None leaves it to the device. Requires `erase` if there are boxes to erase.
     """
 
     prepare: Prepare

@@ -20,7 +20,7 @@ _LANES = 64
 
 
 class Keys(list[Key]):
-    """The samples of one microbatch, and the seed of what is drawn for it as a whole (None where nothing is)."""
+    """The keys of one microbatch, with the seed of its batch-wide random draws (None if there are none)."""
 
     def __init__(self, keys: Iterable[Key] = (), seed: int | None = None) -> None:
         super().__init__(keys)
@@ -30,7 +30,7 @@ class Keys(list[Key]):
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order in which an epoch visits the images: a permutation of 0..count-1, int64.
 
-    A function of its arguments alone: the same on every rank, machine and NumPy version.
+    Depends only on its arguments: the same on every rank, machine and NumPy version.
     """
     return frozen_generator(counter_seed(seed, epoch)).permutation(count).astype(np.int64, copy=False)
 
@@ -39,15 +39,15 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     """An order in which each rank reads few blocks (shards) at a time: blocks shuffled, then images within a buffer.
 
     The shuffled blocks, end to end, are cut into equal lanes, 64 or the largest power of two that divides the batch.
-    Each global batch takes the same number of images from every lane, lane after lane, so that a rank of a world that
-    divides the lanes reads its own lanes alone. Within a lane no image moves further than its share of the buffer.
+    Each global batch takes the same number of images from every lane, lane after lane, so each rank reads only its own
+    lanes if the number of ranks divides theirs. Within a lane no image moves further than its share of the buffer.
 
-    Like `epoch_order` a function of its arguments alone, whatever the number of ranks.
+    Like `epoch_order`, it depends only on its arguments, not on the number of ranks.
 
     Args:
         block_ends: int64, where each block of neighbouring images ends; the last is the number of images.
         buffer: images that are mixed at a time, over all lanes.
-        global_batch_size: of the sampler that cuts the order into batches.
+        global_batch_size: that of the sampler that cuts the order into batches.
 
     Returns:
         A permutation of 0..count-1, int64.
@@ -57,7 +57,7 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     starts = np.concatenate([[0], block_ends[:-1]])
     shuffled = generator.permutation(len(block_ends))
     sizes = (block_ends - starts)[shuffled]
-    # Image k of the shuffled sequence lies as far into its block there as here.
+    # From a block's start in the shuffled sequence to its start in the source.
     shift = starts[shuffled] - (np.cumsum(sizes) - sizes)
     sequence = np.arange(count, dtype=np.int64) + np.repeat(shift, sizes)
     lanes = math.gcd(global_batch_size, _LANES)
@@ -74,14 +74,14 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
 
 
 class TrainSampler:
-    """Batches of keys for one rank's training run, from any step on, across epochs.
+    """One rank's batches of keys for a training run, starting at any step, across epochs.
 
     Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, in `accumulation_steps`
-    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch.
-    What remains at an epoch's end (fewer images than a batch) is left out; the next epoch has another order.
+    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch. An
+    incomplete batch at an epoch's end is dropped; the next epoch has a different order.
 
-    Iteration goes on over the epochs' borders, so that workers live as long as the run, and nothing needs
-    decoding to start at a later step.
+    Iteration continues across epochs, so that workers live as long as the run. Starting at a later step decodes
+    nothing.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class TrainSampler:
             start_step: the first step to yield, counted from the run's beginning.
             total_steps: one past the last step to yield.
             accumulation_steps: batches that this rank gets per step.
-            order: of each epoch; left out, `epoch_order`.
-            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image is in an epoch this many times, as
-                the positions index, index + count, index + 2 count ..., and the epoch ends as early as ever. A global
-                batch has all first copies, then all second ones ...: neighbours are mixed (`Mixer`), and copies that
-                stood side by side would be mixed with each other. DeiT deals them out to different ranks.
+            order: the order of each epoch; by default `epoch_order`.
+            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image of an epoch is seen this many times,
+                as the positions index, index + count, index + 2 count ...; an epoch keeps its number of steps. A global
+                batch has all first copies, then all second ones ..., because `Mixer` mixes neighbours: adjacent copies
+                would be mixed with each other. DeiT puts the copies on different ranks.
         """
         if not 1 <= global_batch_size <= count:
             raise ValueError(f"global_batch_size {global_batch_size} of count {count}")
@@ -135,7 +135,7 @@ class TrainSampler:
         self._repeats = repeats
 
     def __len__(self) -> int:
-        """Batches that are left: microbatches, `accumulation_steps` per step."""
+        """The number of remaining microbatches, `accumulation_steps` per step."""
         return (self._total_steps - self._start_step) * self._accumulation_steps
 
     def __iter__(self) -> Iterator[Keys]:
@@ -167,15 +167,15 @@ class TrainSampler:
 class EvalSampler:
     """Batches of keys (0, index) that visit every image exactly once over all ranks, without padding.
 
-    Every rank gets the same number of batches, so that collective operations in the model stay in step; the
-    last one is shared out as evenly as possible and may be empty on some ranks.
+    Every rank gets the same number of batches, so that collective operations in the model match; the last batch is
+    divided as evenly as possible and may be empty on some ranks.
     """
 
     def __init__(self, count: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         """
         Args:
             count: images in the set.
-            batch_size: the most images in a rank's batch.
+            batch_size: the largest number of images in a rank's batch.
         """
         if count < 0 or batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"count {count}, batch_size {batch_size}, rank {rank} of {world_size}")

@@ -20,12 +20,12 @@ def to_device(
     """Yield the batches on `device`, in order.
 
     Args:
-        mode: "blocking" copies each batch when it is asked for, plainly. "prefetch" (CUDA only) copies on a
-            stream of its own with two batches in flight, so that copies run beside the computation; give it
-            pinned batches, else each copy still waits for the host.
+        mode: "blocking" copies each batch synchronously when it is requested. "prefetch" (CUDA only) copies on a
+            separate stream with two batches in flight, so that copies run beside the computation; give it pinned
+            batches, else each copy still waits for the host.
 
     Raises:
-        UserError: for "prefetch" to a device that is not CUDA.
+        UserError: "prefetch" to a device that is not CUDA.
     """
     device = torch.device(device)
     if mode == "blocking":
@@ -56,9 +56,9 @@ def _prefetch(batches: Iterator[Batch], device: torch.device) -> Generator[Batch
     while in_flight:
         batch, copied = in_flight.popleft()
         compute_stream = torch.cuda.current_stream(device)
-        # An event of its own, not the whole stream: the next batch's copy need not be over.
+        # Wait for this batch's event, not the whole stream: the next copy may still be running.
         compute_stream.wait_event(copied)
-        # Freed by the consumer, the memory must not go to a new copy while the computation still reads it.
+        # Memory that the consumer frees must not be reused by a new copy while the computation still reads it.
         batch.record_stream(compute_stream)
         yield batch
         # After the consumer has queued its work, which the next copy then overlaps.

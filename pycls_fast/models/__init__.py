@@ -1,6 +1,6 @@
-"""Networks as pure mathematics: they know no ranks, casts, meshes or compilation.
+"""Networks as pure mathematics: they know nothing of ranks, casts, meshes or compilation.
 
-Every one is a `pycls_fast.network.Network`, which is all that the parts that shard, compile and load know of it.
+Each is a `pycls_fast.network.Network`, the only interface for code that shards, compiles or loads them.
 """
 
 from __future__ import annotations

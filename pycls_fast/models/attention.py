@@ -2,8 +2,8 @@
 
 Shape letters: B batch, H heads, N tokens, E width of one head. Each kernel computes
 softmax(q k^T / sqrt(E)) v (Vaswani et al., Attention Is All You Need, 2017, equation 1), over the first `keys` tokens
-where the others are padding; how the heads are
-cut out of the token features, and in which memory layout, is the business of `layers.Attention`.
+if the others are padding. Splitting the token features into heads, and their memory layout, is up to
+`layers.Attention`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def reference_attention(
 
 
 def attention_probabilities(queries_BHNE: Tensor, keys_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
-    """How much each query looks at each key, (B, H, N, N); rows add up to 1."""
-    # The queries carry the scale: N x E numbers to scale instead of N x N, and float16 stays in range.
+    """How much each query attends to each key, (B, H, N, N); rows sum to 1."""
+    # The queries are scaled: N x E numbers instead of N x N, and float16 stays in range.
     scaled_BHNE = queries_BHNE / math.sqrt(queries_BHNE.shape[-1])
     scores_BHNN = scaled_BHNE @ keys_BHNE.transpose(-2, -1)
     if keys is not None:
-        # Masked and not cut off: products keep the padded sizes, which is what padding is for.
+        # Masked, not cut off: products keep the padded sizes, which is the purpose of padding.
         padding_N = torch.arange(scores_BHNN.shape[-1], device=scores_BHNN.device) >= keys
         scores_BHNN = scores_BHNN.masked_fill(padding_N, -math.inf)
     return scores_BHNN.softmax(dim=-1)
@@ -47,7 +47,7 @@ def attention_probabilities(queries_BHNE: Tensor, keys_BHNE: Tensor, *, keys: in
 def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
     """torch's fused attention, with whichever of its backends torch picks. Returns (B, H, N, E)."""
     if keys is not None:
-        # Views: a mask would rule out FlashAttention, which has tiles of its own inside.
+        # Views: a mask would rule out FlashAttention, which does its own tiling.
         keys_BHNE, values_BHNE = keys_BHNE[:, :, :keys], values_BHNE[:, :, :keys]
     return F.scaled_dot_product_attention(queries_BHNE, keys_BHNE, values_BHNE)
 
@@ -61,7 +61,7 @@ def chosen_sdpa(
         RuntimeError: the backend cannot run these tensors; torch's warnings before it say why.
     """
     if queries_BHNE.is_meta:
-        # Nothing is computed there, and whoever counts operations has chosen a backend that shows them.
+        # Nothing is computed there, and `complexity` has chosen a backend that shows all operations.
         return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
     with sdpa_kernel(backend):
         return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)

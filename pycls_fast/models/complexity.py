@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 @dataclass(frozen=True)
 class Complexity:
-    """What a forward pass of one image takes."""
+    """The cost of a forward pass of one image."""
 
     parameters: int
     """Elements of the parameters."""
@@ -47,11 +47,11 @@ class _ActivationCounter(TorchDispatchMode):
 
 
 def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int, in_channels: int = 3) -> Complexity:
-    """Count on the meta device: nothing is computed, no memory is taken, no random number is drawn.
+    """Count on the meta device: nothing is computed, no memory is allocated, no random number is drawn.
 
     Args:
-        model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model
-            itself is left as it is, whatever its device and mode; evaluation is what is counted.
+        model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model itself is not
+            changed, whatever its device and mode; evaluation mode is counted.
         image_size: side of the square image in pixels.
         in_channels: channels of the image.
     """
@@ -60,7 +60,7 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int, i
     else:
         with torch.device("meta"):
             meta_model = model()
-    # Parameters that modules hand on as arguments would have the counter wait for their gradients.
+    # Parameters that modules pass on as arguments would have the counter wait for their gradients.
     meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
     image_BCHW = torch.empty(1, in_channels, image_size, image_size, device="meta", dtype=dtype)

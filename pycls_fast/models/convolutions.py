@@ -1,10 +1,10 @@
-"""Convolutions of which parts are matrix products, for CPUs.
+"""Convolutions computed partly as matrix products, for CPUs.
 
-oneDNN's convolutions are slow in bfloat16 where maps are small and channels many, the gradient of the weights above
-all, and with 1x1 kernels. As products over the channels-last pixels they run at the rate of products.
+In bfloat16, oneDNN's convolutions are slow for small maps with many channels (above all the gradient of the weights)
+and for 1x1 kernels. As products over the channels-last pixels they run at the speed of products.
 
-Shape letters: B batch, C channels in, H height, W width of the maps, O channels out, h and w height and width of the
-maps out, k side of the kernel, T pixels of all maps out (B * h * w), F numbers under the kernel (k * k * C).
+Shape letters: B batch, C channels in, H height, W width of the maps, O output channels, h and w height and width of the
+output maps, k side of the kernel, T pixels of all output maps (B * h * w), F numbers under the kernel (k * k * C).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pycls_fast.models.products import autocast_dtype
 
 ConvolutionName = Literal["torch", "products"]
 
-# A product reads the numbers under the kernel from memory, k * k times the map, to win in arithmetic; it does where
-# there are no more than this many pixels for a channel that comes out.
+# A product has faster arithmetic but reads the numbers under the kernel from memory, k * k times the map. By stride:
+# the largest number of pixels per output channel for which it is faster.
 _PIXELS_PER_CHANNEL = {1: 8, 2: 32}
 
 
 class ProductsConv2d(nn.Conv2d):
-    """torch's convolution, parameters, names and all; of channels-last maps by `products_convolution`.
+    """torch's convolution with the same parameters and names; channels-last maps go through `products_convolution`.
 
     Kernels have to be square with the same stride and padding both ways, undilated, in one group and without bias.
     """
@@ -40,11 +40,11 @@ class ProductsConv2d(nn.Conv2d):
 
 
 def products_convolution(maps_BCHW: Tensor, weight_OCkk: Tensor, stride: int, padding: int) -> Tensor:
-    """`F.conv2d` of channels-last maps with a backward pass of its own; obeys autocast. Returns (B, O, h, w).
+    """`F.conv2d` of channels-last maps with a custom backward pass; obeys autocast. Returns (B, O, h, w).
 
-    A 1x1 kernel is a product of the pixels that its stride leaves, in both directions. Of larger kernels the gradient
-    of the weights is a product, with the inner dimension T, where T is at most 8 times O, 32 times with a stride of 2.
-    All else is torch's.
+    A 1x1 kernel is a product over the pixels that its stride keeps, forward and backward. For larger kernels the
+    gradient of the weights is a product over T if T is at most 8 times O (32 times with a stride of 2). Everything else
+    is torch's.
     """
     dtype = autocast_dtype(maps_BCHW.device)
     if dtype is not None:
@@ -92,7 +92,7 @@ def _gradients(
     needs_maps: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of the maps and of the weight; one that is not needed is empty."""
+    """Gradients of the maps and of the weight; one that is not needed is an empty tensor."""
     maps_grad_BCHW = weight_grad_OCkk = gradient_BOhw.new_empty(0)
     gradient_BOhw = gradient_BOhw.contiguous(memory_format=torch.channels_last)
     gradient_TO, side = gradient_BOhw.permute(0, 2, 3, 1).flatten(0, 2), weight_OCkk.shape[-1]
@@ -120,13 +120,13 @@ def _is_faster_as_product(gradient_BOhw: Tensor, stride: int) -> bool:
 
 
 def _left(maps_BCHW: Tensor, stride: int) -> Tensor:
-    """The pixels that a stride leaves, (B, h, w, C), contiguous."""
+    """The pixels that a stride keeps, (B, h, w, C), contiguous."""
     maps_BHWC = maps_BCHW.permute(0, 2, 3, 1)
     return maps_BHWC if stride == 1 else maps_BHWC[:, ::stride, ::stride].contiguous()
 
 
 def _spread(left_TC: Tensor, like_BCHW: Tensor, stride: int) -> Tensor:
-    """The reverse of `_left`: zeros where the stride skipped a pixel."""
+    """The adjoint of `_left`: zeros where the stride skipped a pixel."""
     if stride == 1:
         return left_TC.view(like_BCHW.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
     maps_BHWC = left_TC.new_zeros(like_BCHW.permute(0, 2, 3, 1).shape)
@@ -136,7 +136,7 @@ def _spread(left_TC: Tensor, like_BCHW: Tensor, stride: int) -> Tensor:
 
 
 def _under_kernel(maps_BCHW: Tensor, side: int, stride: int, padding: int) -> Tensor:
-    """For every pixel that comes out all numbers that it comes from ("im2col"), channels last: (B, h, w, F)."""
+    """All input numbers of each output pixel ("im2col"), channels last: (B, h, w, F)."""
     maps_BHWC = maps_BCHW.permute(0, 2, 3, 1)
     if padding:
         maps_BHWC = F.pad(maps_BHWC, (0, 0, padding, padding, padding, padding))
@@ -144,8 +144,8 @@ def _under_kernel(maps_BCHW: Tensor, side: int, stride: int, padding: int) -> Te
     return under_BhwCkk.permute(0, 1, 2, 4, 5, 3).flatten(3)
 
 
-# The compiler would merge the views into the norms around them and then not vectorise those, so it gets operators that
-# it does not see into, with the strides that they were traced with.
+# The compiler would merge the views into the surrounding norms and then not vectorise those, so it gets opaque
+# operators, with the strides that they were traced with.
 _TAGS = (torch.Tag.needs_exact_strides,)
 _opaque_pointwise = torch.library.custom_op(
     "pycls_fast::pointwise",
@@ -171,7 +171,7 @@ assert set(CONVOLUTION) == set(get_args(ConvolutionName))
 
 
 def compute_convolutions(network: nn.Module, kernel: ConvolutionName) -> None:
-    """Give a network without memory (on the meta device) convolutions of this kernel, in place.
+    """Give a network on the meta device convolutions with this kernel, in place.
 
     Raises:
         UserError: an unknown kernel.

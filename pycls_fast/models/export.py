@@ -1,7 +1,7 @@
-"""Models as files for other programs: a folder for timm, ONNX, torch.export.
+"""Exports models for other programs: a folder for timm, ONNX, torch.export.
 
-What leaves carries its class names and its preprocessing. ONNX and torch.export have the normalisation inside: they
-take the cropped images as bytes.
+Exports include class names and preprocessing. ONNX and torch.export include the normalisation: they take cropped uint8
+images.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pycls_fast.network import Network
 
 @dataclass(frozen=True)
 class About:
-    """What a file says of its model.
+    """The description of a model in an exported file.
 
     Attributes:
         classes: names of the outputs, in their order.
         image_size: side of the square images in pixels.
-        mean, std: of each channel, as fractions of 255.
-        crop_ratio: side of the crop as a part of the resized image's shorter side, at evaluation.
-        interpolation: of that resizing.
-        step: of the run at which the weights were saved.
+        mean, std: per channel, as fractions of 255.
+        crop_ratio: side of the crop as a fraction of the resized image's shorter side, at evaluation.
+        interpolation: that of the resizing.
+        step: the run's step at which the weights were saved.
         weights: "model" or "ema".
     """
 
@@ -48,14 +48,14 @@ class About:
     weights: str = "model"
 
     def texts(self) -> dict[str, str]:
-        """As names and texts, which is what all of the formats can hold."""
+        """Names and string values, which all formats can hold."""
         preprocessing = {k: v for k, v in asdict(self).items() if k not in ("classes", "step", "weights")}
         texts = {"classes": json.dumps(list(self.classes)), "preprocessing": json.dumps(preprocessing)}
         return texts | {"weights": self.weights} | ({} if self.step is None else {"step": str(self.step)})
 
 
 class Deployable(nn.Module):
-    """The model behind its normalisation: bytes (B, C, H, W), uint8, RGB -> logits (B, K), float32."""
+    """The model with normalisation in front: bytes (B, C, H, W), uint8, RGB -> logits (B, K), float32."""
 
     mean_C11: Tensor
     std_C11: Tensor
@@ -71,10 +71,10 @@ class Deployable(nn.Module):
 
 
 def to_timm(model: Network, folder: Path, about: About) -> None:
-    """A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, of the same function.
+    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, as the same function.
 
-    With `num_classes=` and `in_chans=` timm opens it as it opens its own: with a fresh head (0: none), and an adapted
-    first layer. Outputs behind the last class are named by their number.
+    With `num_classes=` and `in_chans=` timm treats it like its own models: with a newly initialised head (0: none) and
+    an adapted first layer. Outputs after the last class are named by their number.
 
     Raises:
         UserError: a model that timm does not have.
@@ -107,7 +107,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
 
 
 def _ends(model: Network, channels: int) -> dict[str, Any]:
-    """timm's names of a model's last layer and its first, by which timm knows what to leave out and what to adapt."""
+    """timm's names of a model's last and first layers, by which timm knows what to drop and what to adapt."""
     if isinstance(model, TimmModel):
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
     elif isinstance(model, VisionTransformer):
@@ -115,15 +115,15 @@ def _ends(model: Network, channels: int) -> dict[str, Any]:
     else:
         assert isinstance(model, ResNet)
         classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
-    # Older versions of timm take all weights for those of 3 channels, and would draw a first layer of 4 anew.
+    # Older versions of timm assume weights for 3 channels, and would reinitialise a first layer of 4.
     return {"classifier": classifier, "first_conv": first if channels in (1, 3) else None}
 
 
 def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """timm's name for a model, the arguments that make it this one, and its tensors in timm's names.
+    """timm's name for a model, the arguments that make timm build the same, and its tensors in timm's names.
 
     Raises:
-        UserError: a model that timm does not have, with the option in the way.
+        UserError: a model that timm does not have; names the option that prevents it.
     """
     state = dict(model.state_dict())
     if isinstance(model, TimmModel):
@@ -138,7 +138,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     block: Any = model.blocks[0]
     width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
     if hidden != int(width * (hidden / width)):
-        raise UserError(f"model.mlp_width: {hidden} is no multiple of {width} that timm can be told")
+        raise UserError(f"model.mlp_width: {hidden} is not a multiple of {width} that timm can express")
     for is_in_the_way, key in (
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (model.pre_logits is not None, "model.pre_logits"),
@@ -146,7 +146,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     ):
         if is_in_the_way:
             raise UserError(f"format: timm's vision transformer has no {key}; export as safetensors, onnx or program")
-    # Fixed positions are learned ones that nobody trains any more.
+    # timm gets fixed positions as learned ones.
     state.setdefault("positions.value", model.positions.value.detach())
     pooled_norm = model.classifier != "token" and model.classifier_norm == "after_pool"
     arguments = {
@@ -188,13 +188,13 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
 
 
 def to_onnx(model: Network, path: Path, about: About) -> None:
-    """An ONNX file: `images` (B, C, size, size), uint8 -> `logits` (B, K), with the texts of `about` in its metadata.
+    """Write an ONNX file: `images` (B, C, size, size), uint8 -> `logits` (B, K), with `about.texts()` as metadata.
 
     Raises:
         UserError: onnxscript is missing.
     """
     try:
-        import onnxscript  # noqa: F401  # what torch's exporter writes with
+        import onnxscript  # noqa: F401  # torch's exporter uses it
     except ImportError as error:
         raise UserError("format: onnx needs onnxscript; pip install -e '.[onnx]'") from error
     program = torch.onnx.export(
@@ -202,7 +202,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
         dynamo=True,
         input_names=["images"],
         output_names=["logits"],
-        # The step-by-step report of the exporter is not what somebody asks for who wants a file.
+        # No step-by-step report from the exporter.
         verbose=False,
     )
     assert program is not None
@@ -211,7 +211,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
 
 
 def to_program(model: Network, path: Path, about: About) -> None:
-    """A program of torch.export (`.pt2`): `images` (B, C, size, size), uint8 -> logits, the texts as extra files."""
+    """Write a torch.export program (`.pt2`): as `to_onnx`, with the texts as extra files."""
     torch.export.save(_exported(model, about), path, extra_files=about.texts())
 
 
@@ -225,7 +225,7 @@ def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
 
 
 def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous and each with memory of its own, as safetensors wants it."""
+    """Contiguous CPU copies, as safetensors requires."""
     return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
 
 
@@ -234,9 +234,9 @@ FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
     "onnx": to_onnx,
     "program": to_program,
 }
-"""Formats that need the model itself: name -> function of model, path and what to say of it.
+"""Formats that need the model itself: name -> function of model, path and description.
 
-"safetensors", in our names, needs its tensors alone (`train/export.py`).
+"safetensors", in our names, needs only its tensors (`train/export.py`).
 """
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "program": ".pt2"}
-"""Of the path that each writes; timm's is a folder."""
+"""Suffix of the path that each format writes; timm's is a folder."""

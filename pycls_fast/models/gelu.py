@@ -1,8 +1,8 @@
-"""GELU by the exact error function, and by polynomials that a CPU computes several times faster.
+"""GELU with the exact error function, and with polynomials that a CPU computes several times faster.
 
-GELU(x) = x P(x), P the normal distribution function (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv
-1606.08415); its slope is P(x) + x p(x), p the density. The error function costs an exponential and a division for
-each number, which in 16 bits takes longer than reading and writing it does.
+GELU(x) = x P(x), with P the normal distribution function (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016,
+arXiv 1606.08415); its derivative is P(x) + x p(x), with p the density. The error function costs an exponential and a
+division per number, which in 16 bits takes longer than reading and writing it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch.autograd.function import once_differentiable
 
 GeluName = Literal["torch", "polynomial"]
 
-# Beyond it P is 0 or 1 within 3.4e-6, and the slope within 7e-5.
+# Beyond it P is 0 or 1 within 3.4e-6, and the derivative within 7e-5.
 _LIMIT = 4.5
-# Then the distance from P is at most 2.3e-6 and from the slope 8.8e-5. bfloat16 rounds a number by up to 1 / 512 of it.
+# The error of P is then at most 2.3e-6, that of the derivative 8.8e-5. bfloat16's relative rounding error is up to 1 /
+# 512.
 _DEGREE = 10
 
 
 def _odd_part(function: Callable[[float], float]) -> tuple[float, ...]:
     """Coefficients c of (function(x) - 1/2) / x = sum of c_k s^k, s = 2 (x / _LIMIT)^2 - 1, for |x| up to _LIMIT.
 
-    Interpolates at Chebyshev's points, which comes close to the polynomial of the least greatest error. In s, from -1
-    to 1, the terms are small and their sum loses nothing in float32.
+    Interpolates at the Chebyshev points, which is close to the minimax polynomial. In s, from -1 to 1, the terms are
+    small and their sum loses nothing in float32.
     """
 
     s = chebyshev.chebpts1(_DEGREE + 1)
@@ -59,10 +60,10 @@ def _evaluate(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def polynomial_gelu(x: Tensor) -> Tensor:
-    """GELU of any shape: in compiled code and 16 bits within 3e-6 |x|, its slope within 9e-5, before they are rounded.
+    """GELU of any shape: in compiled code and 16 bits within 3e-6 |x|, its derivative within 9e-5, before rounding.
 
-    That takes many small operations, which the compiler joins; where nothing is compiled, and in wider formats, which
-    would show the difference, this is `F.gelu`.
+    This takes many small operations, which the compiler fuses; uncompiled, and in wider formats, which would show the
+    difference, it is `F.gelu`.
     """
     if not torch.compiler.is_compiling() or x.dtype.itemsize > 2:
         return F.gelu(x)
@@ -71,7 +72,7 @@ def polynomial_gelu(x: Tensor) -> Tensor:
 
 
 class PolynomialGelu(torch.autograd.Function):
-    """What `polynomial_gelu` is in compiled code."""
+    """The compiled form of `polynomial_gelu`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""The parts that vision transformers are made of, and drop-path, which residual networks use too.
+"""The layers of vision transformers, and drop-path, which residual networks use too.
 
-Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first
-(B, N, D) or batch-second (N, B, D); the names of tensors say the first. Only `PatchStem`, `ClassToken`, the
-positions, `Attention` (cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling
-know that order: norms and MLPs act on the last dimension alone, and parameters are stored without a batch
-dimension, so that checkpoints are the same.
+Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D)
+or batch-second (N, B, D); tensors are named as in the first. Only `PatchStem`, `ClassToken`, the positions, `Attention`
+(cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling know that order: norms and MLPs
+act only on the last dimension, and parameters are stored without a batch dimension, so that checkpoints are the same.
 
-Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a
-model built on the meta device can be made real with `to_empty` and initialised in place.
+Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a model built
+on the meta device can get memory from `to_empty` and be initialised in place.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DropPathRule = Literal["linear", "constant"]
 
 
 def batch_dimension(layout: Layout) -> int:
-    """Where the samples are: 0 in (B, N, D), 1 in (N, B, D).
+    """The dimension of the samples: 0 in (B, N, D), 1 in (N, B, D).
 
     Raises:
         UserError: an unknown layout.
@@ -44,27 +43,26 @@ def batch_dimension(layout: Layout) -> int:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, zeroes a residual branch for a random part of the samples.
+    """Stochastic depth: in training, zeroes a residual branch for randomly chosen samples.
 
     Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep
     Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
     of at test time). Identity in evaluation and at rate 0.
 
-    Each sample is drawn on its own from the default generator of the CPU, whatever the input's device: the
-    host then knows which samples are kept, and how many, without asking the device. A compiled `multiply`
-    draws from the device's generator instead, and so does one with `draws_on_device` set.
+    Each sample is drawn separately from the CPU's default generator, whatever the input's device: the host then knows
+    which samples are kept, and how many, without waiting for the device. A compiled `multiply` draws from the device's
+    generator instead, and so does one with `draws_on_device` set.
 
     Args:
         rate: probability that a sample's branch is dropped, in [0, 1).
         batch_dim: the dimension that holds the samples; the draws are the same for each.
-        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by
-            zero for some. "skip": it is computed for the kept samples alone, as DINOv2 does it (Oquab et al.
-            2023, section 4, "Efficient stochastic depth"; that one keeps a fixed number of samples, this one
-            the very samples of "multiply"). Only for branches that treat every sample on its own: no
-            BatchNorm.
+        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by zero for
+            some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
+            "Efficient stochastic depth"; DINOv2 keeps a fixed number of samples, this the same samples as "multiply").
+            Only for branches that treat every sample separately: no BatchNorm.
 
     Raises:
-        UserError: rate outside [0, 1), or an unknown way to compute.
+        UserError: rate outside [0, 1), or an unknown `compute`.
     """
 
     def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
@@ -75,11 +73,11 @@ class DropPath(nn.Module):
         self.rate = rate
         self.batch_dim = batch_dim
         self.compute = compute
-        # For steps that are replayed without the host.
+        # For steps that are replayed without the host (CUDA graphs).
         self.draws_on_device = False
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Any shape with the samples in `batch_dim`; the same shape and dtype come back."""
+        """Any shape with the samples in `batch_dim`; returns the same shape and dtype."""
         if self.rate == 0.0 or not self.training:
             return branch
         if torch.compiler.is_compiling() or self.draws_on_device:
@@ -87,12 +85,13 @@ class DropPath(nn.Module):
         return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
 
     def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """features + what is left of branch(features), computed as `compute` says; the same numbers are drawn."""
+        """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
         if self.compute == "multiply" or self.rate == 0.0 or not self.training:
             return features + self(branch(features))
         kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
         if len(indices) in (0, len(kept_B)):
-            # With none kept the branch's parameters still get gradients, zeros, and no kernel sees an empty batch.
+            # If no sample is kept, the branch's parameters still get (zero) gradients, and no kernel sees an empty
+            # batch.
             return features + self._multiply(branch(features), _to(features.device, kept_B))
         indices = _to(features.device, indices)
         part = branch(features.index_select(self.batch_dim, indices)) / (1.0 - self.rate)
@@ -100,11 +99,11 @@ class DropPath(nn.Module):
         return features.to(dtype).index_add(self.batch_dim, indices, part.to(dtype))
 
     def _draw(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        # Drawn in float32 whatever the branch's dtype, so that runs in two precisions drop the same samples.
+        # Drawn in float32 whatever the branch's dtype, so that runs in different precisions drop the same samples.
         return torch.rand(count, device=device, dtype=torch.float32) < 1.0 - self.rate
 
     def _draw_indices(self, count: int) -> tuple[Tensor, Tensor]:
-        """The kept samples as booleans and as places, both on the host."""
+        """The kept samples as booleans and as indices, both on the host."""
         kept_B = self._draw(count)
         return kept_B, kept_B.nonzero().squeeze(1)
 
@@ -119,19 +118,19 @@ class DropPath(nn.Module):
 
 
 def _to(device: torch.device, host: Tensor) -> Tensor:
-    """A small tensor of the host on the device, without waiting for the device (CUDA reads it before it returns)."""
+    """Copy a small host tensor to the device without waiting for the device (CUDA reads it before it returns)."""
     return host.to(device, non_blocking=True)
 
 
 def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> list[float]:
-    """One rate per block, the last one's being `rate`.
+    """One rate per block; the last block's is `rate`.
 
     Args:
-        rate: probability of the last block.
+        rate: the last block's probability.
         depth: number of blocks.
-        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0
-            as in timm's models; a single block gets 0. "constant": the same in each, as DeiT III has it (Touvron
-            et al. 2022, `models_v2.py` of its code).
+        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
+            timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
+            `models_v2.py` of its code).
 
     Raises:
         UserError: an unknown rule.
@@ -149,9 +148,9 @@ class PatchStem(nn.Module):
         in_channels: channels of the images.
         patch_size: side of a square in pixels.
         width: D.
-        layout: of the features that come out.
-        patches: how they are projected, by a "convolution" whose stride is its size, or cut out and by one
-            "product"; the weights are the convolution's.
+        layout: layout of the output features.
+        patches: how they are projected: by a "convolution" whose stride is its kernel size, or cut out and multiplied
+            in one "product"; the weights are the convolution's either way.
 
     Raises:
         UserError: an unknown name.
@@ -189,7 +188,7 @@ class PatchStem(nn.Module):
 
     def _product(self, images_BCHW: Tensor) -> Tensor:
         size = self.patch_size
-        # (B, H, W, C), a copy unless channels_last -> (B, rows, size, columns, size * C): runs of memory stay whole
+        # (B, H, W, C), a copy unless channels_last -> (B, rows, size, columns, size * C): runs stay contiguous
         images_BHWC = images_BCHW.permute(0, 2, 3, 1)
         runs = images_BHWC.flatten(2).unflatten(1, (-1, size)).unflatten(3, (-1, size * images_BHWC.shape[3]))
         # -> (B, rows, columns, size, size * C) -> (B, N, size * size * C)
@@ -223,7 +222,7 @@ class LearnedPositions(nn.Module):
     Args:
         count: tokens, the class token included.
         width: D.
-        layout: of the features.
+        layout: layout of the features.
     """
 
     def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
@@ -247,7 +246,7 @@ class SinCos2dPositions(nn.Module):
         rows, columns: the grid of patches.
         width: D, a multiple of 4 and at least 8.
         extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
-        layout: of the features.
+        layout: layout of the features.
 
     Raises:
         UserError: a width that does not fit.
@@ -278,17 +277,16 @@ class SinCos2dPositions(nn.Module):
         self.value.copy_(F.pad(grid, (0, 0, self.extra_tokens, 0)))
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        # Not cast: under autocast the sum is float32, as with learned positions, and the residual stream
-        # stays so.
+        # Not cast: under autocast the sum, and with it the residual stream, is float32, as with learned positions.
         return features_BND + self.value.unsqueeze(self.batch_dim)
 
 
 def sincos2d(rows: int, columns: int, width: int) -> Tensor:
     """Positions (rows * columns, width), float64 on the CPU: [sin x, cos x, sin y, cos y], a quarter each.
 
-    Frequencies fall geometrically from 1 to 1/10000 inclusive. `posemb_sincos_2d` of big_vision (Beyer et
-    al., Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) but for that
-    inclusive end.
+    Frequencies fall geometrically from 1 to 1/10000 inclusive. Same as `posemb_sincos_2d` of big_vision (Beyer et al.,
+    Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) except for the inclusive
+    end.
     """
 
     def count(n: int) -> Tensor:
@@ -303,22 +301,22 @@ def sincos2d(rows: int, columns: int, width: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with biases (Vaswani et al. 2017, section 3.2.2).
 
-    Queries, keys and values have their own matrices: this is the layout of checkpoints, and what
-    initialisation, the optimizer and tensor parallelism want.
+    Queries, keys and values have their own matrices: the layout of checkpoints, and the one that suits initialisation,
+    the optimizer and tensor parallelism.
 
     Args:
         width: D, a multiple of heads.
         heads: H.
         attention: name of the kernel, a key of `attention.ATTENTION`.
-        layout: of the features.
-        qkv: "separate", or "fused": the three matrices are joined when they are used, one product reads the
-            features once, and the backward pass adds no three gradients of the features. Joining them costs
-            3 D^2 numbers read and written, 1 / (B N) of the product's operations.
-        keys: only the first so many tokens are attended to, those behind them are padding. None for all.
+        layout: layout of the features.
+        qkv: "separate", or "fused": the three matrices are joined on use, so that one product reads the features once,
+            and the backward pass need not add three gradients of the features. Joining reads and writes 3 D^2 numbers,
+            1 / (B N) of the product's operations.
+        keys: number of tokens that are attended to; those after them are padding. None for all.
         linear: kernel of the four linear layers, a key of `products.LINEAR`.
-        qk_norm: norm the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
+        qk_norm: normalise the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
             Transformers to 22 Billion Parameters, 2023, section 2.1; with scale and shift, as in timm).
-        norm_eps: of these two norms.
+        norm_eps: epsilon of these two norms.
 
     Raises:
         UserError: width is not a multiple of heads, or an unknown name.
@@ -355,8 +353,8 @@ class Attention(nn.Module):
         self.projection = linear_layer(width, width, linear)
 
     def reset_parameters(self) -> None:
-        # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as
-        # torch's MultiheadAttention does it, would make queries, keys and values smaller by sqrt(2).
+        # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as in torch's
+        # MultiheadAttention, would make queries, keys and values smaller by sqrt(2).
         for linear in (self.query, self.key, self.value, self.projection):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -387,14 +385,14 @@ class Attention(nn.Module):
     def _normed(self, queries_BHNE: Tensor, keys_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:
             return queries_BHNE, keys_BHNE
-        # Under autocast a norm answers in float32; the kernels want one format for all three.
+        # Under autocast a norm returns float32; the kernels need one dtype for all three.
         queries, keys = self.query_norm(queries_BHNE), self.key_norm(keys_BHNE)
         return queries.to(queries_BHNE.dtype), keys.to(keys_BHNE.dtype)
 
     def _joined(self, features_BND: Tensor) -> list[Tensor]:
-        """Queries, keys and values (B, H, N, E) of one product."""
+        """Queries, keys and values (B, H, N, E) from one product."""
         linears = (self.query, self.key, self.value)
-        # One under another, so that the gradient of each matrix is a contiguous part of the joined one's: no copies.
+        # Joined along the rows, so that each matrix's gradient is a contiguous part of the joined one's: no copies.
         weight = torch.cat([linear.weight for linear in linears])
         bias = torch.cat([linear.bias for linear in linears])
         # (B, N, 3 * H * E) -> (B, N, 3, H, E) -> three of (B, N, H, E) -> (B, H, N, E)
@@ -416,7 +414,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU by the exact error function (Hendrycks and Gimpel 2016), linear.
+    """Linear layer, GELU with the exact error function (Hendrycks and Gimpel 2016), linear layer.
 
     Args:
         width: D.

@@ -1,4 +1,4 @@
-"""Where a network looks and what it sees there, as tensors over the image's grid.
+"""Attention maps, attention rollout, patch features and Grad-CAM, as tensors on the image's patch grid.
 
 Shape letters as in `layers`; h, w are the grid's rows and columns. Nothing here needs gradients.
 """
@@ -23,14 +23,14 @@ Visit = Callable[[Tensor], None]
 
 
 def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """How much each head looks at each patch at the end, (B, H, h, w).
+    """How much each head of the last attention attends to each patch, (B, H, h, w).
 
-    With a class token: its row of the last block's attention, as in DINO (Caron et al. 2021). With the mean over the
-    patches: the mean of the patches' rows. With attention pooling: its own query's. What class and register tokens are
-    given is left out, so that a map adds up to at most 1.
+    With a class token: its row of the last block's attention, as in DINO (Caron et al. 2021). With mean pooling over
+    the patches: the mean of the patches' rows. With attention pooling: its query's row. Attention to class and register
+    tokens is left out, so a map sums to at most 1.
 
     Args:
-        model: a `VisionTransformer`, whatever its kernel; in evaluation mode.
+        model: a `VisionTransformer` with any attention kernel, in evaluation mode.
         images_BCHW: as the model takes them.
 
     Raises:
@@ -46,7 +46,7 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         vit(images_BCHW)
     (probabilities_BHNN,) = last
     if vit.classifier == "map":
-        # One query over the patches alone.
+        # One query over only the patches.
         return _on_grid(probabilities_BHNN[:, :, 0])
     return _on_grid(_readout(vit, probabilities_BHNN))
 
@@ -55,11 +55,11 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     """How much of each patch reaches the classifier through all blocks, (B, h, w).
 
     Abnar and Zuidema, Quantifying Attention Flow in Transformers, 2020, arXiv 2005.00928, section 3: heads are
-    averaged, the residual branch counts as half of each block, and the blocks' matrices are multiplied. Read where
-    `attention_maps` reads.
+    averaged, the residual branch counts as half of each block, and the blocks' matrices are multiplied. Read out as in
+    `attention_maps`.
 
     Args:
-        model, images_BCHW: as there.
+        model, images_BCHW: as in `attention_maps`.
 
     Raises:
         UserError: another model.
@@ -70,7 +70,7 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     def multiply(probabilities_BHNN: Tensor) -> None:
         mean_BNN = probabilities_BHNN.mean(dim=1)
         if mean_BNN.shape[1] != mean_BNN.shape[2]:
-            # The query of attention pooling, behind the blocks: it has no residual branch.
+            # The query of attention pooling, after the blocks: it has no residual branch.
             patches_BNN = flow[0][:, vit.extra_tokens :]
             flow[:] = [mean_BNN @ patches_BNN]
             return
@@ -86,9 +86,9 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """The last features that still have a place, (B, h, w, D).
+    """The last features on the patch grid, (B, h, w, D).
 
-    Of a `VisionTransformer` the last block's patch tokens through the final norm, of a `ResNet` the last stage's.
+    For a `VisionTransformer` the last block's patch tokens after the final norm, for a `ResNet` the last stage's maps.
 
     Raises:
         UserError: another model.
@@ -108,9 +108,9 @@ def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """What speaks for a class at each place of a ResNet's last stage, (B, h, w), not negative.
+    """Evidence for a class at each place of a ResNet's last stage, (B, h, w), not negative.
 
-    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). Behind the last stage are a mean and a linear layer, so the
+    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). After the last stage come a mean and a linear layer, so the
     gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
 
     Args:
@@ -128,11 +128,11 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
 
 
 def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
-    """The features of all images together on their first principal components, each between 0 and 1: (B, h, w, count).
+    """The features projected on the first principal components of all images, each scaled to 0..1: (B, h, w, count).
 
-    As pictures, three of them are red, green and blue (Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 7.5).
-    The ends are the first and last hundredth, and what lies beyond is cut off. Fewer places than components leave the
-    rest at 0.5. The sign of a component, which is nobody's, is chosen to make its largest weight positive.
+    Three of them can be shown as red, green and blue (Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 7.5). 0 and
+    1 are the first and last percentiles, beyond which values are clipped. With fewer places than components the others
+    are 0.5. The sign of a component, which is arbitrary, is chosen to make its largest weight positive.
     """
     flat_PD = features_BhwD.flatten(0, 2).double()
     centred_PD = flat_PD - flat_PD.mean(dim=0)
@@ -141,7 +141,7 @@ def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
     directions_CD = directions_CD * directions_CD.gather(1, largest_C1).sign()
     scores_PC = centred_PD @ directions_CD.T
     low_C, high_C = scores_PC.quantile(0.01, dim=0), scores_PC.quantile(0.99, dim=0)
-    # A component without any spread says nothing: grey.
+    # A component without any spread carries no information: grey.
     spread_C = high_C - low_C
     scaled_PC = ((scores_PC - low_C) / spread_C.clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
     scaled_PC = torch.where(spread_C > 1e-12, scaled_PC, 0.5)
@@ -151,7 +151,7 @@ def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
 
 @contextmanager
 def watched(model: VisionTransformer, visit: Visit) -> Iterator[None]:
-    """Within the block the attention is written out, and `visit` sees its probabilities, in the order of the blocks.
+    """Compute attention explicitly within the block and pass its probabilities to `visit`, in the order of the blocks.
 
     They are (B, H, N, N), without padding; a MAP head's come last, (B, H, 1, patches).
     """
@@ -198,7 +198,7 @@ def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> Vis
 
 
 def _readout(vit: VisionTransformer, matrix: Tensor) -> Tensor:
-    """(..., N, N) -> (..., patches): the row that the classifier reads, or the mean of those of the patches."""
+    """(..., N, N) -> (..., patches): the row that the classifier reads, or the mean of the patches' rows."""
     to_patches = matrix[..., vit.extra_tokens :]
     return to_patches[..., 0, :] if vit.classifier == "token" else to_patches[..., vit.extra_tokens :, :].mean(dim=-2)
 

@@ -1,6 +1,6 @@
 """A max-pool that stays torch's own operator in compiled code.
 
-Inductor writes code of its own for it, whose backward pass takes 40 times as long as torch's on a CPU.
+Inductor generates its own code for it, whose backward pass takes 40 times as long as torch's on a CPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class MaxPool2d(nn.MaxPool2d):
     """torch's max-pool, to the bit; square windows, undilated."""
 
     def forward(self, maps_BCHW: Tensor) -> Tensor:
-        # By torch.compile; exported programs have torch's, which others read.
+        # Only in torch.compile: exported programs keep torch's operator, which other tools can read.
         if torch.compiler.is_dynamo_compiling() and maps_BCHW.device.type == "cpu":
             return _pool(maps_BCHW, self.kernel_size, self.stride, self.padding)[0]
         return super().forward(maps_BCHW)
 
 
-# The compiler hands the operators tensors with the strides that they were traced with.
+# The compiler passes tensors with the strides that the operators were traced with.
 _TAGS = (torch.Tag.needs_exact_strides,)
 
 

@@ -1,8 +1,8 @@
-"""Attention and linear layers as plain matrix products with backward passes of their own, for CPUs.
+"""Attention and linear layers as plain matrix products with custom backward passes, for CPUs.
 
-The same mathematics as torch's, cut so that a CPU's matrix units get what they are fast at: in bfloat16 torch's fused
-attention for the CPU has a slow backward pass, six times as long as its forward pass, and oneDNN's product with a
-transposed first factor runs at half the rate of the one without.
+The same mathematics as torch's, in the products that a CPU's matrix units are fast at: in bfloat16 the backward pass of
+torch's fused attention takes six times as long as its forward pass on a CPU, and oneDNN's product with a transposed
+first factor runs at half the rate of one without.
 
 Shape letters: B batch, H heads, N tokens, E width of one head, T tokens of all images, I and O widths of a layer's
 input and output.
@@ -28,8 +28,8 @@ def products_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(E)) v in six batched products; keeps the (B, H, N, N) attention in memory.
 
-    The scale is part of a product, the softmax rounds once, and its gradient is taken from its rounded result. `keys`
-    is the number of tokens that are attended to, if not all. Returns (B, H, N, E).
+    The scale is part of a product, the softmax rounds once, and its gradient is computed from its rounded result.
+    `keys` is the number of tokens that are attended to, if not all. Returns (B, H, N, E).
     """
     if keys is not None:
         keys_BHNE, values_BHNE = keys_BHNE[:, :, :keys], values_BHNE[:, :, :keys]
@@ -45,8 +45,8 @@ class _Attention(torch.autograd.Function):
         ctx.scale = queries_BHNE.shape[-1] ** -0.5
         queries_bNE, keys_bME, values_bME = (x.flatten(0, 1) for x in (queries_BHNE, keys_BHME, values_BHME))
         scores_bNM = _scaled(queries_bNE, keys_bME.transpose(1, 2), ctx.scale)
-        # The operator itself: under autocast `softmax` would come out in float32, four times the memory to go through
-        # for a result that the next product rounds; inside it computes in float32 in any case.
+        # The operator itself: under autocast `softmax` would return float32, four times the memory traffic for a result
+        # that the next product rounds; internally it computes in float32 in any case.
         attention_bNM = torch._softmax(scores_bNM, -1, half_to_float=False)
         ctx.save_for_backward(queries_bNE, keys_bME, values_bME, attention_bNM)
         return torch.bmm(attention_bNM, values_bME).view(queries_BHNE.shape)
@@ -74,20 +74,20 @@ def _scaled(a_bNK: Tensor, b_bKM: Tensor, scale: float) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes products in, or None where it is off."""
-    # Of the meta device autocast knows nothing, and to ask whether it does is nothing that torch 2.11 compiles.
+    """The dtype in which autocast computes products; None if it is off."""
+    # Autocast does not know the meta device, and torch 2.11 cannot compile a query about it.
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
 def products_linear(features: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
-    """features @ weight^T + bias, like `F.linear`, with a backward pass of its own; obeys autocast.
+    """features @ weight^T + bias, like `F.linear`, with a custom backward pass; obeys autocast.
 
     Forward, the bias is added within the product (in bfloat16 on a CPU). Backward, the gradient of the weights is a
-    product whose inner dimension are the tokens, for which one factor has to be transposed: where the gradient is the
-    narrower one it is copied, since oneDNN would transpose it again for every block of the result. The gradient of the
-    bias, in 16 bits, is a product with a row of ones.
+    product over the tokens, for which one factor has to be transposed: if the gradient is the narrower one it is
+    copied, because oneDNN would transpose it again for every block of the result. The gradient of the bias, in 16 bits,
+    is a product with a row of ones.
     """
     dtype = autocast_dtype(features.device)
     if dtype is not None:
@@ -107,7 +107,7 @@ class _Linear(torch.autograd.Function):
             return F.linear(features, weight_OI, bias_O)
         # addmm first copies the bias into every row of the result.
         if torch.compiler.is_compiling():
-            # The compiler has no operator for the other way, and adds the bias in what reads the result next.
+            # The compiler has no such operator as below, and adds the bias in the operation that reads the result next.
             return F.linear(features, weight_OI) + bias_O
         out: Tensor = torch.ops.mkldnn._linear_pointwise(features, weight_OI, bias_O, "none", [], "")
         return out
@@ -127,12 +127,12 @@ class _Linear(torch.autograd.Function):
 def _sum_over_tokens(gradient_TO: Tensor) -> Tensor:
     if gradient_TO.dtype in (torch.bfloat16, torch.float16):
         return (gradient_TO.new_ones(1, len(gradient_TO)) @ gradient_TO)[0]
-    # Pairwise, which a product is not: in float32 that is the difference between its rounding errors and a product's.
+    # `sum` adds pairwise, a product does not: in float32 its rounding errors are smaller.
     return gradient_TO.sum(0)
 
 
-# Not in builds of torch without oneDNN, nor on processors without AVX-512, for which oneDNN has no bfloat16: there its
-# operator raises where `F.linear` computes in another way.
+# False in builds of torch without oneDNN and on processors without AVX-512, for which oneDNN has no bfloat16: there its
+# operator raises, whereas `F.linear` has another implementation.
 _FUSES_BIAS = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -142,20 +142,20 @@ def _weight_gradient(gradient_TO: Tensor, features_TI: Tensor) -> Tensor:
     if outputs < inputs:
         return _transposed(gradient_TO) @ features_TI
     if torch.compiler.is_compiling():
-        # Torch's own copy takes as long as it saves here, where the result has to be transposed as well.
+        # Outside compiled code the copies would take as long as they save, because the result has to be transposed too.
         return (_transposed(features_TI) @ gradient_TO).t().contiguous()
     return gradient_TO.t() @ features_TI
 
 
 def _transposed(matrix_TO: Tensor) -> Tensor:
-    """The matrix (O, T), row by row in memory."""
+    """The matrix (O, T), contiguous in memory."""
     matrix_OT = matrix_TO.t().contiguous()
-    # The compiler chooses the order of its copies, and would take the order of what is copied; this one is fixed.
+    # The compiler chooses the strides of copies and would keep those of the original; `as_strided` fixes them.
     return matrix_OT.as_strided(matrix_OT.shape, (matrix_OT.shape[1], 1))
 
 
 class ProductsLinear(nn.Linear):
-    """torch's linear layer, parameters, names and all, computed by `products_linear`."""
+    """torch's linear layer with the same parameters and names, computed by `products_linear`."""
 
     def forward(self, features: Tensor) -> Tensor:
         return products_linear(features, self.weight, self.bias)

@@ -24,7 +24,7 @@ Depth = Literal[18, 26, 34, 50, 101, 152, 200]
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the map's size at stride 1; without bias, for a norm follows it."""
+    """A convolution that keeps the map's size at stride 1; without bias, because a norm follows."""
     padding = kernel_size // 2
     return nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, groups=groups, bias=False)
 
@@ -32,14 +32,14 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
 class Shortcut(nn.Module):
     """Brings a block's input to the shape of its output: 1x1 convolution and norm (option B of the paper).
 
-    `kind` says what makes maps smaller: the stride of the convolution, "conv", or a 2x2 mean before it, "pool", which
+    `kind` is how it downsamples: by the stride of the convolution, "conv", or by a 2x2 mean before it, "pool", which
     skips no pixel (He et al., Bag of Tricks, 2019, figure 2, ResNet-D).
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, kind: ShortcutKind) -> None:
         super().__init__()
         pooled = kind == "pool" and stride > 1
-        # Odd sides are rounded up, as the strided convolutions of the branch do it.
+        # Odd sides are rounded up, as in the branch's strided convolutions.
         self.pool = nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False) if pooled else None
         self.conv = _conv(in_channels, out_channels, 1, 1 if pooled else stride)
         self.norm = nn.BatchNorm2d(out_channels)
@@ -51,19 +51,19 @@ class Shortcut(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """relu(shortcut(maps) + drop_path(branch(maps))); the kinds of block differ in the branch.
+    """A block relu(shortcut(maps) + drop_path(branch(maps))); subclasses define the branch.
 
     Args:
         in_channels: C of the input.
-        channels: what the output's channels are a multiple of, 64 in the first stage.
-        stride: factor by which the block makes maps smaller.
+        channels: base number of channels, 64 in the first stage; the output has `expansion` times as many.
+        stride: factor by which the block downsamples.
         drop_path: probability that the branch is dropped for a sample in training.
         groups, width_per_group: see `ResNet`.
         shortcut: see `Shortcut`.
     """
 
     expansion: int
-    """The output has this times `channels`."""
+    """Output channels as a multiple of `channels`."""
 
     def __init__(
         self,
@@ -118,11 +118,10 @@ class BasicBlock(ResidualBlock):
 
 
 class Bottleneck(ResidualBlock):
-    """1x1, 3x3, 1x1 (figure 5 of the paper, right), the stride in the 3x3 instead of the first 1x1.
+    """Convolutions 1x1, 3x3, 1x1 (figure 5 of the paper, right), with the stride in the 3x3 instead of the first 1x1.
 
-    That is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber,
-    Training and investigating residual nets, 2016): a stride in a 1x1 throws three quarters of its input
-    away.
+    This is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber, Training and
+    investigating residual nets, 2016): a stride in a 1x1 discards three quarters of its input.
     """
 
     expansion = 4
@@ -171,13 +170,13 @@ class ConvNorm(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """The layers before the first stage, 64 channels out.
+    """The layers before the first stage, with 64 output channels.
 
     Args:
         in_channels: C of the images.
-        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side is left). "deep":
-            three 3x3 with 32, 32 and 64 channels for the 7x7 (He et al., Bag of Tricks, 2019, figure 2, ResNet-C).
-            "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
+        kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side remains). "deep":
+            three 3x3 with 32, 32 and 64 channels instead of the 7x7 (He et al., Bag of Tricks, 2019, figure 2,
+            ResNet-C). "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
             4.2, 64 wide).
 
     Raises:
@@ -188,7 +187,7 @@ class ConvStem(nn.Module):
         super().__init__()
         one_of("stem", kind, get_args(Stem))
         self.deep = nn.ModuleList()
-        """What the deep stem alone has before the last convolution."""
+        """The deep stem's layers before the last convolution; empty for the others."""
         if kind == "deep":
             self.deep.extend([ConvNorm(in_channels, 32, 2), ConvNorm(32, 32, 1)])
         self.conv = {
@@ -216,9 +215,9 @@ class ResNet(Network):
         in_channels: C of the images.
         stem: "imagenet", "deep", or "small" for images up to 64 pixels; see `ConvStem`.
         shortcut: "conv", or "pool"; with stem="deep" it makes a ResNet-D; see `Shortcut`.
-        groups: of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
-        width_per_group: their channels in each group in the first stage, twice as many in each one after it: 64 in a
-            ResNet, 4 in ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
+        groups: those of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
+        width_per_group: their channels per group in the first stage, doubled in each later stage: 64 in a ResNet, 4 in
+            ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
         zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
             shortcut (Goyal et al. 2017, section 5.1).
         drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
@@ -226,8 +225,7 @@ class ResNet(Network):
         convolution: kernel of the convolutions, a key of `convolutions.CONVOLUTION`.
 
     Raises:
-        UserError: a depth, stem, shortcut or convolution that does not exist, or groups where blocks have no
-            bottleneck.
+        UserError: an unknown depth, stem, shortcut or convolution, or groups with blocks that have no bottleneck.
     """
 
     head_name = "head"
@@ -256,7 +254,7 @@ class ResNet(Network):
         block_type, block_counts = LAYOUTS[depth]
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
 
-        # Built without memory and filled once, by `initialise`; see `vit.VisionTransformer`.
+        # Built on the meta device and filled once, by `initialise`; see `vit.VisionTransformer`.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.stem = ConvStem(in_channels, stem)
@@ -314,8 +312,7 @@ class ResNet(Network):
         ]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, H, W), any size that leaves a pixel after the strides, any memory format ->
-        logits_BK."""
+        """Images (B, C, H, W), any size that leaves a pixel after all strides, any memory format -> logits_BK."""
         maps_BCHW = self.stem(images_BCHW)
         for stage in self.stages:
             maps_BCHW = stage(maps_BCHW)

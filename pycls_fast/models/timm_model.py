@@ -1,8 +1,8 @@
-"""Any image-classification model of timm, by its name, with what our models promise.
+"""Any image-classification model of timm, by name, with the interface of our models.
 
-The repeated blocks are found from what timm itself says about a model's layers (`group_matcher`, which its layer-wise
-learning rates use), else from the module tree; only blocks that take and give one tensor count, for that is what
-recomputation and compilation by blocks can handle.
+The repeated blocks are found from timm's own grouping of a model's layers (`group_matcher`, which its layer-wise
+learning rates use), else from the module tree; only blocks that take and return one tensor count, because recomputation
+and compilation by blocks can handle no others.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FusedAttention = Literal["reference", "sdpa"]
 
 
 class TimmModel(Network):
-    """timm's model under our contract; its own module is `network`, so that names are timm's behind `network.`.
+    """timm's model with our interface; timm's module is `network`, so names are timm's with the prefix `network.`.
 
     Args:
-        name: timm's, without or with a tag (`resnet50`, `vit_base_patch16_224.mae`); weights are never fetched.
+        name: timm's, with or without a tag (`resnet50`, `vit_base_patch16_224.mae`); weights are never downloaded.
         num_classes: K.
-        image_size: side of the square images in pixels; models that are built for one size are built for it.
+        image_size: side of the square images in pixels; models with a fixed input size are built for it.
         in_channels: C of the images.
         drop_path: timm's `drop_path_rate`.
         options: further keyword arguments of the model, as timm names them.
-        attention: "reference": written out; "sdpa": torch's fused one. For models whose modules have timm's
-            `fused_attn` switch; others have no choice to make.
+        attention: "reference": written out; "sdpa": torch's fused one. No effect on models whose modules lack timm's
+            `fused_attn` switch.
 
     Raises:
-        UserError: a name that timm does not have, an argument that the model does not take, or images that it does not.
+        UserError: a name that timm does not have, or an argument or image size that the model does not take.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TimmModel(Network):
 
     @property
     def first_conv_name(self) -> str | None:
-        """Qualified name of the one layer that sees the image, where there is one."""
+        """Qualified name of the one layer that sees the image, if there is one."""
         found = self.network.default_cfg.get("first_conv")
         return f"network.{found}" if isinstance(found, str) else None
 
@@ -90,14 +90,15 @@ class TimmModel(Network):
         return {f"network.{name}" for name in exempt()} if exempt is not None else set()
 
     def scale_names(self) -> set[str]:
-        """Layer scales, norms of timm's own and biases under other names.
+        """Layer scales, norms of timm's own classes and biases under other names.
 
-        timm decays nothing of one dimension (`timm.optim.param_groups_weight_decay`), for these three have no type.
+        timm decays nothing with one dimension (`timm.optim.param_groups_weight_decay`), because these three cannot be
+        recognised by type.
         """
         return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """One, that fills everything as timm does in its constructor, which draws for all at once on the CPU."""
+        """A single one that fills everything with the values that timm's constructor draws on the CPU."""
         yield self.network, self._draw
 
     def _draw(self, network: nn.Module) -> None:
@@ -109,7 +110,7 @@ class TimmModel(Network):
                 tensor.copy_(values[key])
 
     def units(self) -> Units:
-        """The repeated blocks with their qualified names, in forward order; none where they take several arguments."""
+        """The repeated blocks with their qualified names, in forward order; none if they take several arguments."""
         return [(f"network.{name}", self.network.get_submodule(name)) for name in self._unit_names]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class TimmModel(Network):
         return self.network(images_BCHW)
 
     def takes(self, image_size: int) -> bool:
-        """Whether images of this side, in pixels, go through, whatever size the model was built for."""
+        """Whether the model accepts images of this side, in pixels, whatever size it was built for."""
         try:
             _run_without_memory(meta_copy(self.network).eval(), image_size, self.in_channels)
         except (AssertionError, RuntimeError, ValueError):
@@ -134,7 +135,7 @@ class TimmModel(Network):
         try:
             return timm.create_model(self.name, pretrained=False, **self.arguments)
         except Exception as error:
-            # timm hands what it does not know to the model's constructor, and checks little of what it knows.
+            # timm passes unknown arguments to the model's constructor, and checks little of the known ones.
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is not None and unknown[1] == "drop_path_rate":
                 line = f"model.drop_path: timm's {self.name} does not take it; use model.drop_path=0"
@@ -149,7 +150,7 @@ class TimmModel(Network):
             raise UserError(line) from error
 
     def _units_met(self, num_classes: int) -> list[str]:
-        """Names of the units, from a forward pass, which shows whether the model takes the images, too."""
+        """Names of the units, from a forward pass, which also shows whether the model takes the images."""
         try:
             return [unit for unit, _ in _find_units(self.network, num_classes, self.image_size, self.in_channels)]
         except Exception as error:
@@ -163,7 +164,7 @@ class TimmModel(Network):
             if own_size in (None, self.image_size):
                 raise
             raise UserError(
-                f"data.image_size: {what} ({_told(error)}); use data.image_size={own_size}, which it was made for"
+                f"data.image_size: {what} ({_told(error)}); use data.image_size={own_size}, for which it was made"
             ) from error
 
 
@@ -173,7 +174,7 @@ def _told(error: Exception) -> str:
 
 
 def _built_for_one_size(name: str) -> bool:
-    """Whether timm's model takes one image size alone.
+    """Whether timm's model takes only one image size.
 
     Raises:
         UserError: no such model.
@@ -187,15 +188,15 @@ def _built_for_one_size(name: str) -> bool:
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError as error:
-        raise UserError(f"model.name: {error}; leave the part behind the dot out") from error
+        raise UserError(f"model.name: {error}; leave out the part after the dot") from error
     return bool(config is not None and config.fixed_input_size)
 
 
 def _find_units(network: Any, num_classes: int, image_size: int, in_channels: int) -> Units:
-    """The repeated blocks of a timm model, in the order in which a forward pass on the meta device meets them.
+    """The repeated blocks of a timm model, in the order of a forward pass on the meta device.
 
     Raises:
-        ValueError: what comes out is not one logit per class; or what a layer that the images do not fit raises.
+        ValueError: the output is not one logit per class. Layers that the images do not fit raise other errors.
     """
     candidates = _outermost(_matched(network) or _repeated(network))
     copy = meta_copy(network).eval()
@@ -220,7 +221,7 @@ def _find_units(network: Any, num_classes: int, image_size: int, in_channels: in
 
 
 def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> Tensor:
-    """What a `meta_copy` makes of two images, on the meta device."""
+    """The output of a `meta_copy` for two images, on the meta device."""
     dtype = next(copy.parameters()).dtype
     with torch.no_grad():
         return copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
@@ -233,7 +234,7 @@ def _matched(network: Any) -> list[str]:
         return []
     specs: list[Any] = [spec for group, spec in matcher.items() if group != "stem"]
     pairs = [pair for spec in specs for pair in ([(spec, None)] if isinstance(spec, str) else spec)]
-    # A pattern with a rank of its own stands for what comes between or behind the blocks.
+    # A pattern with a rank stands for layers between or after the blocks.
     patterns = [re.compile(pattern) for pattern, rank in pairs if rank is None]
     return [
         name
@@ -243,7 +244,7 @@ def _matched(network: Any) -> list[str]:
 
 
 def _repeated(network: nn.Module) -> list[str]:
-    """Members of chains that have more than one member of the same class."""
+    """Children of sequential containers that have several children of the same class."""
     found = []
     for name, chain in network.named_modules():
         if not isinstance(chain, nn.Sequential | nn.ModuleList):

@@ -48,7 +48,8 @@ Init = Literal["jax", "trunc_normal"]
 class Block(nn.Module):
     """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
 
-    `layer_scale` is the start of the branches' learned factors, None for none; the rest as in `VisionTransformer`.
+    `layer_scale` is the initial value of the branches' learned factors, None for none; the rest as in
+    `VisionTransformer`.
     """
 
     def __init__(
@@ -123,32 +124,32 @@ class VisionTransformer(Network):
         num_classes: K.
         in_channels: C.
         stem: "patch", or "conv": `vit_parts.TokenConvStem`, whose strides multiply to patch_size.
-        stem_widths, stem_strides: of the conv stem's 3x3 convolutions.
-        class_token: whether there is one; None: with classifier="token" alone. MAE's fine-tuning keeps it beside
-            the mean over the patches.
+        stem_widths, stem_strides: those of the conv stem's 3x3 convolutions.
+        class_token: whether there is one; None: only with classifier="token". MAE's fine-tuning keeps it beside the
+            mean over the patches.
         registers: number of register tokens; see `vit_parts.RegisterTokens`.
         classifier: what the head sees. "token": the class token. "pooled": the mean over the patch tokens. "map":
             attention pooling over them, `vit_parts.MapPooling`.
-        classifier_norm: where the final norm is. "after_pool": on the one vector, as timm's `fc_norm` and MAE;
-            "before_pool": on every token, as the released JAX code and pycls. None: "before_pool" for "map", else
+        classifier_norm: where the final norm is. "after_pool": on the pooled vector, as in timm's `fc_norm` and MAE;
+            "before_pool": on every token, as in the released JAX code and pycls. None: "before_pool" for "map", else
             "after_pool". For "token" the two are the same function.
         pre_logits: width of a layer with tanh before the head, None for none (big_vision's `rep_size`).
         positions: "learned", or fixed "sincos2d"; see `layers`.
-        position_tokens: "all" tokens get a position, or "patches" alone (DeiT III, big_vision; timm's
+        position_tokens: "all" tokens get a position, or only the "patches" (DeiT III, big_vision; timm's
             `no_embed_class`).
-        layer_scale: start of the learned factors of the branches (`vit_parts.LayerScale`), None for none.
-        qk_norm: norm queries and keys; see `layers.Attention`.
+        layer_scale: initial value of the branches' learned factors (`vit_parts.LayerScale`), None for none.
+        qk_norm: normalise queries and keys; see `layers.Attention`.
         drop_path: probability that the last block's branches are dropped for a sample.
         drop_path_rule: rates of the blocks before it; see `layers.drop_path_rates`.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
-        init: whose initial values, "jax" or "trunc_normal"; see `initialisers`.
-        attention: kernel that computes the attention; all of them do the same mathematics.
+        init: scheme of the initial values, "jax" or "trunc_normal"; see `initialisers`.
+        attention: kernel that computes the attention; all compute the same function.
         layout: order of the features inside, "batch_first" (B, N, D) or "batch_second" (N, B, D); images, logits
             and parameters are the same.
         qkv: queries, keys and values by three products ("separate") or one ("fused"); the parameters are the
             same.
-        sequence_padding: the blocks see a number of tokens that is a multiple of it; what was added is cut off
-            behind them and attended to by no token. 1 for none.
+        sequence_padding: the blocks see a multiple of this many tokens; padding tokens are never attended to and
+            dropped after the blocks. 1 for none.
         linear: kernel of the blocks' linear layers, a key of `products.LINEAR`; the parameters are the same.
         gelu: how the blocks compute GELU, a key of `gelu.GELU`.
         patches: "convolution" or "product"; see `PatchStem`.
@@ -225,9 +226,8 @@ class VisionTransformer(Network):
         self.padding = -self.tokens % sequence_padding
         placed = self.extra_tokens if position_tokens == "all" else 0
 
-        # Built without memory and filled once, by `initialise`: torch's own layers would draw values first
-        # that are thrown away, and a model built on the meta device would then not get the values of a direct
-        # build.
+        # Built on the meta device and filled once, by `initialise`: torch's own layers would first draw values that are
+        # thrown away, so a model built on the meta device would get other values than one built directly.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.stem: PatchStem | TokenConvStem
@@ -273,16 +273,16 @@ class VisionTransformer(Network):
         self.initialise()
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Values as the code draws them that `init` names; the parts of `vit_parts` follow the code they are from.
+        """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they are from.
 
-        "jax", the paper's released code (google-research/vision_transformer, `models_vit.py`): xavier-uniform
+        "jax", from the paper's released code (google-research/vision_transformer, `models_vit.py`): xavier-uniform
         matrices, with zero biases in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`;
         positions N(0, 0.02); class token and head zero.
 
-        "trunc_normal", DeiT's (`models_v2.py` of facebookresearch/deit; timm 0.3.2, which its `models.py` builds on,
-        and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases
-        zero; patches and other convolutions as torch draws them by default. It is called truncated there, at +-2,
-        which is 100 deviations. Registers are those of "jax", as in timm.
+        "trunc_normal", from DeiT (`models_v2.py` of facebookresearch/deit; timm 0.3.2, which its `models.py` builds on,
+        and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases zero;
+        patches and other convolutions as torch draws them by default. There it is called truncated: at +-2, which is
+        100 standard deviations. Registers are those of "jax", as in timm.
         """
         fill, fill_pre_logits, fill_head = _FILLS[self.init]
         tokens = (self.class_token, self.registers, self.positions)
@@ -306,7 +306,7 @@ class VisionTransformer(Network):
         """Images (B, C, image_size, image_size), any memory format -> logits_BK.
 
         Raises:
-            ValueError: images of another size than the model was built for.
+            ValueError: images of a different size than the model was built for.
         """
         if images_BCHW.shape[-2:] != (self.image_size, self.image_size):
             found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
@@ -322,15 +322,15 @@ class VisionTransformer(Network):
         return self.head(features_BD)
 
     def _embed(self, features_BND: Tensor) -> Tensor:
-        """The patches, with positions, behind the class token and the registers; contiguous."""
+        """The patches, with positions, after the class token and the registers; contiguous."""
         only_patches = self.position_tokens == "patches"
         if only_patches:
             features_BND = self.positions(features_BND)
         for token in (self.registers, self.class_token):
             if token is not None:
                 features_BND = token(features_BND)
-        # Joining tokens makes the features contiguous; without any they have to be made so: sums keep the strides of
-        # what is added, so every block would have to copy otherwise.
+        # Prepending tokens makes the features contiguous; without any this has to be done here: sums keep the strides
+        # of their terms, so otherwise every block would copy.
         features_BND = features_BND.contiguous()
         return features_BND if only_patches else self.positions(features_BND)
 
@@ -342,7 +342,7 @@ class VisionTransformer(Network):
     def _pool(self, features_BND: Tensor) -> Tensor:
         token_dim = 1 - self.batch_dim
         if self.classifier == "token":
-            # The norm acts on each token alone: norming only the class token is norming all and taking it.
+            # The norm acts on each token separately, so it suffices to normalise the class token.
             return self.norm(features_BND.select(token_dim, 0))
         patch_tokens = self.tokens - self.extra_tokens
         features_BND = features_BND.narrow(token_dim, self.extra_tokens, patch_tokens)
@@ -354,7 +354,7 @@ class VisionTransformer(Network):
 
 
 def default_classifier_norm(classifier: Classifier) -> ClassifierNorm:
-    """Where the final norm is if nothing says so."""
+    """The default place of the final norm."""
     return "before_pool" if classifier == "map" else "after_pool"
 
 
@@ -383,11 +383,11 @@ def _trunc_normal(module: nn.Module) -> None:
         elif isinstance(part, MapPooling):
             part.reset_probe()
         elif hasattr(part, "reset_parameters") and not list(part.children()):
-            # With children it would draw theirs.
+            # A parent's would draw its children's values.
             part.reset_parameters()
 
 
-# What fills the body, `pre_logits` and the head.
+# Initialisers of the body, `pre_logits` and the head.
 _Fill = Callable[[Any], None]
 _FILLS: dict[Init, tuple[_Fill, _Fill, _Fill]] = {
     "jax": (_reset, _lecun_normal, _zero),

@@ -1,6 +1,6 @@
 """Parts of vision transformers beyond the plain one: convolutional stem, register tokens, layer scale, MAP pooling.
 
-Shape letters and layouts as in `layers`; every module sets what it owns in `reset_parameters`.
+Shape letters and layouts as in `layers`; every module sets its own parameters in `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class TokenConvStem(nn.Module):
     Args:
         in_channels: channels of the images.
         widths: output channels of the 3x3 convolutions.
-        strides: theirs; the product is the side of the square that a token stands for.
+        strides: their strides; the product is the side of the square that a token stands for.
         width: D.
-        layout: of the features that come out.
+        layout: layout of the output features.
 
     Raises:
-        UserError: no convolution, or not a stride for each.
+        UserError: no convolution, or not one stride for each.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class TokenConvStem(nn.Module):
         self.projection = nn.Conv2d(widths[-1], width, 1)
 
     def reset_parameters(self) -> None:
-        """Normal, variance 2 / channels out, in the last 1 / channels out: `init_weights_vit` of pycls' branch main."""
+        """Normal with variance 2 / output channels, the last 1 / output channels: pycls' `init_weights_vit`, main."""
         for conv, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(conv, nn.Conv2d)
-            # Also one with the statistics of all ranks.
+            # This includes SyncBatchNorm.
             assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
             nn.init.normal_(conv.weight, std=math.sqrt(2.0 / conv.out_channels))
             norm.reset_parameters()
@@ -80,7 +80,7 @@ class TokenConvStem(nn.Module):
 
 
 class RegisterTokens(nn.Module):
-    """Puts learned tokens in front of the others that no output is read from.
+    """Puts learned tokens, from which no output is read, in front of the others.
 
     Darcet et al., Vision Transformers Need Registers, 2023, arXiv 2309.16588.
     """
@@ -108,7 +108,7 @@ class LayerScale(nn.Module):
 
     Args:
         width: D.
-        start: initial value of each number.
+        start: the initial value of all of them.
     """
 
     def __init__(self, width: int, start: float) -> None:
@@ -127,7 +127,7 @@ class LayerScale(nn.Module):
 
 
 class MapPooling(nn.Module):
-    """Multi-head attention pooling: one learned query attends to all tokens, an MLP on a residual branch follows.
+    """Multi-head attention pooling: one learned query attends to all tokens, followed by an MLP on a residual branch.
 
     The head of Zhai et al., Scaling Vision Transformers, 2022, arXiv 2106.04560, section 3.2 (`MAPHead` of
     big_vision), from Lee et al., Set Transformer, 2019.
@@ -136,9 +136,9 @@ class MapPooling(nn.Module):
         width: D.
         heads: attention heads.
         mlp_width: width between the MLP's two layers.
-        norm_eps: of the norm before the MLP.
-        attention: kernel.
-        layout: of the features that come in.
+        norm_eps: epsilon of the norm before the MLP.
+        attention: kernel; a key of `attention.ATTENTION`.
+        layout: layout of the input features.
     """
 
     def __init__(

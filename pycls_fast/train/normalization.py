@@ -8,7 +8,7 @@ from typing import Any
 
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models import foreign
-from pycls_fast.models.foreign.preprocessing import three
+from pycls_fast.models.foreign.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.weights import find_weights, opened
@@ -61,4 +61,4 @@ def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
 
 
 def _of_config(config: Mapping[str, Any]) -> Statistics:
-    return three(config["data"]["mean"]), three(config["data"]["std"])
+    return rgb_triple(config["data"]["mean"]), rgb_triple(config["data"]["std"])

@@ -175,7 +175,7 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
     assert foreign.described(tmp_path / "weights.pth") is None
     assert foreign.described(tmp_path) is None
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json is no JSON"):
+    with pytest.raises(UserError, match=r"config.json is not valid JSON"):
         foreign.described(tmp_path / "weights.pth")
     for source, line in (
         ("timm:resnet51x", "has no weights resnet51x"),

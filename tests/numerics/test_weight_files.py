@@ -244,7 +244,7 @@ def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
 
 def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(UserError, match=r"bad.npz is no archive of plain arrays"):
+    with pytest.raises(UserError, match=r"bad.npz is not an archive of plain arrays"):
         foreign.read_weights(str(tmp_path / "bad.npz"))
 
 
@@ -536,7 +536,7 @@ HUB: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vit_base_patch32_siglip_256", {}, {"classifier": "map"}, ""),
     ("vit_small_patch16_rope_ape_224", {}, {"layer_scale": 1e-5}, r"of a model that rotates .* model\.name=vit_small_"),
     ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, {}, r"of a model that has QuickGELU in its MLPs"),
-    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"norms behind attention and MLP"),
+    ("vit_base_patch16_rpn_224", {"qkv_bias": True}, {"classifier": "pooled"}, r"normalises after attention and MLP"),
     (
         "vit_base_patch16_224",
         {"global_pool": "avg", "pool_include_prefix": True},
@@ -806,7 +806,7 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
     with pytest.raises(UserError, match="unexpected: dist_token"):
         load(small(layer_scale=0.1), tmp_path / "distilled.pth")
     torch.save({"a": torch.rand(2)}, tmp_path / "other.pth")
-    with pytest.raises(UserError, match="is of no kind that is known; its first names are a"):
+    with pytest.raises(UserError, match="is of an unknown kind; its first names are a"):
         load(small(), tmp_path / "other.pth")
 
 
@@ -823,10 +823,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"weights: .*{name}"):
             foreign.read_weights(str(tmp_path / name))
     torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(UserError, match="holds a list and no weights by name"):
+    with pytest.raises(UserError, match="holds a list, not weights by name"):
         foreign.read_weights(str(tmp_path / "list.pth"))
     for source, line in (
-        (str(tmp_path / "none.pth"), "is no file"),
+        (str(tmp_path / "none.pth"), "is not a file"),
         ("timm:resnet51x", "has no model resnet51x"),
         ("torchvision:resnet50.IMAGENET1K_V9", "has no weights resnet50.IMAGENET1K_V9"),
     ):
@@ -852,7 +852,7 @@ def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytes
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(UserError, match=r"could not be had \(no route to host\); without a network, download the file"):
+    with pytest.raises(UserError, match=r"could not be downloaded \(no route to host\); without a network, download"):
         foreign.read_weights("timm:resnet50")
 
 

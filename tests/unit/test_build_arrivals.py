@@ -15,7 +15,7 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import CachePolicy, FileCache, Opening
+from pycls_fast.data import CachePolicy, FileCache, OpenOptions
 from pycls_fast.parallel import ALONE, Settings
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world
@@ -111,14 +111,14 @@ class TestSources:
         assert isinstance(opening.shard_cache, FileCache)
         made = FileCache(tmp_path / "shards", 3 * 2**29)
         assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
-        assert replace(opening, shard_cache=None) == Opening(
+        assert replace(opening, shard_cache=None) == OpenOptions(
             val_fraction=0.375, split_seed=6, train="most", val="rest", path_column="file", image_column="photo",
             label_column="species", hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
         )  # fmt: skip
 
     def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         call = self.opened(monkeypatch, "open_splits", build_sources, "data=auto", "data.root=/birds")
-        assert call == {"0": "auto", "1": "/birds", "2": Opening()}
+        assert call == {"0": "auto", "1": "/birds", "2": OpenOptions()}
 
     def test_every_image_is_indexed_where_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "open_splits", build_sources)

@@ -1,4 +1,4 @@
-"""The one part in C: decoding the region of a JPEG that a crop needs. Compiled on first use, kept in the user's cache.
+"""The only part in C: decodes the region of a JPEG that a crop needs. Compiled on first use, kept in the user's cache.
 
 It needs a C compiler and libjpeg-turbo with its header. Nothing else of the package does, so it is not built when the
 package is installed.
@@ -22,7 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.paths import cache_folder
 
 _SOURCE = Path(__file__).with_name("jpeg_region.c")
-# No contraction of products and sums: the coefficients have to be those of Pillow to the bit.
+# No fused multiply-adds: the coefficients must match Pillow's to the bit.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 _LIBRARIES = ("-ljpeg", "-lm")
 _BUILD_SECONDS = 120
@@ -36,10 +36,10 @@ _INSTALL = (
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled functions; compiles them where this machine has not done so yet.
+    """The compiled functions; compiles them if this machine has not done so yet.
 
     Raises:
-        UserError: it cannot be compiled here, with what is missing.
+        UserError: it cannot be compiled here; says what is missing.
     """
     path = cache_folder() / f"jpeg_region-{_fingerprint()}.so"
     if not path.exists():
@@ -64,7 +64,7 @@ def available() -> bool:
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of a JPEG that `jpeg_region` can decode, None for all else."""
+    """(height, width) of a JPEG that `jpeg_region` can decode, None for anything else."""
     width, height = ctypes.c_int32(), ctypes.c_int32()
     status = library().jpeg_size(data, len(data), ctypes.byref(width), ctypes.byref(height))
     return (height.value, width.value) if status == _OK else None
@@ -83,15 +83,15 @@ def jpeg_region(
     """Decode `box`, resize it to `resized`, cut out `window`, mirror that left to right.
 
     Args:
-        data: a file of which `jpeg_size` told the size.
+        data: a file for which `jpeg_size` returned a size.
         box: (top, left, height, width) within the image.
         resized: (height, width).
         window: (top, left, height, width) within the resized box.
-        bicubic: instead of bilinear. Both widen when shrinking ("antialias"), as in Pillow.
-        divisor: 1, 2, 4 or 8: the image is decoded at this part of its size, and that resized.
+        bicubic: bicubic instead of bilinear filter; both widen when shrinking ("antialias"), as in Pillow.
+        divisor: 1, 2, 4 or 8: the image is decoded at 1 / divisor of its size before it is resized.
 
     Returns:
-        uint8 (height, width, 3) of the window; None where the file is damaged or unusual and the reference decoder
+        uint8 (height, width, 3) of the window; None if the file is damaged or unusual, so that the reference decoder
         has to judge it.
     """
     image_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
@@ -120,7 +120,7 @@ def array_region(
 
 
 def _fingerprint() -> str:
-    """Of the code and of the processor it is compiled for: home folders are shared between machines."""
+    """Hash of the code and of the processor it is compiled for: home folders are shared between machines."""
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _compiler().encode()]
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -135,7 +135,7 @@ def _compiler() -> str:
 def _compile(path: Path) -> None:
     command = _compiler().split()
     if shutil.which(command[0]) is None:
-        raise UserError(f"speed.decode: region is compiled here and there is no compiler {command[0]}; {_INSTALL}")
+        raise UserError(f"speed.decode: region needs a C compiler, and there is no compiler {command[0]}; {_INSTALL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=path.parent)
@@ -159,5 +159,5 @@ def _compile(path: Path) -> None:
         if result.returncode:
             problem = next((line for line in result.stderr.splitlines() if "error" in line), "no message").strip()
             raise UserError(f"speed.decode: region cannot be compiled here ({problem}); {_INSTALL}")
-        # Ranks may compile at the same time: each makes its own file, the last one stays.
+        # Ranks may compile at the same time: each makes its own file, the last one wins.
         made.replace(path)

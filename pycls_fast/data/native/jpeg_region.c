@@ -5,7 +5,7 @@
  *   inverse DCT, upsampling or color conversion (jpeg_skip_scanlines, jpeg_crop_scanline).
  * - The resampling is Pillow's arithmetic: coefficients in double, rounded to 22 fractional bits, rows before columns,
  *   8 bits between the two. Only what the output window needs is computed.
- * - Asked for a half, a quarter or an eighth, libjpeg's inverse DCT gives that, and the rest is resampled: the pixels
+ * - With a divisor of 2, 4 or 8, libjpeg's inverse DCT decodes at that fraction, and the rest is resampled: the pixels
  *   are then those of Pillow's draft mode.
  *
  * Whatever is unusual (other color spaces, warnings, markers out of place, no end marker) is left to the caller's
@@ -23,7 +23,7 @@
 #include <jpeglib.h>
 
 #ifndef LIBJPEG_TURBO_VERSION
-#error "libjpeg-turbo is needed; this jpeglib.h is of another library"
+#error "libjpeg-turbo is needed; this jpeglib.h is from a different library"
 #endif
 
 enum { OK = 0, ASK_REFERENCE = 1, NO_MEMORY = 2 };
@@ -203,7 +203,7 @@ static void mix_rows(const uint8_t *rows, size_t stride, const int32_t *values, 
 struct region {
   int32_t top, left, height, width;                     /* the part of the image, in pixels */
   int32_t resized_height, resized_width;                /* what it is resized to */
-  int32_t out_top, out_left, out_height, out_width;     /* what of that is wanted */
+  int32_t out_top, out_left, out_height, out_width;     /* the part of that to keep */
   int32_t bicubic, mirror;
   int32_t divisor;                                      /* the image is decoded at 1 / divisor: 1, 2, 4 or 8 */
 };
@@ -335,7 +335,7 @@ int jpeg_region(const uint8_t *data, size_t length, const struct region *region,
 
   line = malloc((size_t)width * 4 + 64);
   if (line == NULL) goto done;
-  /* To aligned rows libjpeg-turbo writes past the cache, from where they would have to be fetched again. */
+  /* libjpeg-turbo's writes to aligned rows bypass the cache, and the rows would have to be fetched again. */
   uint8_t *const odd_line = line + 4 + (32 - (uintptr_t)line % 32) % 32;
   const uint8_t *const needed = odd_line + ((size_t)(resizer.left + resizer.x0) - offset) * 4;
   const JDIMENSION first = (JDIMENSION)(resizer.top + resizer.y0);
@@ -372,7 +372,7 @@ done:
   return status;
 }
 
-/* The same from decoded pixels: rows of `image_width` RGB triples without gaps. */
+/* `jpeg_region` for decoded pixels: rows of `image_width` RGB triples without gaps. */
 int array_region(const uint8_t *pixels, int32_t image_width, const struct region *region, uint8_t *out) {
   struct resizer resizer;
   const int status = make_resizer(&resizer, region);

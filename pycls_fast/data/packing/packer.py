@@ -1,4 +1,4 @@
-"""Packing a source into `sources/packed.py`'s format, going on where a killed run stopped."""
+"""Packing a source into the format of `sources/packed.py`; a killed run is resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class PackSettings:
     """How images are stored.
 
     Args:
-        short_side: larger images are made smaller until their short side has this many pixels, proportions kept; None
+        short_side: larger images are scaled down to this many pixels on the short side, keeping proportions; None
             stores them as they are.
-        quality: of the JPEGs that are made then, 1 to 100.
+        quality: JPEG quality of the scaled images, 1 to 100.
         store: "encoded", or "raw" for decoded pixels.
-        filter: of the resizing.
+        filter: the resampling filter.
     """
 
     short_side: int | None = None
@@ -46,7 +46,7 @@ class PackSettings:
     filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
 
     def describe(self) -> str:
-        """In a few words."""
+        """A short description."""
         size = f"short side at most {self.short_side}" if self.short_side else "as they are"
         if self.store == RAW:
             return f"raw pixels, {size}"
@@ -55,17 +55,17 @@ class PackSettings:
 
 @dataclass(frozen=True)
 class Packed:
-    """What came of it: images and bytes written, and (name, reason) of those that could not be used."""
+    """Result of packing: images and bytes written, and (name, reason) of unusable images."""
 
     count: int
     size: int
     damaged: list[tuple[str, str]] = field(default_factory=list)
     is_new: bool = True
-    """False where it was all there before, and nothing was done."""
+    """False if the split was already complete and nothing was done."""
 
 
 class _Image(NamedTuple):
-    """One image as it is stored; `reason` where it cannot be."""
+    """One image as it is stored; `reason` says why it cannot be."""
 
     data: bytes
     label: int
@@ -75,13 +75,13 @@ class _Image(NamedTuple):
 
 
 def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> Packed:
-    """Write a split. Run again after a kill it goes on from the last whole image; finished, it does nothing.
+    """Write a split. After a kill it resumes after the last complete image; a finished split is left as it is.
 
-    Damaged images are left out and named; without `short_side` and "raw" nothing is decoded, so only those that cannot
-    be read are found.
+    Damaged images are left out and reported; without `short_side` and "raw" nothing is decoded, so only unreadable ones
+    are found.
 
     Args:
-        folder: of the split, e.g. OUT/train.
+        folder: the split's, e.g. OUT/train.
         workers: processes that read, resize and encode.
 
     Raises:
@@ -96,7 +96,7 @@ def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, 
         return _write(source, folder, settings, plan, workers, title)
     except OSError as error:
         raise UserError(
-            f"output: {folder} cannot be written ({error.strerror or error}); the same command goes on"
+            f"output: {folder} cannot be written ({error.strerror or error}); run the same command again to resume"
         ) from error
 
 
@@ -105,7 +105,7 @@ def _write(
 ) -> Packed:
     images_path, table_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE
     if not images_path.exists() and (folder / IMAGES).exists():
-        # Killed between the last two names.
+        # The last run was killed between the last two renames.
         (folder / IMAGES).rename(images_path)
     done, size = _whole_entries(images_path, table_path)
     work = partial(_make, settings=settings)
@@ -128,7 +128,7 @@ def _write(
                 with (folder / _DAMAGED).open("a", encoding="utf-8") as log:
                     log.write(json.dumps([index, source.name(index), image.reason]) + "\n")
             if (index + 1) % _DURABLE_EVERY == 0:
-                # The table must not outlive a power cut that the images do not.
+                # After a power cut the table must not describe images that were lost.
                 _sync(images, table)
             advance(1)
         _sync(images, table)
@@ -136,7 +136,7 @@ def _write(
 
 
 def _sync(*files: BinaryIO) -> None:
-    """Everything that was written goes to the disk, file after file."""
+    """Force everything that was written to disk, file after file."""
     for file in files:
         file.flush()
         os.fsync(file.fileno())
@@ -155,7 +155,7 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
         raise UserError(
             f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in list(damaged.values())[:3])
         )
-    # Without the folders that all have in common, which mean nothing elsewhere.
+    # Without the folders that all names share, which mean nothing elsewhere.
     above = _common_start([source.name(0), source.name(len(source) - 1)])
     names = (source.name(int(index)).removeprefix(above) for index in whole)
     texts = Texts.of(name.encode("utf-8", "surrogateescape") for name in names)
@@ -173,7 +173,7 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
 
 
 def _common_start(names: list[str]) -> str:
-    """The folders at the beginning of all names, with the slash that ends them."""
+    """The folders that these names (the first and the last) have in common, with a trailing slash."""
     folders = [name.rpartition("/")[0] for name in names]
     # A table may have relative paths and absolute ones.
     is_one_kind = len({name.startswith("/") for name in names}) == 1
@@ -182,7 +182,7 @@ def _common_start(names: list[str]) -> str:
 
 
 def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
-    """What is packed and how: a run goes on only with the same. Takes some seconds for a million images."""
+    """What is packed and how; only the same plan can be resumed. Takes some seconds for a million images."""
     digest = hashlib.sha256()
     for index in range(len(source)):
         digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
@@ -227,7 +227,7 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
 
 
 def _whole_entries(images: Path, table: Path) -> tuple[int, int]:
-    """How many lines of a table that was cut off anywhere describe images that are there, and where those end."""
+    """The number of entries of a possibly truncated table whose images are stored, and where these end."""
     entries = np.fromfile(table, dtype=ENTRY, count=table.stat().st_size // ENTRY.itemsize)
     held = images.stat().st_size
     with images.open("rb") as file:
@@ -256,7 +256,7 @@ def _make(source: Source, index: int, *, settings: PackSettings) -> _Image:
                 raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
             return _Image(small.tobytes(), label, small.height, small.width)
         if small is image and isinstance(data, bytes):
-            # Small enough: encoding it again would only lose.
+            # Small enough: encoding it again would only lose quality.
             return _Image(data, label, 0, 0)
         return _Image(_encode(small, settings, lossless=isinstance(data, np.ndarray)), label, 0, 0)
     except OSError as error:

@@ -24,7 +24,7 @@ def verify(source: Source, *, workers: int, title: str) -> Iterator[Damaged]:
 
     Args:
         workers: processes.
-        title: of the progress bar.
+        title: title of the progress bar.
     """
     with progress(title, len(source), "images") as advance:
         for index, reason in map_images(source, _check, workers=workers):

@@ -1,4 +1,4 @@
-"""A function over the images of a source in several processes, results in order."""
+"""Applies a function to a source's images in several processes, with results in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pycls_fast.errors import UserError
 R = TypeVar("R")
 
 _CHUNK = 32
-# Chunks that are in work or wait to be taken, per process: bounds the memory.
+# Chunks in progress or not yet consumed, per process: bounds the memory.
 _AHEAD = 3
 
 _worker: tuple[Source, Callable[[Source, int], Any]] | None = None
@@ -32,7 +32,7 @@ def map_images(
 
     Args:
         function: a module's function or a `functools.partial` of one.
-        workers: processes; 0 does it in this one.
+        workers: processes; 0 works in this one.
 
     Raises:
         UserError: a process died.
@@ -56,7 +56,7 @@ def map_images(
                     yield from zip(done, future.result(), strict=True)
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that reads images died, most likely for want of memory; use fewer with data.num_workers"
+                "a process that reads images died, most likely because memory ran out; lower data.num_workers"
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -71,7 +71,7 @@ def _start(source: Source, function: Callable[[Source, int], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker holds both ends of its queue, so it would wait forever for a parent that was killed."""
+    """End this process with its parent: holding both ends of its queue, it would wait forever for a killed one."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Where encoded images and their labels come from: one file per layout, all behind `Source`."""
+"""Sources of encoded images and their labels: one file per layout, all with the interface `Source`."""
 
 from pycls_fast.data.sources.base import Source, block_ends, prefers_blocks
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
@@ -6,7 +6,7 @@ from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
 from pycls_fast.data.sources.index_cache import CachePolicy
 from pycls_fast.data.sources.opening import open_splits, recognise
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import PackedSource, open_packed
 from pycls_fast.data.sources.remote import FileCache
 from pycls_fast.data.sources.synthetic import SyntheticSource
@@ -17,7 +17,7 @@ __all__ = [
     "EvalSet",
     "FileCache",
     "FileSource",
-    "Opening",
+    "OpenOptions",
     "PackedSource",
     "Source",
     "SyntheticSource",

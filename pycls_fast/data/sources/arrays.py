@@ -1,4 +1,4 @@
-"""Arrays in place of Python lists: shared by all workers of a machine, mapped from disk where they are large."""
+"""Arrays in place of Python lists: shared by all workers of a machine, mapped from disk if they are large."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
 
 class Mapped:
-    """Pickled without its arrays that are mapped from a file: the file's place is, and it is mapped again."""
+    """Pickles file locations instead of memory-mapped arrays, which are mapped again on unpickling."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: _place(value) if isinstance(value, np.memmap) else value for name, value in vars(self).items()}
@@ -39,7 +39,7 @@ class Mapped:
 class Texts(Mapped):
     """Many short byte strings, end to end in one array.
 
-    1.28 million file names take about 60 MB, once: an array stays shared after a fork where a list of strings would
+    1.28 million file names take about 60 MB, once: an array stays shared after a fork, whereas a list of strings would
     be copied into every worker.
     """
 
@@ -60,7 +60,7 @@ class Texts(Mapped):
 
     @classmethod
     def join(cls, parts: Iterable[Texts]) -> Texts:
-        """Several of them as one."""
+        """Concatenate several of them."""
         held = [part for part in parts if len(part)]
         if not held:
             return cls.of([])
@@ -77,17 +77,17 @@ class Texts(Mapped):
 
 
 def _place(array: np.memmap) -> _Place | np.ndarray:
-    # A part of a mapped array keeps the file's name, but not its own offset.
+    # A slice of a mapped array has the file's name, but not its own offset.
     if array.filename is None or isinstance(array.base, np.ndarray):
         return np.array(array)
     return _Place(str(array.filename), array.dtype, array.shape, array.offset)
 
 
 def map_array(path: Path) -> np.ndarray:
-    """An array of a `.npy` file, read-only; it takes no memory of its own.
+    """Map the array in a `.npy` file into memory, read-only.
 
     Raises:
-        ValueError: no such array.
+        ValueError: the file does not hold such an array.
     """
-    # Nothing can be mapped of an empty array.
+    # An empty array cannot be mapped.
     return np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""What every kind of dataset looks like to the rest of the program."""
+"""The interface of datasets of every layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Source(Protocol):
         """What to call the image in messages, e.g. its path."""
 
     def describe(self) -> str:
-        """One line for people: how much of what, from where."""
+        """One readable line: how much of what, from where."""
 
 
 class LabelledSource(Source, Protocol):
@@ -43,9 +43,9 @@ class LabelledSource(Source, Protocol):
 
 
 def block_ends(source: Source) -> np.ndarray | None:
-    """Where each block of neighbours ends, int64: a shard of an archive, a row group of a table.
+    """The end of each block of neighbouring images (a tar shard, a Parquet row group), int64.
 
-    None for a source that is as fast in any order.
+    None for a source that is equally fast in any order.
     """
     return getattr(source, "block_ends", None)
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as they are downloaded: Python pickles, read without running what they say."""
+"""CIFAR-10 and CIFAR-100 as they are downloaded: Python pickles, read without running code from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIDE = 32
 
 
 class _Layout(NamedTuple):
-    """Names of one of the two sets."""
+    """Files and keys of one of the two datasets."""
 
     folder: str
     train: tuple[str, ...]
@@ -50,7 +50,7 @@ class ArraySource:
         Args:
             images_NHWC: uint8.
             labels: int32, one per image.
-            names: of the files that the images come from, an equal part of them each.
+            names: files that the images come from, equally many from each.
         """
         self.classes = tuple(classes)
         self.labels = labels
@@ -84,7 +84,7 @@ def open_cifar(root: str | Path) -> dict[str, Source]:
         root: `cifar-10-batches-py` or `cifar-100-python` (its fine labels), or the folder that holds one of them.
 
     Raises:
-        UserError: files that are missing, damaged or hold more than data.
+        UserError: files that are missing, damaged or contain more than data.
     """
     root = Path(root)
     found = [(folder, layout) for layout in _LAYOUTS if (folder := _folder(root, layout)) is not None]
@@ -144,13 +144,13 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             values = _DataOnly(file, encoding="bytes").load()
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"{path} is damaged or no file of CIFAR ({error}); download it again") from error
+        raise UserError(f"{path} is damaged or not a CIFAR file ({error}); download it again") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no dictionary; download it again")
     return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in values.items()}
 
 
-# What rebuilds an array, by whatever name NumPy's versions gave it; written out by the arrays themselves.
+# The functions that rebuild arrays, taken from arrays: their modules differ between NumPy's versions.
 _REBUILD: dict[str, Any] = {
     "_reconstruct": np.empty(0).__reduce__()[0],
     "_frombuffer": np.empty(0).__reduce_ex__(5)[0],
@@ -168,4 +168,4 @@ class _DataOnly(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):
             # How Python 3 writes bytes for Python 2.
             return codecs.encode
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no data")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")

@@ -1,4 +1,4 @@
-"""Further test sets for ImageNet classifiers, as they are published.
+"""Further test sets for ImageNet classifiers, in their published layouts.
 
 | set    | layout                                                 | scored as published                                |
 |--------|--------------------------------------------------------|----------------------------------------------------|
@@ -34,15 +34,15 @@ _WNID = re.compile(r"n\d{8}")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """What is scored, and by which rule."""
+    """A test set and its scoring rule."""
 
     source: Source
     rule: str
-    """In a few words."""
+    """A short description."""
     among: np.ndarray | None = None
-    """int64, the outputs that count, rising; None for all."""
+    """int64, the outputs that count, ascending; None for all."""
     answers_NM: np.ndarray | None = None
-    """int64, all right classes of each image, filled up with -1; None where the label alone is right."""
+    """int64, all correct classes of each image, padded with -1; None if only the label is correct."""
 
 
 def open_eval_set(
@@ -53,9 +53,9 @@ def open_eval_set(
     Args:
         name: "real", "v2", "a", "r" or "sketch".
         root: the folder of the set, for "real" `real.json` or its folder.
-        classes: of the model, in the order of its outputs.
-        wnids: a file with the WordNet ids of the outputs, one a line (what follows them does not matter), where
-            `classes` are called otherwise.
+        classes: the model's, in the order of its outputs.
+        wnids: a file with the WordNet ids of the outputs, one per line (anything after them is ignored), if `classes`
+            have other names.
         val: ImageNet's validation images, which "real" has labels for.
 
     Raises:
@@ -86,11 +86,11 @@ def open_eval_set(
 def _open_wnids(
     name: str, folder: Path, scanned: LabelledSource, classes: Sequence[str], ids: Sequence[str] | None
 ) -> EvalSet:
-    """A set in folders that are called by WordNet ids."""
+    """Open a set whose folders are named by WordNet ids."""
     if ids is None:
         raise UserError(
-            f"data.wnids: not set; {folder} has folders of WordNet ids and the model's classes are called otherwise "
-            f"({first_few(classes, 2)}): give a file with the outputs' ids, one a line"
+            f"data.wnids: not set; {folder} has folders of WordNet ids and the model's classes have other names "
+            f"({first_few(classes, 2)}): give a file with the outputs' ids, one per line"
         )
     output_of = {wnid: output for output, wnid in enumerate(ids)}
     unknown = [own for own in scanned.classes if own not in output_of]
@@ -154,9 +154,13 @@ def _wnids_of_outputs(classes: Sequence[str], wnids: str | Path | None) -> tuple
     wrong = [wnid for wnid in ids if not _WNID.fullmatch(wnid)]
     if wrong or len(ids) != len(classes) or len(set(ids)) != len(ids):
         what = (
-            f"{first_few(wrong)} is no WordNet id" if wrong else f"{len(set(ids)):,} ids for {len(classes):,} outputs"
+            f"{first_few(wrong)} is not a WordNet id"
+            if wrong
+            else f"{len(set(ids)):,} ids for {len(classes):,} outputs"
         )
-        raise UserError(f"data.wnids: {file}: {what}; expected one a line, like n01440764, in the order of the outputs")
+        raise UserError(
+            f"data.wnids: {file}: {what}; expected one per line, like n01440764, in the order of the outputs"
+        )
     return ids
 
 

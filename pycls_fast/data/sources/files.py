@@ -1,4 +1,4 @@
-"""Image files below a folder, in an order and with labels that somebody else has found."""
+"""Image files below a folder, with a given order and given labels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Mapped, Texts
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""File names that are images, in any case."""
+"""Extensions of image files, in any case."""
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether that is a folder or a link to one; a link to itself is not, as a broken one is not."""
-    # `suppress` takes longer than the rest of what is done with an entry, and there may be millions.
+    """Whether the entry is a folder or a link to one; broken and circular links are not."""
+    # Not `suppress`: it takes longer than everything else per entry, and there may be millions.
     try:
         return entry.is_dir()
     except OSError:

@@ -23,14 +23,14 @@ from pycls_fast.data.sources.splits import like_train, split_at_random
 from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("val", "valid", "validation")
-# `dev/` is a split only where no other is for validation, and with class folders: others keep a development kit there.
+# `dev/` is a split only with class folders and without another validation split: some keep a development kit there.
 _SPLIT_NAMES = ("train", *_VAL_NAMES, "dev", "test")
 _TRAIN_FOLDERS = ("train", "Train", "training", "Training")
 _LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
 _SCAN_THREADS = 16
-# So many folders at most are looked into for a dataset of their own: there may be 20,000.
+# At most this many folders are searched for a nested dataset: there may be 20,000.
 _MOST_DATASETS = 10
-# A folder that changed this shortly before it was listed may have changed again without a new time.
+# A folder that changed this shortly before it was listed may have changed again within the same mtime.
 _TIME_STEP_NS = 2 * 10**9
 
 
@@ -46,14 +46,13 @@ def open_folder(
     are split at random, class by class.
 
     Args:
-        val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least
-            one image of a class goes to each side. Not used where the folders say the split.
-        split_seed: of the random split, which depends on nothing else but class names and the order of file
-            names.
+        val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
+            a class goes to each side. Not used if the folders define the split.
+        split_seed: seed of the random split, which otherwise depends only on class names and the order of file names.
         cache: where indexes of large datasets are kept.
 
     Raises:
-        UserError: when the folders are not such a dataset, with what was looked for and what was found.
+        UserError: the folders are not such a dataset; says what was expected and what was found.
     """
     root = Path(root)
     try:
@@ -91,7 +90,7 @@ def _scan_like(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSou
 
 
 class _Listing(NamedTuple):
-    """The images of one class folder: names relative to the folder above, and the folders' times of change."""
+    """The images of one class folder: names relative to the folder above, and the folders' mtimes."""
 
     names: Texts
     stamp: dict[str, int]
@@ -100,15 +99,15 @@ class _Listing(NamedTuple):
 def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileSource:
     """Index class folders: every image below `root/CLASS/`, at any depth, hidden files and folders left out.
 
-    They are ordered by class name and, within a class, by the file names' bytes. Listing runs in threads, since on
-    network file systems it waits more than it works.
+    They are ordered by class name and, within a class, by the file names' bytes. Listing runs in threads, because on
+    network file systems it mostly waits.
 
-    A kept index is made anew when a class folder was added, removed or renamed, or anything in a folder was (which
-    changes the folder's time). What it cannot see: a folder reached through a link whose target was replaced by one
-    with the same time of change; a file system that does not keep folders' times.
+    A cached index is rebuilt after a class folder, or anything in one (which changes its mtime), was added, removed or
+    renamed. Not noticed: a linked folder replaced by one with the same mtime; changes on a file system that does not
+    keep folders' mtimes.
 
     Raises:
-        UserError: when there are no class folders, or a class folder without images.
+        UserError: no class folders, or a class folder without images.
     """
     index = load_or_build(
         root.absolute(),
@@ -149,11 +148,11 @@ def _scan(root: Path) -> Index:
 
 
 def _is_fresh(root: Path, stamp: Stamp) -> bool:
-    # The time of `root` itself says nothing: the index may be kept in it.
+    # The mtime of `root` itself says nothing: the index may lie in it.
     if _digest(subfolders(root)) != stamp["classes"]:
         return False
     folders = list(stamp["folders"].items())
-    # A share of them per thread: to hand over each of 22,000 folders takes longer than to look at it.
+    # One share per thread: submitting each of 22,000 folders takes longer than checking it.
     shares = [folders[first::_SCAN_THREADS] for first in range(_SCAN_THREADS)]
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         return all(pool.map(lambda share: all(_time_of_change(f"{root}/{n}") == then for n, then in share), shares))
@@ -172,7 +171,7 @@ def _digest(names: Sequence[str]) -> str:
 
 def _list_class(root: Path, name: str) -> _Listing:
     stamp: dict[str, int] = {}
-    # Names sorted as bytes (by no locale), relative to the class folder.
+    # Names sorted as bytes (whatever the locale), relative to the class folder.
     found = sorted(_walk_images(root, name, "", frozenset(), stamp))
     prefix = os.fsencode(f"{name}/")
     return _Listing(Texts.of(prefix + image for image in found), stamp)
@@ -194,7 +193,7 @@ def _walk_images(
             if is_folder(entry):
                 nested.append(image)
             elif image.lower().endswith(EXTENSIONS):
-                # Whatever it is: a broken link is then reported as a damaged image, not overlooked.
+                # Not checked to be a file: a broken link is then reported as a damaged image, not overlooked.
                 yield os.fsencode(prefix + image)
     here = (status.st_dev, status.st_ino)
     if nested and here in above:
@@ -218,7 +217,7 @@ def _list_root(root: Path) -> list[str]:
 
 
 def _refuse_other_splits(root: Path, folders: list[str]) -> None:
-    """Splits that would be read as classes, or not at all: under other names, or one folder further down."""
+    """Refuse splits that would be read as classes, or not at all: under other names, or one folder further down."""
     found = _nested_splits(root, folders)
     # Test images without class folders are left out, whatever their folder is called.
     other = [
@@ -226,7 +225,7 @@ def _refuse_other_splits(root: Path, folders: list[str]) -> None:
     ]
     if other:
         raise UserError(
-            f"{root}: {_folders(other)}: a split under a name that is not known; rename {other[0]}/ to "
+            f"{root}: {_folders(other)}: split under an unknown name; rename {other[0]}/ to "
             f"{_split_of(other[0])}/ (see data/README.md)"
         )
     for name in folders[:_MOST_DATASETS] if not found else ():
@@ -234,14 +233,14 @@ def _refuse_other_splits(root: Path, folders: list[str]) -> None:
             inner = _nested_splits(root / name, subfolders(root / name))
             if len(inner) > 1 or (inner and len(folders) == 1):
                 raise UserError(
-                    f"{root}: {name}/ is no class but holds {_folders(inner)}; give data.root={root / name}"
+                    f"{root}: {name}/ is not a class; it holds {_folders(inner)}; give data.root={root / name}"
                 )
 
 
 def _nested_splits(root: Path, folders: list[str]) -> list[str]:
     """The folders that are splits, if they hold class folders.
 
-    A class may be called `Train` and have folders inside: then it is the only such one among others.
+    A class may be called `Train` and contain folders: then it is the only such folder among others.
     """
     found = [name for name in folders if _split_of(name)]
     nested = [name for name in found if subfolders(root / name)]
@@ -249,7 +248,7 @@ def _nested_splits(root: Path, folders: list[str]) -> list[str]:
 
 
 def _split_of(folder: str) -> str:
-    """The split that people mean by a folder's name, or ""."""
+    """The split that a folder's name stands for, or ""."""
     return {**SPLIT_OF, "testing": "test"}.get(folder.lower(), "")
 
 
@@ -266,7 +265,7 @@ def _has_split_folders(root: Path, folders: list[str]) -> bool:
 
 
 def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str | None]:
-    """The names of the validation folder and of a further test folder, None where there is none with labels."""
+    """The names of the validation folder and of a further test folder, None if there is none with labels."""
     found = [name for name in _VAL_NAMES if name in folders]
     if len(found) > 1:
         raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")

@@ -10,7 +10,7 @@ import numpy as np
 
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.layout import missing_column, name_classes
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few
 
@@ -23,7 +23,7 @@ class HubSource:
     def __init__(self, dataset: Any, where: str, image_column: str, classes: Sequence[str], labels: np.ndarray) -> None:
         """
         Args:
-            dataset: its images undecoded, as {"bytes", "path"}.
+            dataset: with undecoded images, as {"bytes", "path"}.
             where: what to call the split in messages.
         """
         self.classes = tuple(classes)
@@ -49,11 +49,11 @@ class HubSource:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self._where}"
 
 
-def open_hub(name: str, options: Opening) -> dict[str, Source]:
+def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset.
 
     Args:
-        name: on the hub ("ILSVRC/imagenet-1k"), or a folder written by `save_to_disk`.
+        name: a name on the hub ("ILSVRC/imagenet-1k"), or a folder written by `save_to_disk`.
 
     Raises:
         UserError: no such dataset, split or column; `datasets` not installed.
@@ -85,13 +85,13 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     try:
         loaded = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config)
     except Exception as error:
-        # Of hub, file system or the dataset's own definition.
+        # Raised by the hub, the file system or the dataset's own definition.
         text = " ".join(str(error).split())[:300]
         raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(error).__name__}: {text})") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _open_split(name: str, split: str, dataset: Any, options: Opening, *, may_lack: bool) -> HubSource:
+def _open_split(name: str, split: str, dataset: Any, options: OpenOptions, *, may_lack: bool) -> HubSource:
     import datasets
 
     image_column, label_column = options.image_column, options.label_column

@@ -22,7 +22,7 @@ _META = "meta.mat"
 _KAGGLE_TABLE = "LOC_val_solution.csv"
 _KAGGLE_IMAGES = Path("ILSVRC/Data/CLS-LOC")
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
-"""Of a validation image, in its name."""
+"""Finds the number of a validation image in its name."""
 
 
 def kaggle_root(root: Path) -> Path:
@@ -51,7 +51,7 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
         return None
     strange = sorted(set(files) - set(numbered))
     if strange:
-        raise UserError(f"{root}: {first_few(strange)}: no names of ImageNet's validation images; remove them")
+        raise UserError(f"{root}: {first_few(strange)}: not named like ImageNet's validation images; remove them")
     wnid_of, table = _labels(root)
     missing = sorted(stem for stem in stems.values() if stem not in wnid_of)
     if missing:
@@ -66,7 +66,7 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
 
 
 def _labels(root: Path) -> tuple[Mapping[str, str], Path]:
-    """Image name without extension -> WordNet id, and the file that says so."""
+    """Image name without extension -> WordNet id, and the file with that mapping."""
     for folder in (root, *root.absolute().parents[:4]):
         table = folder / _KAGGLE_TABLE
         if table.is_file():
@@ -113,7 +113,7 @@ def _read_archive(archive: Path) -> dict[str, str]:
 
 def _read_devkit(truth: bytes, meta: bytes, where: Path) -> dict[str, str]:
     """Line k of the ground truth is the `ILSVRC2012_ID` of image k; `meta.mat` has its WordNet id."""
-    # With scikit-learn, which is needed for the digits.
+    # Installed with scikit-learn, which the digits need.
     from scipy.io import loadmat
     from scipy.io.matlab import MatReadError
 
@@ -123,4 +123,4 @@ def _read_devkit(truth: bytes, meta: bytes, where: Path) -> dict[str, str]:
         ids = [int(line) for line in truth.split()]
         return {f"ILSVRC2012_val_{number:08d}": wnid_of[own] for number, own in enumerate(ids, start=1)}
     except (MatReadError, ValueError, KeyError, IndexError, TypeError, NotImplementedError) as error:
-        raise UserError(f"{where}: no ground truth of ILSVRC2012 ({error!r}); download the kit again") from error
+        raise UserError(f"{where}: not the ground truth of ILSVRC2012 ({error!r}); download the kit again") from error

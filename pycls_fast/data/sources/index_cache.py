@@ -1,8 +1,8 @@
-"""Indexes of large datasets on disk: built once, mapped by everyone after that.
+"""Indexes of large datasets on disk: built once, then mapped by all processes.
 
-An index is believed while `is_fresh` says so of the stamp it was saved with. It lies in `.pycls_fast_index/` beside the
-dataset's folder where that can be written, else in `~/.cache/pycls_fast/` (`XDG_CACHE_HOME`), or where
-`data.index_cache` says. Not in the folder: other programs take every folder in there for a class.
+An index is used as long as `is_fresh` accepts the stamp it was saved with. It lies in `.pycls_fast_index/` beside the
+dataset's folder if that can be written, else in `~/.cache/pycls_fast/` (`XDG_CACHE_HOME`), or where `data.index_cache`
+says. It is never inside the dataset's folder: other programs take every folder there for a class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stamp = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Index:
-    """What was found, as arrays; `stamp` and `more` are JSON."""
+    """The index of a dataset: arrays, and `stamp` and `more`, which are JSON."""
 
     arrays: Mapping[str, np.ndarray]
     more: Mapping[str, Any]
@@ -44,11 +44,11 @@ class Index:
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Where indexes are kept, and of how many images on it is worth it.
+    """The place where indexes are kept, and the smallest that are.
 
     Args:
         place: "auto", "off", or a folder.
-        smallest: indexes of fewer images are made anew each time.
+        smallest: indexes of fewer images are rebuilt each time.
     """
 
     place: str = "auto"
@@ -64,14 +64,14 @@ def load_or_build(
     count: Callable[[Index], int],
     is_fresh: Callable[[Stamp], bool],
 ) -> Index:
-    """The index of `root`, from the disk if it is there and fresh.
+    """The index of `root`, from disk if there is a fresh one.
 
-    Of several processes on a machine one builds, and the others wait for it.
+    One process per machine builds it; the others wait.
 
     Args:
         root: what is indexed: a folder, or an address.
-        kind: of the index; indexes of several kinds can lie side by side.
-        is_fresh: whether the dataset still looks like this stamp.
+        kind: the kind of index; several kinds can lie side by side.
+        is_fresh: whether the dataset still matches this stamp.
     """
     places = [place / kind for place in _places(root, policy.place)]
     found = _load_any(places, is_fresh)
@@ -84,7 +84,7 @@ def load_or_build(
         index = build()
         if places and count(index) >= policy.smallest:
             _save_first(index, places)
-            # Mapped from the disk it is one copy for all processes.
+            # Mapped from disk it is one copy for all processes.
             return _load_any(places, is_fresh) or index
         return index
 
@@ -112,7 +112,7 @@ def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | 
 
 
 def _load(place: Path) -> Index | None:
-    """An index that is whole and of this format, else None."""
+    """The index; None if it is missing, incomplete or in another format."""
     try:
         about = json.loads((place / _ABOUT).read_text(encoding="utf-8", errors="surrogateescape"))
         if about["format"] != _FORMAT:
@@ -121,7 +121,7 @@ def _load(place: Path) -> Index | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _say(f"the index in {place} cannot be read and is made anew ({error})")
+        _say(f"the index in {place} cannot be read and is rebuilt ({error})")
         return None
     return Index(arrays, about["more"], about["stamp"])
 
@@ -135,7 +135,7 @@ def _save_first(index: Index, places: list[Path]) -> None:
             reasons.append(f"{place}: {error.strerror or error}")
         else:
             return
-    _say(f"the index could not be kept, the next start makes it again ({'; '.join(reasons)}); see data.index_cache")
+    _say(f"the index could not be saved, so the next start rebuilds it ({'; '.join(reasons)}); see data.index_cache")
 
 
 def _save(index: Index, place: Path) -> None:
@@ -159,10 +159,10 @@ def _save(index: Index, place: Path) -> None:
 
 @contextmanager
 def _lock(what: str) -> Iterator[None]:
-    """One process of this user and machine at a time; released when the process ends, however it ends."""
+    """Admit one process of this user and machine at a time; released whenever the process ends."""
     folder = Path(tempfile.gettempdir()) / f"pycls_fast-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    # Of 256 files, so that they do not pile up. Two datasets that share one wait for each other, no more.
+    # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
     path = folder / hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:2]
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

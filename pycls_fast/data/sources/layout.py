@@ -1,4 +1,4 @@
-"""Which files hold which split, for datasets that are tables or archives; names of classes."""
+"""Finds the files of each split, for datasets that are tables or archives, and the names of classes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SPLIT_OF = {
 """The splits by the words that stand for them."""
 # Older `datasets` put a fingerprint of each shard into its name.
 _OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
-# As the hub converts datasets: CONFIGURATION/SPLIT/0000.parquet.
+# As in datasets converted by the hub: CONFIGURATION/SPLIT/0000.parquet.
 _OF_THE_HUB = re.compile(r"\d{4}\.parquet")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
 CLASS_LIST = "classes.txt"
-"""One class name a line, beside the data; names labels that are numbers."""
+"""A file beside the data with one class name per line, for labels that are numbers."""
 
 
 def is_remote(place: str) -> bool:
@@ -47,10 +47,10 @@ def find_files(
     val: str | None = None,
     follow_links: bool = True,
 ) -> dict[str, tuple[str, ...]]:
-    """The files of each split, "train" among them: "train", "val", "test", or "all" when no name tells them apart.
+    """The files of each split: "train" and others of "val" and "test", or "all" if no name tells them apart.
 
-    A file's split is said by a word of its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or of the
-    folders between it and `root` (`validation/0000.parquet`).
+    A file's split is given by a word in its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or in
+    the folders between it and `root` (`validation/0000.parquet`).
 
     Args:
         root: a file, a folder or an address of one.
@@ -60,7 +60,8 @@ def find_files(
         follow_links: also take what lies in linked folders; a file that is reached twice is taken once.
 
     Raises:
-        UserError: no files, a shard that is missing, names that do not tell, several versions of the same split.
+        UserError: no files, a shard that is missing, names that do not tell the split, several versions of the same
+        split.
     """
     if train is not None:
         named = {"train": _expand(root, train, "data.train")}
@@ -106,7 +107,7 @@ def _list_files(root: str, extensions: Sequence[str], follow_links: bool) -> lis
 def _walk(
     root: str, folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]], follow_links: bool
 ) -> Iterator[str]:
-    """Files at any depth, hidden ones left out. Links are followed, if at all, not into a folder that they lie in."""
+    """Files at any depth, hidden ones left out. Links to a folder above them are never followed."""
     status = Path(folder).stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -114,7 +115,7 @@ def _walk(
     try:
         entries = os.scandir(folder)
     except PermissionError:
-        # A disk's `lost+found`, or somebody's backup, beside the splits.
+        # A disk's `lost+found`, or someone's backup, beside the splits.
         if folder == root or _split_of(root, folder):
             raise
         return
@@ -130,7 +131,7 @@ def _walk(
 
 
 def _each_once(files: Sequence[str]) -> list[str]:
-    """Without those that a link to their folder shows again (`latest/` beside `2024-05/`)."""
+    """Drop files that are listed again through a link to their folder (`latest/` beside `2024-05/`)."""
     folders = {folder: folder.resolve() for folder in {Path(file).parent for file in files}}
     first: dict[Path, str] = {}
     for file in files:
@@ -178,9 +179,9 @@ def expand_braces(text: str) -> tuple[str, ...]:
 
 
 def _split_of(root: str, file: str) -> str:
-    """The split that a file's name says, else that of the folders below `root`, else ""."""
+    """The split given by a file's name, else by the folders between it and `root`, else ""."""
     parts = PurePosixPath(_below(root, file)).parts
-    # The file's own name has the first word; `test/train-000.tar` is training data.
+    # The file's own name takes precedence; `test/train-000.tar` is training data.
     for part in reversed(parts):
         words = re.split(r"[^a-z]+", part.lower())
         said = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
@@ -199,7 +200,7 @@ def _below(root: str, file: str) -> str:
 
 
 def _check_complete(files: Sequence[str]) -> None:
-    """Shards that are numbered "00003-of-00010" must all be there."""
+    """Check that all shards numbered like "00003-of-00010" are there."""
     groups: dict[tuple[str, int, str], set[int]] = {}
     for file in files:
         match = _OF_HOW_MANY.fullmatch(file)
@@ -214,7 +215,7 @@ def _check_complete(files: Sequence[str]) -> None:
 
 
 def _check_one_configuration(root: str, files: Sequence[str]) -> None:
-    """The hub's repositories may hold the same split several times, a folder for each configuration."""
+    """Refuse several copies of a split: the hub's repositories may have a folder for each configuration."""
     folders: dict[tuple[str, str], set[PurePosixPath]] = {}
     for file in files:
         path = PurePosixPath(_below(root, file))
@@ -224,7 +225,7 @@ def _check_one_configuration(root: str, files: Sequence[str]) -> None:
             folders.setdefault(key, set()).add(path.parent)
     for parents in folders.values():
         if len(parents) > 1:
-            # Of `full_size/train/0000.parquet` it is full_size/.
+            # The configuration of `full_size/train/0000.parquet` is full_size/.
             found = sorted({str(p.parent if p.name in SPLIT_OF else p) for p in parents})
             names = first_few([f"{name}/" for name in found])
             raise UserError(
@@ -236,16 +237,16 @@ def _check_one_configuration(root: str, files: Sequence[str]) -> None:
 def name_classes(
     labels: Sequence[object] | np.ndarray, *, names: Sequence[str] | None, where: str, may_lack: bool = False
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Class names and int32 labels from labels as they are stored: numbers or names.
+    """Class names and int32 labels for labels that are stored as numbers or names.
 
     Args:
-        labels: integers, or texts; texts that are all whole numbers count as integers.
-        names: of the classes, where known. Numbers are positions in it; texts must be among them.
+        labels: integers, or strings; strings that are all whole numbers count as integers.
+        names: class names, if known. Numbers are positions in it; strings must be among them.
         where: the file, for messages.
-        may_lack: it is a test split: all may be -1.
+        may_lack: whether this is a test split, in which all may be -1.
 
     Raises:
-        UserError: labels that are neither, or outside of `names`, or that some images of a test split lack.
+        UserError: labels that are neither, not in `names`, or missing for only some images of a test split.
     """
     values = np.asarray(labels)
     if values.dtype.kind not in "iu":
@@ -285,7 +286,7 @@ def name_classes(
 
 
 def _whole_numbers(values: np.ndarray) -> np.ndarray:
-    """Texts that are all whole numbers as such ("7", not "007"); anything else as it is."""
+    """Convert strings that are all whole numbers ("7", not "007") to integers; leave anything else as it is."""
     texts = values.astype(str) if values.dtype.kind in "UTO" else None
     if texts is None or not len(texts):
         return values
@@ -299,7 +300,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
     """The names in `classes.txt` beside the data, if there is one.
 
     Raises:
-        UserError: a name that comes twice, or a file that is not UTF-8.
+        UserError: a duplicate name, or a file that is not UTF-8.
     """
     if is_remote(root):
         return None
@@ -315,7 +316,7 @@ def read_class_list(root: str) -> tuple[str, ...] | None:
 
 
 def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> UserError:
-    """For a table without a column."""
+    """The error for a table without a column."""
     return UserError(
         f"{what} has no column {column!r}; it has {first_few(sorted(columns), 12)}: choose one with {key}=NAME"
     )

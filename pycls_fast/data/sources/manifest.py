@@ -1,4 +1,4 @@
-"""A table of paths and labels: CSV, TSV or Parquet."""
+"""Datasets that are a table of paths and labels: CSV, TSV or Parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import FileSource
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.layout import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
 from pycls_fast.data.sources.text_files import ENCODING, not_utf8
@@ -28,19 +28,19 @@ _SPLITS = ("train", "val", "test")
 _NO_LABEL = ("", None, "-1", -1)
 
 
-def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
+def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
-    says train, val or test, else split at random class by class. Test images without labels are left out.
-    Paths in them are absolute, or relative to `root` where that is a folder, else to the table's own folder. Labels are
-    names or numbers (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
+    says train, val or test, else split at random class by class. Test images without labels are left out. Paths in them
+    are absolute, or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
+    (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    # A linked folder holds the images, and perhaps tables of its own.
+    # A linked folder holds the images, and perhaps other tables.
     files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, follow_links=False)
     for split, found in files.items():
         if len(found) > 1:
@@ -57,9 +57,11 @@ def open_manifest(root: str | Path, options: Opening) -> dict[str, Source]:
 
 
 class _Table:
-    """One table, read (or its index)."""
+    """One table, from its file or its cached index."""
 
-    def __init__(self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: Opening) -> None:
+    def __init__(
+        self, split: str, path: Path, base: Path, class_names: Sequence[str] | None, options: OpenOptions
+    ) -> None:
         path_column, label_column, cache = options.path_column, options.label_column, options.cache
         self.path = path
         self._base = base
@@ -90,7 +92,7 @@ class _Table:
         reader = _read_parquet if self.path.suffix == ".parquet" else _read_csv
         columns: dict[str, Any] = dict(reader(self.path))
         if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
-            # Left out, whatever else it has or has not.
+            # A test table without labels is left out, whatever its columns.
             none = Texts.of(())
             arrays = {"names": none.data, "name_ends": none.ends, "labels": np.zeros(0, dtype=np.int32)}
             return Index(arrays, {"classes": []}, stamp)
@@ -115,9 +117,9 @@ class _Table:
         return Index(arrays, {"classes": list(classes)}, stamp)
 
     def _slashed(self, paths: list[str]) -> list[str]:
-        """Windows' paths, which may have both, with slashes alone.
+        """Windows paths with slashes in place of backslashes.
 
-        Elsewhere a backslash may be part of a name: then the first path that has one exists.
+        On other systems a backslash may be part of a name: then the first path that has one exists.
         """
         first = next((path for path in paths if "\\" in path), None)
         if first is None or os.access(self._base / first, os.F_OK):
@@ -154,7 +156,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
     line = 0
     try:
         with path.open(newline="", encoding=ENCODING) as file:
-            # "path, label" is written, too.
+            # Headers like "path, label" exist too.
             reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
             header = next(reader, None)
             if not header:

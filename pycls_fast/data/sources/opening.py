@@ -1,4 +1,4 @@
-"""From the name of a layout to its splits; telling layouts apart by what is on the disk."""
+"""Opens the splits of a dataset by the name of its layout; recognises layouts by what is on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pycls_fast.data.sources.folders import open_folder, subfolders
 from pycls_fast.data.sources.hub import open_hub
 from pycls_fast.data.sources.layout import is_remote
 from pycls_fast.data.sources.manifest import open_manifest
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
 from pycls_fast.data.sources.parquet import open_parquet
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
 _SUFFIXES = {".tar": "tar", ".csv": "manifest", ".tsv": "manifest", ".parquet": "parquet"}
-_OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
+_OPEN: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
     "manifest": open_manifest,
     "parquet": open_parquet,
     "hub": open_hub,
@@ -30,21 +30,21 @@ _OPEN: dict[str, Callable[[str, Opening], dict[str, Source]]] = {
     "packed": open_packed,
 }
 _SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
-# So many folders at most are looked into: there may be 20,000.
+# At most this many folders are searched: there may be 20,000.
 _LOOK_AT = 10
-# And so many files of a folder.
+# And this many files of each folder.
 _LOOK_AT_FILES = 50
 
 
-def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
+def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset by name, "train" and "val" among them.
 
     Args:
-        kind: "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", or "auto" to look.
+        kind: "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", or "auto" to recognise it.
         root: a path; for "hub" a dataset's name, for "tar" perhaps an address.
 
     Raises:
-        UserError: no such dataset, one in another layout, one that may not be read, or one that has mistakes.
+        UserError: no such dataset, one in another layout, no permission to read it, or mistakes in it.
     """
     try:
         return _open_splits(kind, root, options)
@@ -52,13 +52,13 @@ def open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
         raise UserError(f"{root} cannot be read ({error.filename}: {error.strerror})") from error
 
 
-def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
+def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
     found = recognise(root)
     if kind == "auto":
         kind = _only(found, root)
     elif kind != "hub" and found and kind not in found and not (kind == "manifest" and "parquet" in found):
         others = " or ".join(f"data.source={other}" for other in found)
-        raise UserError(f"{root} is no dataset for data.source={kind}; use {others}")
+        raise UserError(f"{root} is not a dataset for data.source={kind}; use {others}")
     if kind == "folder":
         return open_folder(root, val_fraction=options.val_fraction, split_seed=options.split_seed, cache=options.cache)
     if kind == "cifar":
@@ -67,7 +67,7 @@ def _open_splits(kind: str, root: str, options: Opening) -> dict[str, Source]:
 
 
 def recognise(root: str) -> tuple[str, ...]:
-    """The layouts that a place may have, by the names in it; empty when nothing is recognised."""
+    """The layouts that a place may have, judged by the names in it; empty if none is recognised."""
     if is_remote(root):
         return ("tar",)
     path = Path(root)
@@ -83,13 +83,13 @@ def recognise(root: str) -> tuple[str, ...]:
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return ("hub",)
     kinds = _kinds_of_files([path, path / "data", *(path / split for split in _SPLITS)])
-    # Tables beside class folders or shards are lists of something, and the images are what counts.
+    # Tables beside class folders or shards only list something: the images decide.
     if "parquet" in kinds or "tar" in kinds:
         kinds.discard("manifest")
     classes = _count_class_folders(path)
     if not kinds and not classes:
-        # A clone of the hub's may have a folder for each configuration, and in it one for each split. Archives in such
-        # folders are what class folders were unpacked from.
+        # A clone of a hub repository may have a folder for each configuration, with one for each split in it. Archives
+        # in such folders are those that class folders were unpacked from.
         inner = (top / name for top in _some_folders(path) for name in (".", *_SPLITS))
         kinds = _kinds_of_files(inner) & {"parquet"}
     if classes and "manifest" not in kinds:
@@ -111,7 +111,7 @@ def _kinds_of_files(folders: Iterable[Path]) -> set[str]:
 
 
 def _count_class_folders(path: Path) -> int:
-    """How many folders could be classes, in the split that has most of them: 0, 1, or 2 for more."""
+    """The number of folders that could be classes, in the split with most of them: 0, 1, or 2 for more."""
     splits = [path / name for name in subfolders(path) if name in _SPLITS]
     return max(sum(1 for _ in islice(_class_folders(top), 2)) for top in splits or [path])
 
@@ -123,7 +123,7 @@ def _class_folders(top: Path) -> Iterator[Path]:
 
 
 def _some_folders(top: Path) -> list[Path]:
-    """The first folders in a folder, without those that may not be read (as `lost+found` of a disk)."""
+    """The first folders in a folder, without unreadable ones (such as a disk's `lost+found`)."""
     folders = [top / name for name in subfolders(top)[:_LOOK_AT]]
     return [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
 
@@ -139,5 +139,5 @@ def _only(found: tuple[str, ...], root: str) -> str:
             f"there is no dataset folder {Path(root).absolute()}; if that is a dataset of the Hugging Face hub, use "
             "data.source=hub"
         )
-    # What class folders should look like is the most useful answer.
+    # Its error, which shows what class folders should look like, is the most useful answer.
     return "folder"

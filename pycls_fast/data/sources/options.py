@@ -1,4 +1,4 @@
-"""How to open a dataset; which of it matters depends on the layout."""
+"""Options for opening a dataset; each layout uses some of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pycls_fast.data.sources.remote import FileCache
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What the layouts can be told.
+class OpenOptions:
+    """The options of all layouts.
 
     Args:
-        val_fraction: the share of each class, in (0, 1), that a random split keeps for validation where there is none.
-        split_seed: of the random split.
+        val_fraction: the share of each class, in (0, 1), that a random split keeps for validation if there is no such
+            split.
+        split_seed: seed of the random split.
         train, val: the files of a split by name: a path below the root, an absolute one or an address, with `*` and
             `{000..146}`; for the hub the names of the splits. None finds them.
-        path_column, image_column, label_column: of tables, the last also the field of a tar's `.json`. With None as
-            `image_column` the only column with images is taken.
-        hub_config: the hub's name of a variant of a dataset.
+        path_column, image_column, label_column: columns of tables; the last is also the field of a tar's `.json`. If
+            `image_column` is None, the only column with images is used.
+        hub_config: name of a dataset's configuration on the hub.
         cache: where indexes of large datasets are kept.
-        shard_cache: where remote shards are kept; None reads each image over the network by itself.
+        shard_cache: where remote shards are kept; None reads each image separately over the network.
     """
 
     val_fraction: float = 0.2

@@ -2,11 +2,11 @@
 
     ROOT/train/images.bin     the images: encoded files, or (raw) uint8 pixels, rows of columns of RGB
     ROOT/train/table.npy      one `ENTRY` per image
-    ROOT/train/names.npy      what the images were called, UTF-8, end to end
+    ROOT/train/names.npy      the images' original names, UTF-8, end to end
     ROOT/train/name_ends.npy  int64, where each name ends
     ROOT/train/about.json     format and version, class names, how it was made
 
-`images.bin` is mapped into memory: reading costs no system call where the file is in the page cache, and raw images are
+`images.bin` is mapped into memory: reading costs no system call if the file is in the page cache, and raw images are
 not even copied. `tools/prepare_data.py pack` writes it (see `pycls_fast/data/packing/`).
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 
@@ -36,12 +36,12 @@ ENTRY = np.dtype(
         ("size", "<u4"),
         ("crc32", "<u4"),
         ("label", "<i4"),
-        # Of raw images, else 0.
+        # Size of raw images, else 0.
         ("height", "<u2"),
         ("width", "<u2"),
     ]
 )
-"""A line of the table: 24 bytes."""
+"""An entry of the table: 24 bytes."""
 
 RAW = "raw"
 
@@ -54,7 +54,7 @@ class PackedSource(Mapped):
     ) -> None:
         """
         Args:
-            table: of dtype `ENTRY`.
+            table: array of dtype `ENTRY`.
             images: uint8, the content of `images.bin`.
         """
         self.folder = folder
@@ -99,8 +99,8 @@ def is_packed(folder: Path) -> bool:
     return (folder / ABOUT).is_file() and (folder / TABLE).is_file()
 
 
-def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
-    """The packed splits below a folder: `train/` and `val/` (and `test/`), or one alone, which is split at random.
+def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Source]:
+    """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random.
 
     Raises:
         UserError: no packed split there, a half-written or damaged one.
@@ -112,7 +112,7 @@ def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
     if not folders:
         unfinished = next(iter(root.glob(f"*/{IMAGES}.part")), None)
         if unfinished is not None:
-            raise UserError(f"{unfinished} is unfinished; run the same tools/prepare_data.py pack again, it goes on")
+            raise UserError(f"{unfinished} is unfinished; run the same tools/prepare_data.py pack again to resume")
         raise UserError(f"{root} holds no packed images; make them with tools/prepare_data.py pack (data/README.md)")
     opened = {split: open_packed_split(folder) for split, folder in folders.items()}
     if "all" not in opened and "train" not in opened:
@@ -121,7 +121,7 @@ def open_packed(root: str | Path, options: Opening) -> dict[str, Source]:
 
 
 def open_packed_split(folder: Path) -> PackedSource:
-    """One split.
+    """Open one packed split.
 
     Raises:
         UserError: files that are missing, of another version, or cut off.
@@ -137,7 +137,7 @@ def open_packed_split(folder: Path) -> PackedSource:
         names = Texts(map_array(folder / NAMES), map_array(folder / NAME_ENDS))
         held = (folder / IMAGES).stat().st_size
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no complete packed split ({error}); pack it again") from error
+        raise UserError(f"{folder} is not a complete packed split ({error}); pack it again") from error
     if table.dtype != ENTRY or len(table) != about["count"] or len(names) != about["count"] or not len(table):
         raise UserError(f"{folder}: the table does not fit {ABOUT}; pack it again")
     needed = int(table[-1]["offset"]) + int(table[-1]["size"])
@@ -147,7 +147,7 @@ def open_packed_split(folder: Path) -> PackedSource:
 
 
 def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:
-    """The last file of a split: under its final name, `ABOUT`, it says that the split is complete."""
+    """Write the last file of a split: under its final name, `ABOUT`, it marks the split as complete."""
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -156,7 +156,7 @@ def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, set
         **settings,
         "classes": list(classes),
     }
-    # Bytes of a folder's or file's name that are no UTF-8 become JSON's escapes, and are read back as they were.
+    # Bytes of names that are not valid UTF-8 become JSON escapes, and are read back unchanged.
     with file.open("w", encoding="utf-8", errors="backslashreplace") as written:
         written.write(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         written.flush()

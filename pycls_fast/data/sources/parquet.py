@@ -16,7 +16,7 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.layout import find_files, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import as_splits
@@ -37,7 +37,7 @@ class ParquetSource(Mapped):
             column: dotted path of the column with the encoded images.
             arrays: `labels`, int32 per row; `block_ends` (rows up to the end of each row group), `block_files` and
                 `block_groups` (its file and its number there), int64; `places`, int64 (rows, 2): offset and size of
-                each image in its file, -1 where its row group has to be read.
+                each image in its file, -1 if its row group has to be read.
         """
         self.root = root
         self.classes = tuple(classes)
@@ -48,7 +48,7 @@ class ParquetSource(Mapped):
         self._places = arrays["places"]
         self._files = files
         self._column = column
-        # The row group that was read last, in this process.
+        # The row group that this process read last.
         self._held: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class ParquetSource(Mapped):
 
     def describe(self) -> str:
         slow = int(np.count_nonzero(self._places[:, 0] < 0))
-        how = "" if not slow else ", compressed: for training faster when packed (tools/prepare_data.py pack)"
+        how = "" if not slow else ", compressed: faster for training if packed (tools/prepare_data.py pack)"
         files = f"{len(self._files):,} Parquet files of {self.root}"
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}{how}"
 
@@ -109,7 +109,7 @@ class ParquetSource(Mapped):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one file holds."""
+    """The contents of one file."""
 
     labels: list[Any]
     names: tuple[str, ...] | None
@@ -118,7 +118,7 @@ class _Part:
     column: str
 
 
-def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
+def open_parquet(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `options.image_column` holds images as structs with a field `bytes` or as binary; `options.label_column` whole
@@ -139,7 +139,7 @@ def open_parquet(root: str | Path, options: Opening) -> dict[str, Source]:
 
 
 def _open_split(
-    base: Path, split: str, files: Sequence[Path], names: Sequence[str] | None, options: Opening
+    base: Path, split: str, files: Sequence[Path], names: Sequence[str] | None, options: OpenOptions
 ) -> ParquetSource:
     image_column, label_column, cache = options.image_column, options.label_column, options.cache
     stats = [file.stat() for file in files]
@@ -179,7 +179,8 @@ def _build(
     different = [str(f) for f, part in zip(files, parts, strict=True) if part.names != parts[0].names]
     if different and names is None:
         raise UserError(
-            f"{first_few(different, 3)}: other class names than in {files[0]}; write them to classes.txt beside"
+            f"{first_few(different, 3)}: class names differ from those in {files[0]}; write them to classes.txt beside "
+            "them"
         )
     columns = {part.column for part in parts}
     if len(columns) > 1:

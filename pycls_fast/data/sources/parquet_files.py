@@ -1,8 +1,8 @@
-"""Where the images lie inside Parquet files.
+"""Locates images inside Parquet files.
 
 A column of images that is neither compressed nor dictionary-encoded (as `datasets` writes it) is a run of pages, each a
-header and then the values with their lengths: each image can be read where it lies. Otherwise a row group has to be
-read and unpacked as a whole for each image in it.
+header and then the values with their lengths: each image can be read directly. Otherwise a whole row group has to be
+read and decompressed for each image in it.
 
 The format: https://parquet.apache.org/docs/file-format/, page headers in Thrift's compact protocol.
 """
@@ -22,7 +22,7 @@ _PLAIN, _RLE = 0, 3
 
 
 def need_pyarrow(what: str) -> Any:
-    """`pyarrow.parquet`.
+    """Import and return `pyarrow.parquet`.
 
     Raises:
         UserError: it is not installed.
@@ -40,10 +40,10 @@ def locate_values(path: Path, metadata: Any, column: int, max_definition_level: 
     Args:
         metadata: pyarrow's `FileMetaData`.
         column: number of the column among the file's leaves.
-        max_definition_level: of that column; a value with a lower one is missing.
+        max_definition_level: that column's; a value with a lower one is missing.
 
     Returns:
-        None when the values cannot be read where they lie: compressed, dictionary-encoded, or some missing.
+        None if the values cannot be read directly: compressed, dictionary-encoded, or some missing.
     """
     chunks = [metadata.row_group(number).column(column) for number in range(metadata.num_row_groups)]
     if any(chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page for chunk in chunks):
@@ -66,7 +66,7 @@ def locate_values(path: Path, metadata: Any, column: int, max_definition_level: 
 def _locate_in_page(
     data: mmap.mmap, start: int, header: dict[int, Any], max_definition_level: int, places: list[tuple[int, int]]
 ) -> bool:
-    """Add the values of one page; False where that is not possible."""
+    """Append the places of one page's values; False if they cannot be read directly."""
     at, end = start, start + header[3]
     if header[1] == _DATA_PAGE:
         about = header[5]

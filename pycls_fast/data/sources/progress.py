@@ -1,4 +1,4 @@
-"""A progress bar for what takes long before anything can start: indexing, packing, checking."""
+"""A progress bar for slow preparations: indexing, packing, checking."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PLAIN_SECONDS = 10.0
 
 @contextmanager
 def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """Within the block, calling the result with a number of finished things moves the bar.
+    """Show progress within the block; call the result with the number of items just finished.
 
-    On standard error: a bar on a terminal, that appears after a second, elsewhere a line every ten seconds.
+    Goes to standard error: a bar that appears after a second on a terminal, elsewhere a line every ten seconds.
 
     Args:
         what: what is being done, e.g. "index /data/imagenet/train".
-        total: things to do, where it is known.
+        total: the number of items, if it is known.
         unit: what is counted, e.g. "folders".
     """
     from rich.console import Console

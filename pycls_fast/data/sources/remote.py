@@ -1,4 +1,4 @@
-"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec, and a folder that keeps whole files of them."""
+"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec, and a local cache of whole files."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _file_systems: dict[tuple[int, str], Any] = {}
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """fsspec's file system of an address, and the path there.
+    """fsspec's file system for an address, and the path on it.
 
     Raises:
-        UserError: a protocol that is unknown, or whose package is not installed.
+        UserError: an unknown protocol, or one whose package is not installed.
     """
     import fsspec
 
@@ -50,11 +50,11 @@ def file_system(address: str) -> tuple[Any, str]:
 
 
 def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> T:
-    """Do something over the network, again after a pause when it fails.
+    """Run a network operation, with retries after growing pauses.
 
     Raises:
         FileNotFoundError: at once.
-        UserError: it failed every time; whatever the cause, no image is damaged by it.
+        UserError: it failed every time. Never counted as a damaged image.
     """
     for number in range(_ATTEMPTS):
         try:
@@ -85,7 +85,7 @@ def list_files(address: str) -> list[str]:
 
 
 def stamp_of(address: str) -> list[Any]:
-    """Size and whatever the file system has of a version: changes when the file does.
+    """Address, size and version, as far as the file system has one: changes when the file does.
 
     Raises:
         UserError: there is no such file.
@@ -106,7 +106,7 @@ def open_whole(address: str) -> Any:
 
 
 def read_range(address: str, start: int, size: int) -> bytes:
-    """Bytes of a file.
+    """`size` bytes of a file from `start` on.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -119,23 +119,23 @@ def read_range(address: str, start: int, size: int) -> bytes:
 class FileCache:
     """A folder with copies of whole remote files, shared by all processes of a machine.
 
-    A file is fetched once, by whoever needs it first. Above `limit` bytes those go that were not used for longest.
+    A file is fetched once, by whoever needs it first. Above `limit` bytes the least recently used are evicted.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         """
         Args:
-            folder: may hold other files: copies lie in a folder of their own below it.
-            limit: bytes of all copies; None for no limit.
+            folder: may hold other files: copies lie in a subfolder.
+            limit: total bytes of all copies; None for no limit.
         """
         self.folder = folder / _FOLDER
         self.limit = limit
 
     def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
-        """Bytes of the local copy, which is made first if need be.
+        """Bytes of the local copy, which is fetched first if needed.
 
         Args:
-            version: what `stamp_of` says of the file; of another one there is another copy.
+            version: as in `stamp_of`; each version has its own copy.
 
         Raises:
             FileNotFoundError: the remote file is gone.
@@ -150,14 +150,14 @@ class FileCache:
                         os.utime(file.fileno())
                     return os.pread(file.fileno(), size, start)
             except FileNotFoundError:
-                # Not yet here, or sent away between two reads.
+                # Not fetched yet, or evicted between two reads.
                 self._fetch(address, place)
             except PermissionError as error:
                 raise UserError(f"data.shard_cache: {place} cannot be read ({error.strerror})") from error
-        raise UserError(f"{self.folder}: files go as fast as they come; raise data.shard_cache_gib")
+        raise UserError(f"{self.folder}: shards are evicted as fast as they are fetched; raise data.shard_cache_gib")
 
     def place(self, address: str, version: str) -> Path:
-        """Where the copy of a file is, or would be."""
+        """The path of a file's copy, whether it exists or not."""
         name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 
@@ -186,9 +186,9 @@ class FileCache:
             ) from error
 
     def _remove_left_drafts(self) -> None:
-        """What was being fetched by processes that were killed: nobody holds its lock any more."""
+        """Remove partial files of killed processes: nobody holds their locks any more."""
         for draft in self.folder.iterdir():
-            # Other processes fetch and remove, too, and files may be another user's.
+            # Other processes fetch and remove files too, and some may belong to another user.
             with suppress(OSError):
                 if _DRAFT.fullmatch(draft.name):
                     with draft.with_suffix(".lock").open("w") as lock:
@@ -207,9 +207,9 @@ class FileCache:
             total -= own
 
     def _copies(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of the last use, bytes and path of each copy, and of nothing else that may lie there."""
+        """Time of the last use, bytes and path of each copy; ignores any other files."""
         for file in self.folder.iterdir():
-            # Other processes make room, too.
+            # Other processes evict files too.
             with suppress(FileNotFoundError):
                 about = file.lstat()
                 if _COPY.fullmatch(file.name) and stat.S_ISREG(about.st_mode):

@@ -11,7 +11,7 @@ import numpy as np
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
 
@@ -20,7 +20,7 @@ class Subset:
 
     def __init__(self, source: LabelledSource, rows: np.ndarray) -> None:
         self.source = source
-        # Half the memory where it is enough.
+        # Half the memory, if it is wide enough.
         self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
 
     @property
@@ -57,12 +57,12 @@ class Subset:
 
 
 class Relabelled:
-    """The same images with other labels and class names."""
+    """The same images with different labels and class names."""
 
     def __init__(self, source: LabelledSource, classes: Sequence[str], new_label: np.ndarray) -> None:
         """
         Args:
-            new_label: integer, the label here for each label there.
+            new_label: integers, the new label for each label of `source`.
         """
         self.source = source
         self.classes = tuple(classes)
@@ -95,14 +95,14 @@ class Relabelled:
 
 
 def like_train(source: LabelledSource, train: Source, *, where: str, train_where: str) -> LabelledSource:
-    """A split labelled by the training split's classes, which must hold all of its own that have images.
+    """A split labelled with the training split's classes, which must include all of its own that have images.
 
     Raises:
         UserError: classes that training does not have.
     """
     if source.classes == train.classes:
         return source
-    # Labels that are all numbers make all classes from 0 on, with images or without; in training they may be names.
+    # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
     counts = np.bincount(source.labels, minlength=len(source.classes))
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(train.classes))
     if unknown:
@@ -114,11 +114,11 @@ def like_train(source: LabelledSource, train: Source, *, where: str, train_where
     return Relabelled(source, train.classes, new_label)
 
 
-def as_splits(opened: Mapping[str, LabelledSource], options: Opening, *, where: str) -> dict[str, Source]:
-    """The splits of a dataset, "train" and "val" among them, from its parts, which are "all", or "train" and others.
+def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, where: str) -> dict[str, Source]:
+    """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
-    "test" without labels (all are -1) is left out, else it is "val" where there is none. "all", or "train" alone, is
-    split at random. Labels are those of "train".
+    "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
+    without other parts is split at random. Labels are those of "train".
 
     Raises:
         UserError: see `split_at_random` and `like_train`.
@@ -142,7 +142,7 @@ def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int
 
     Args:
         val_fraction: the share of each class that is kept for validation, in (0, 1).
-        split_seed: of the draws, which depend on nothing else but class names and the order within a class.
+        split_seed: seed of the draws, which otherwise depend only on class names and the order within a class.
         where: what to call the dataset in messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Images that need no disk."""
+"""Synthetic images, which need no disk."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pycls_fast.counter import counter_seed
 
 
 class SyntheticSource:
-    """Noise made on the spot: for measuring everything but disk and decoder, and for tests.
+    """Noise generated on demand: for measuring everything but disk and decoder, and for tests.
 
-    The pixels are a function of (seed, index) alone, uniform in 0..255 and without any relation to the label;
-    labels go round the classes.
+    The pixels depend only on (seed, index), uniform in 0..255 and unrelated to the label; labels cycle through the
+    classes.
     """
 
     def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Tar shards as webdataset writes them, on a disk or behind fsspec: an index of what lies where, then random access."""
+"""Tar shards as webdataset writes them, local or through fsspec: indexed once, then read in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.layout import find_files, is_remote, name_classes, read_class_list
-from pycls_fast.data.sources.options import Opening
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.splits import as_splits
@@ -47,11 +47,11 @@ class TarSource(Mapped):
         Args:
             where: what to call the dataset in messages.
             shards: paths or addresses.
-            versions: of the shards, as texts: which of them the index describes.
-            keys: of the samples, their names within the shard.
+            versions: the shards' versions that the index describes, as strings.
+            keys: the samples' names within their shard.
             arrays: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard;
                 `block_ends`, int64: samples up to the end of each shard.
-            cache: keeps whole remote shards; None reads each image over the network by itself.
+            cache: keeps whole remote shards; None reads each image separately over the network.
         """
         self.classes = tuple(classes)
         self.labels = arrays["labels"]
@@ -86,7 +86,7 @@ class TarSource(Mapped):
 
     @property
     def prefers_blocks(self) -> bool:
-        """Shards behind a network are read one after the other."""
+        """Whether the shards are remote: they are best read one after the other."""
         return is_remote(self._shards[0])
 
     def _shard_number(self, index: int) -> int:
@@ -97,7 +97,7 @@ class TarSource(Mapped):
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}"
 
 
-def open_tars(root: str, options: Opening) -> dict[str, Source]:
+def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
@@ -116,14 +116,14 @@ def open_tars(root: str, options: Opening) -> dict[str, Source]:
 
 
 def _open_split(
-    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: Opening
+    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: OpenOptions
 ) -> TarSource:
     label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
         stamps = list(pool.map(_stamp, shards))
     stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
     if is_remote(shards[0]):
-        # Scanning them means reading them all over the network, however few they are.
+        # However few there are: scanning them means reading all of them over the network.
         cache = CachePolicy(cache.place, smallest=0)
     index = load_or_build(
         root if is_remote(root) else Path(root).absolute(),
@@ -188,7 +188,7 @@ def _build(
 
 
 def _scan(shard: str, label_field: str, may_lack: bool) -> list[_Found]:
-    """The samples of one shard, in its order. Where labels may lack, the label of a sample without is -1.
+    """The samples of one shard, in its order. If labels may be missing, a sample without one gets -1.
 
     Raises:
         UserError: a damaged file, or a sample without image or label.
@@ -213,7 +213,7 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
     """Runs of members with the same key."""
     last: str | None = None
     members: list[_Member] = []
-    # "r:" takes no compression, which would not let us jump to an image.
+    # "r:" refuses compressed files, in which one cannot seek to an image.
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             match = _KEY_AND_EXTENSION.match(member.name)
@@ -229,9 +229,9 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
                 extracted = tar.extractfile(member)
                 content = extracted.read() if extracted is not None else b""
             members.append((extension, member.offset_data, member.size, content))
-            # tarfile remembers all members for as long as the file is open.
+            # tarfile remembers all members as long as the file is open.
             tar.members.clear()  # type: ignore[attr-defined]  # not in typeshed
-        # tarfile takes a header that is cut off for the end.
+        # tarfile takes a truncated header for the end of the archive.
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("there is no end mark")

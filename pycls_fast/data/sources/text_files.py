@@ -1,4 +1,4 @@
-"""Text files that people write, with whatever editor they have."""
+"""Text files written by hand, in any editor."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from pycls_fast.errors import UserError
 
 ENCODING = "utf-8-sig"
-"""UTF-8, with or without the mark that Windows puts before it."""
+"""UTF-8, with or without the byte order mark that Windows adds."""
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines that hold something, without blanks around them.
+    """The lines that are not blank, stripped.
 
     Raises:
         OSError: there is no such file, or it may not be read.
-        UserError: it is not UTF-8.
+        UserError: the file is not UTF-8.
     """
     try:
         text = file.read_text(encoding=ENCODING)
@@ -25,7 +25,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def not_utf8(file: Path) -> UserError:
-    """For a file that could not be decoded; says the line."""
+    """The error for a file that is not UTF-8, with the line number."""
     content = file.read_bytes()
     line = 1
     try:

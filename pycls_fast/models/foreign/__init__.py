@@ -1,4 +1,4 @@
-"""Checkpoints of other projects in our names, and ours in theirs."""
+"""Converts other projects' checkpoints to our names, and ours to theirs."""
 
 from pycls_fast.models.foreign.fit import Fitted, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described

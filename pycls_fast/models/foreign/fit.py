@@ -1,4 +1,4 @@
-"""Weights of one model put into another that differs in classes, channels, image or patch size."""
+"""Adapts weights to a model with different classes, channels, image or patch size."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Fitted:
-    """Tensors for a network, and what had to be done to them.
+    """Tensors for a network, and how they were adapted.
 
     Attributes:
-        tensors: by the network's names; what is not among them is left as it is.
-        loaded: names of those that are the file's as they were.
-        adapted: names of the others, and how.
-        fresh: names left as they are, and why.
-        left_out: names in the file that the network has no place for, and why that is right.
+        tensors: by the network's names; all other tensors of the network keep their values.
+        loaded: names of those that are unchanged.
+        adapted: names of the others, and how they were adapted.
+        fresh: names of the network's tensors that keep their values, and why.
+        left_out: names in the file for which the network has no place, and why that is correct.
     """
 
     source: str
@@ -47,11 +47,11 @@ class Fitted:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def note(self, name: str, how: str) -> None:
-        """Say of a tensor what was done to it, behind what was said before."""
+        """Record how a tensor was adapted, after any earlier notes on it."""
         self.adapted[name] = f"{self.adapted[name]}; {how}" if name in self.adapted else how
 
     def table(self) -> list[tuple[str, str]]:
-        """Rows (what, which) for the screen: a short table of what was loaded, adapted and left fresh."""
+        """Rows (what, which) for the screen: what was loaded, adapted and left fresh."""
         what = self.layout + (f", {self.part}" if self.part else "")
         rows = [("file", f"{self.source} ({what})"), ("loaded", f"{len(self.loaded)} tensors")]
         rows += [("adapted", f"{name}: {how}") for name, how in self.adapted.items()]
@@ -61,7 +61,7 @@ class Fitted:
 
 
 def _grouped(found: Mapping[str, str]) -> list[str]:
-    """Names with the same reason on one line, the first three of them."""
+    """One line per reason, with the first three names."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in found.items():
         by_reason.setdefault(reason, []).append(name)
@@ -69,19 +69,20 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
 
 
 def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
-    """Tensors for the network's names and shapes.
+    """Convert weights to the network's names and shapes.
 
-    Another number of classes leaves the head fresh; positions are interpolated, patches and the first convolution
-    resampled as timm does it; a first layer that takes BGR is turned to RGB. All else that does not fit is an error.
+    With a different number of classes the head keeps its initial values; positions are interpolated, patches and the
+    first convolution resampled as in timm; a first layer that takes BGR is converted to RGB. Any other mismatch is an
+    error.
 
     Args:
         read: what a source holds.
-        network: of this package; its values are not looked at and not changed, so that it may be without memory.
-        allow: names, with * for any part of one, of the file or of the network, that may be missing, unexpected or of
-            another shape: such tensors of the network are left fresh, such ones of the file are not used.
+        network: one of this package; its values are neither read nor changed, so it may be on the meta device.
+        allow: names in the file or the network, with * as a wildcard, that may be missing, unexpected or differ in
+            shape: such tensors of the network keep their values, such tensors of the file are not used.
 
     Raises:
-        UserError: what does not fit, a line for each kind, with the names to allow.
+        UserError: mismatches, one line for each kind, with the names to allow.
     """
     _check_shortcut(network, read.shortcut, read.source)
     check_kind(network, read.traits, read.source)
@@ -104,7 +105,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
 
 
 def _check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: str) -> None:
-    """Shortcuts of both kinds have the same tensors, and compute something else with them."""
+    """Check the kind of shortcut: both have the same tensors, but compute different functions."""
     if isinstance(network, ResNet) and shortcut not in (None, network.shortcut):
         how = {"pool": "a mean before their convolution", "conv": "the stride of their convolution"}
         raise UserError(
@@ -114,11 +115,11 @@ def _check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: s
 
 
 def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple[dict[str, Tensor], list[str]]:
-    """The file's tensors by the network's names, and the names of those that have none."""
+    """The file's tensors by the network's names, and the names of those without a counterpart."""
     if not isinstance(network, TimmModel):
         if read.layout == OTHER:
             names = ", ".join(list(read.plain)[:3])
-            raise UserError(f"weights: {read.source} is of no kind that is known; its first names are {names}")
+            raise UserError(f"weights: {read.source} is of an unknown kind; its first names are {names}")
         return dict(read.tensors), list(read.unknown)
     if read.layout == OURS and any(name.startswith("network.") for name in read.tensors):
         return dict(read.tensors), []
@@ -138,22 +139,22 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
 
 
 def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What timm itself does to older files of a model, and to positions of another size."""
+    """Apply timm's own conversion of older files of a model and of positions of a different size."""
     module = importlib.import_module(type(network.network).__module__)
     change = getattr(module, "checkpoint_filter_fn", None) or getattr(module, "_filter_fn", None)
     if change is None:
         return state
-    # Some take the state alone.
+    # Some take only the state.
     takes_model = len(inspect.signature(change).parameters) > 1
     try:
         return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
-    except Exception:  # noqa: BLE001  # of any kind: they take for granted what their own model's files have
-        # It is another model's file then, and `_resolve` says what does not fit.
+    except Exception:  # noqa: BLE001  # of any kind: they assume the files of their own model
+        # Then the file is of a different model, and `_resolve` reports what does not fit.
         return state
 
 
 def _turn_to_rgb(tensors: dict[str, Tensor], network: Network, fitted: Fitted) -> None:
-    """The first layer of a network that was trained on images with blue first, for images with red first."""
+    """Convert the first layer of a network that was trained on BGR images to RGB."""
     name = f"{network.first_conv_name}.weight"
     if name in tensors and tensors[name].ndim == 4:
         tensors[name] = tensors[name].flip(1)
@@ -165,7 +166,7 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
     if weight in tensors and tuple(tensors[weight].shape) == shapes[weight]:
         return
     if weight in tensors and tensors[weight].shape[0] == shapes[weight][0] and "pre_logits.weight" not in shapes:
-        # As many classes on other features is no other task but another model; `_resolve` says so.
+        # The same classes on other features mean a different model, not a new task; `_resolve` reports it.
         return
     before = f"{tensors[weight].shape[0]} classes in the file" if weight in tensors else "none in the file"
     for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
@@ -179,7 +180,7 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
 def _fit_norm(
     tensors: dict[str, Tensor], network: VisionTransformer, read: ReadWeights, head: str, fitted: Fitted
 ) -> None:
-    """The final norm has the same name wherever it is, but not the same statistics."""
+    """Check the place of the final norm, which has the same name everywhere, but different statistics."""
     pooled = network.classifier != "token"
     here = "after_pool" if pooled and network.classifier_norm == "after_pool" else "every_token"
     if read.norm in (None, here):
@@ -227,7 +228,7 @@ def _fit_channels(tensors: dict[str, Tensor], network: Network, shapes: Shapes, 
 def _resolve(
     tensors: dict[str, Tensor], unknown: Sequence[str], shapes: Shapes, fitted: Fitted, allow: Sequence[str]
 ) -> None:
-    """Sort what is left into what fits, what is allowed not to, and errors."""
+    """Sort the remaining tensors into those that fit, allowed mismatches, and errors."""
 
     def allowed(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in allow)
@@ -239,7 +240,7 @@ def _resolve(
         if name not in tensors:
             if name.endswith("num_batches_tracked"):
                 fitted.tensors[name] = torch.tensor(0)
-                fitted.adapted[name] = "0, for the file has no step counter"
+                fitted.adapted[name] = "0, because the file has no step counter"
             elif allowed(name):
                 fitted.fresh[name] = "not in the file"
             else:
@@ -269,5 +270,5 @@ def _resolve(
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
         raise UserError(
-            *lines, f"weights: choose the model that they are of{kept}, or name those to go without in weights_allow"
+            *lines, f"weights: choose the model that they belong to{kept}, or name the tensors to skip in weights_allow"
         )

@@ -1,7 +1,7 @@
-"""Google's vision transformers in numpy's `.npz`: the original ones, AugReg's, and big_vision's.
+"""Google's vision transformers as NumPy `.npz` files: the original ones, AugReg's, and big_vision's.
 
-Flax keeps the kernels of dense layers as (in, out), of attention as (in, heads, width of one head) and (heads, width,
-out), of convolutions as (height, width, in, out). big_vision stacks the blocks where it scans over them.
+Flax stores kernels of dense layers as (in, out), of attention as (in, heads, width of one head) and (heads, width,
+out), of convolutions as (height, width, in, out). big_vision stacks the blocks if it scans over them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 Arrays = Mapping[str, Tensor]
 
 NORM_EPS = 1e-6
-"""Of LayerNorms: flax's default, which neither project changes."""
+"""Epsilon of LayerNorms: flax's default, which neither project changes."""
 _PREFIXES = ("opt/target/", "params/img/", "params/", "")
 _OUTSIDE = {
     "cls": "class_token.value",
@@ -34,14 +34,14 @@ _ATTENTION = {"query": "query", "key": "key", "value": "value", "out": "projecti
 
 
 def is_jax_vit(arrays: Arrays) -> bool:
-    """Whether an archive holds a vision transformer of Google's."""
+    """Whether an archive holds one of Google's vision transformers."""
     return any(f"{prefix}embedding/kernel" in arrays for prefix in _PREFIXES)
 
 
 def read_jax_vit(arrays: Arrays) -> tuple[dict[str, Tensor], list[str]]:
-    """What of an archive is a vision transformer's, in our names, and the rest (an optimizer's state is left out).
+    """A vision transformer's tensors from an archive, in our names, and the rest's names (without optimizer state).
 
-    Every token is normed before the pooling: classifier_norm="before_pool" for a model without a class token.
+    Every token is normalised before pooling: classifier_norm="before_pool" for a model without a class token.
     """
     prefix = next(prefix for prefix in _PREFIXES if f"{prefix}embedding/kernel" in arrays)
     own = {name[len(prefix) :]: tensor for name, tensor in arrays.items() if name.startswith(prefix)}
@@ -56,13 +56,13 @@ def read_jax_vit(arrays: Arrays) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def heads(arrays: Arrays) -> int | None:
-    """How many attention heads the blocks have, by the shape (in, heads, width of one head) of their queries."""
+    """The number of attention heads, from the shape (in, heads, width of one head) of the queries' kernels."""
     name = next((n for n in arrays if re.search(r"encoderblock.*Attention_\d/query/kernel$", n)), None)
     return None if name is None or arrays[name].ndim < 3 else arrays[name].shape[-2]
 
 
 def _ours(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Our names and tensors of one array: several where blocks are stacked, none for what is not known."""
+    """Our names and tensors of one array: several if blocks are stacked, none if it is not known."""
     if name in _OUTSIDE:
         squeezed = tensor.reshape(tensor.shape[-1:]) if name == "cls" else tensor
         if name.endswith("pos_embedding"):
@@ -79,7 +79,7 @@ def _ours(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if match is None:
         return
     number, inner = match[1], match[2]
-    # The second norm is number 2 where attention and MLP are counted with the norms.
+    # The second norm has number 2 if attention and MLP are counted with the norms.
     norms = {"0": "norm1", "1": "norm2", "2": "norm2"}
     if number is not None:
         yield from ((f"blocks.{number[1:]}.{key}", value) for key, value in _part(inner, tensor, norms=norms))
@@ -89,7 +89,7 @@ def _ours(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _part(name: str, tensor: Tensor, *, norms: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Of a block or of the MAP head."""
+    """Names and tensors of one array of a block or of the MAP head."""
     if match := re.fullmatch(r"LayerNorm_(\d)/(scale|bias)", name):
         if match[1] in norms:
             yield f"{norms[match[1]]}.{'weight' if match[2] == 'scale' else 'bias'}", tensor

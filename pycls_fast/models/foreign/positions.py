@@ -1,4 +1,4 @@
-"""Learned positions of a vision transformer made to fit another set of tokens, another image or another patch size."""
+"""Adapts a vision transformer's learned positions to different tokens, image or patch sizes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from pycls_fast.models.vit import VisionTransformer
 
 _NAME = "positions.value"
-# In the order of their rows, which are in front of the patches'.
+# In the order of their rows, which precede the patches'.
 _TOKENS = {"class_token.value": "class token", "registers.value": "registers"}
 
 
 def fit_positions(
     tensors: dict[str, Tensor], network: VisionTransformer, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Put the rows of a file where the network has them; what is no square grid behind its tokens is left alone.
+    """Arrange a file's rows as the network has them; anything but a square grid after the tokens is left as it is.
 
-    Rows of tokens that both have are kept. Where the network has positions for the patches alone they are added to the
-    tokens themselves, which is the same; where the file has none they are zeros. The patches' are interpolated, bicubic
-    and antialiased.
+    Rows of tokens that both have are kept. If the network has positions only for the patches, the tokens' rows are
+    added to the tokens themselves, which is equivalent; if the file has none, they are zeros. The patches' rows are
+    interpolated, bicubic and antialiased.
 
     Args:
         tensors: by our names; changed in place.
-        network: its values are not looked at.
-        shapes: of its tensors.
+        network: its values are not read.
+        shapes: those of its tensors.
 
     Returns:
         What was done to which tensor, by name.

@@ -1,4 +1,4 @@
-"""What other projects say of their weights: their full name, and what is done to an image before it is scored."""
+"""Full names and image preprocessing of other projects' weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pycls_fast.paths import user_path
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resize the short side, cut out the centre, normalise.
+    """Preprocessing for scoring: resize the short side, cut out the centre, normalise.
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size, short_side: of the crop and of the resized image, in pixels.
-        interpolation: of that resizing.
-        mean, std: of each channel, as fractions of 255.
-        unknown: what of it there is nothing for here, in words; empty where all of it can be done.
+        image_size, short_side: sizes of the crop and of the resized image, in pixels.
+        interpolation: that of the resizing.
+        mean, std: per channel, as fractions of 255.
+        unknown: what of it is not supported here, in words; empty if everything is.
     """
 
     weights: str
@@ -35,17 +35,17 @@ class Preprocessing:
 
 
 def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing | None:
-    """The description that comes with weights: timm's and torchvision's by name, and files beside timm's `config.json`.
+    """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
 
     Args:
-        source: what `read_weights` takes, or a path.
-        for_scoring: the whole of it has to be known here; else mean and std alone.
+        source: what `read_weights` takes, or a path, beside which the `config.json` lies.
+        for_scoring: all of it has to be supported here; else only mean and std.
 
     Returns:
         None for weights that come without one.
 
     Raises:
-        UserError: no such weights, or, for scoring, a preprocessing that there is nothing for here.
+        UserError: no such weights, or, for scoring, a preprocessing that is not supported here.
     """
     about = _described(str(source))
     if about is not None and for_scoring and about.unknown:
@@ -65,7 +65,7 @@ def _described(text: str) -> Preprocessing | None:
     try:
         config = json.loads(about.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"weights: {about} is no JSON ({error})") from error
+        raise UserError(f"weights: {about} is not valid JSON ({error})") from error
     # Other libraries keep a config.json beside their weights, too.
     kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
     return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
@@ -84,7 +84,7 @@ def _of_timm_name(name: str) -> Preprocessing | None:
 
 
 def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
-    """As `timm.data.create_transform` reads it, at the size that the weights are meant to be tested at."""
+    """The preprocessing as `timm.data.create_transform` reads it, at the size meant for testing."""
     size = (kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))[-1]
     crop = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
     is_centre = kept.get("crop_mode", "center") == "center" and crop <= 1
@@ -95,14 +95,14 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
         image_size=int(size),
         short_side=math.floor(size / crop),
         interpolation=interpolation,
-        mean=three(kept.get("mean", (0.485, 0.456, 0.406))),
-        std=three(kept.get("std", (0.229, 0.224, 0.225))),
+        mean=rgb_triple(kept.get("mean", (0.485, 0.456, 0.406))),
+        std=rgb_triple(kept.get("std", (0.229, 0.224, 0.225))),
         unknown=_unknown(interpolation) if is_centre else way,
     )
 
 
 def torchvision_weights(name: str) -> tuple[str, Any]:
-    """Of "resnet50.IMAGENET1K_V2", or "resnet50": the model's name, and torchvision's entry (a `WeightsEnum`).
+    """Model name and torchvision's `WeightsEnum` entry for "resnet50.IMAGENET1K_V2" or "resnet50".
 
     Raises:
         UserError: torchvision has no such weights.
@@ -124,8 +124,8 @@ def _of_torchvision_name(name: str) -> Preprocessing:
         image_size=steps.crop_size[0],
         short_side=steps.resize_size[0],
         interpolation=steps.interpolation.value,
-        mean=three(steps.mean),
-        std=three(steps.std),
+        mean=rgb_triple(steps.mean),
+        std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
     )
 
@@ -135,7 +135,7 @@ def _unknown(interpolation: str) -> str:
     return "" if has_it else f"interpolation={interpolation}, and here are bilinear and bicubic"
 
 
-def three(values: Any) -> tuple[float, float, float]:
-    """Of red, green and blue."""
+def rgb_triple(values: Any) -> tuple[float, float, float]:
+    """Three floats, one per RGB channel."""
     first, second, third = (float(value) for value in values)
     return first, second, third

@@ -1,4 +1,4 @@
-"""The files of pycls (`.pyth`): its ViT with either stem, its ResNet and ResNeXt, and its RegNets in timm's names."""
+"""Checkpoints of pycls (`.pyth`): its ViT with either stem, its ResNet and ResNeXt, and its RegNets in timm's names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RESNET = "pycls resnet"
 
 
 def is_pycls(state: State) -> bool:
-    """Whether these are a ViT's, a ResNet's or a RegNet's of pycls."""
+    """Whether these tensors are from a ViT, ResNet or RegNet of pycls."""
     return "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state
 
 
 def parsed(settings: str) -> dict[str, Mapping[str, Any]]:
-    """The sections of a run's configuration, which a checkpoint holds as YAML text; none where it is something else."""
+    """The sections of a run's configuration, which a checkpoint holds as YAML; empty if it is something else."""
     import yaml
 
     try:
@@ -32,10 +32,10 @@ def parsed(settings: str) -> dict[str, Mapping[str, Any]]:
 
 
 def takes_bgr(settings: str) -> bool:
-    """Whether a run's first layer takes the channels as blue, green, red.
+    """Whether a run's first layer takes channels in the order blue, green, red.
 
-    pycls reads ImageNet's images with OpenCV and hands them on in its order (`datasets/imagenet.py`, all versions), as
-    it did for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
+    pycls reads ImageNet's images with OpenCV and keeps its channel order (`datasets/imagenet.py`, all versions), also
+    for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
     """
     found = parsed(settings)
     by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
@@ -43,7 +43,7 @@ def takes_bgr(settings: str) -> bool:
 
 
 def traits(settings: str) -> Traits:
-    """What a run's configuration says of its model and the tensors do not."""
+    """Traits of the model in a run's configuration, which the tensors do not show."""
     found = parsed(settings)
     kind = found.get("MODEL", {}).get("TYPE")
     if kind == "vit":
@@ -56,9 +56,9 @@ def traits(settings: str) -> Traits:
 
 
 def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """`ViT` of pycls' branches main and vitconfigs: what of a file is known, in our names, and the rest.
+    """`ViT` of pycls' branches main and vitconfigs: the known tensors, in our names, and the names of the rest.
 
-    It norms every token before the mean: classifier_norm="before_pool" for CLASSIFIER_TYPE pooled.
+    It normalises every token before the mean: classifier_norm="before_pool" for CLASSIFIER_TYPE pooled.
     """
     # main has tokens before samples, (N, 1, D), vitconfigs samples first.
     samples_first = "pos_embedding" in state and state["pos_embedding"].shape[:1] == (1,)
@@ -69,7 +69,7 @@ def read_pycls_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
     for index in range(depth(state, "encoder.block_")):
         theirs, ours = f"encoder.block_{index}", f"blocks.{index}"
         table += layer(f"{theirs}.ln_1", f"{ours}.norm1")
-        # main has torch's attention in a `block`, vitconfigs its own; before either it was torch's itself.
+        # main has torch's attention in a `block`, vitconfigs its own; earlier versions used torch's directly.
         inner = f"{theirs}.self_attention"
         if f"{inner}.block.in_proj_weight" in state:
             inner += ".block"
@@ -92,7 +92,7 @@ def _conv_stem(state: State) -> list[Entry]:
 
 
 def read_pycls_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """`ResNet` of pycls for ImageNet (and its `anynet` of the same blocks), in our names, and the rest."""
+    """pycls' `ResNet` for ImageNet (and `anynet` with the same blocks), in our names, and the names of the rest."""
     table = conv_norm("stem.conv", "stem.bn", "stem.conv", "stem.norm")
     names = ((f"s{stage + 1}.b", stage) for stage in range(4))
     for prefix, stage in names:
@@ -124,7 +124,7 @@ _REGNET = (
 
 
 def regnet_in_timm_names(state: State) -> dict[str, Tensor]:
-    """A RegNet of pycls under timm's names; its stages, blocks, stem and head are called the same in both."""
+    """A RegNet of pycls under timm's names; stages, blocks, stem and head have the same names in both."""
     renamed = {}
     for name, tensor in state.items():
         new = name

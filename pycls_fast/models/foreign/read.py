@@ -1,4 +1,4 @@
-"""Files of weights, read without running code from them, and whose they are."""
+"""Reads files of weights without running code from them, and recognises their layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HUBS = ("timm:", "torchvision:")
 
 @dataclass(frozen=True)
 class Contents:
-    """A file's tensors under their own names; the rest as in `ReadWeights`."""
+    """A file's tensors under their own names; other fields as in `ReadWeights`."""
 
     tensors: Mapping[str, Tensor]
     part: str = ""
@@ -38,27 +38,27 @@ class Contents:
     step: int | None = None
     traits: Traits = field(default_factory=Traits)
     settings: str = ""
-    """Of the run, as pycls writes them."""
+    """The run's configuration, as pycls writes it."""
 
 
 @dataclass(frozen=True)
 class ReadWeights:
-    """What a source holds.
+    """The weights that a source holds.
 
     Attributes:
         source: as it was named.
-        layout: whose names the file has, such as "timm vision transformer".
-        tensors: in our names where the layout is known, else in the file's.
-        unknown: tensors of the file that have no name of ours, and their shapes.
+        layout: whose naming scheme the file has, such as "timm vision transformer".
+        tensors: in our names if the layout is known, else in the file's.
+        unknown: tensors of the file that have no name in ours, and their shapes.
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
-        norm: what a vision transformer's final norm was trained on; None where the file does not say.
-        shortcut: how a ResNet's shortcuts make maps smaller; None where the file does not say.
+        norm: what a vision transformer's final norm was trained on; None if the file does not say.
+        shortcut: how a ResNet's shortcuts downsample; None if the file does not say.
         bgr: the first layer takes the channels as blue, green, red.
-        traits: what it computes with them, as far as no tensor shows it and the source says it.
-        part: which of several sets of weights in the file was taken, such as "ema_state"; empty where there is one.
-        classes: names of the outputs, where the file has them.
-        step: at which a run of ours saved it, where the file says so.
-        plain: the file's own tensors, names and all.
+        traits: settings that the source gives and no tensor shows.
+        part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
+        classes: names of the outputs, if the file has them.
+        step: the step at which one of our runs saved it, if the file says so.
+        plain: the file's own tensors under their own names.
     """
 
     source: str
@@ -77,7 +77,7 @@ class ReadWeights:
 
 
 def is_hub(source: str) -> bool:
-    """Whether a source is to be downloaded by name."""
+    """Whether a source is a name to download."""
     return source.startswith(_HUBS)
 
 
@@ -85,13 +85,12 @@ def read_weights(source: str) -> ReadWeights:
     """Weights in our names, from a file or a hub.
 
     Args:
-        source: `timm:NAME` or `torchvision:NAME` (`resnet50.IMAGENET1K_V2`, or without the part behind the dot for the
-            default ones), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT),
-            `.pth`, `.pyth`, `.pt`, `.bin` (torch's).
+        source: `timm:NAME` or `torchvision:NAME` (`resnet50.IMAGENET1K_V2`, or without the part after the dot for the
+            default weights), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT), `.pth`,
+            `.pyth`, `.pt`, `.bin` (torch's).
 
     Raises:
-        UserError: no such file or name, a file that is not what its name says, that is damaged, or that needs code to
-            be read.
+        UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
     """
     if source.startswith("timm:"):
         contents = _from_timm_hub(source.removeprefix("timm:"))
@@ -100,13 +99,15 @@ def read_weights(source: str) -> ReadWeights:
     else:
         path = user_path(source)
         if not path.is_file():
-            raise UserError(f"weights: {source} is no file; give a file, a run folder, timm:NAME or torchvision:NAME")
+            raise UserError(
+                f"weights: {source} is not a file; give a file, a run folder, timm:NAME or torchvision:NAME"
+            )
         contents = read_file(path)
-    return _recognised(source, contents)
+    return _in_our_names(source, contents)
 
 
 def read_file(path: Path) -> Contents:
-    """What is in a file of one of the known kinds."""
+    """Read a file of one of the known kinds."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npz":
@@ -138,8 +139,8 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"weights: {path} is no archive of plain arrays ({error})") from error
-    # Two bytes of an unknown type are how numpy sees bfloat16.
+        raise UserError(f"weights: {path} is not an archive of plain arrays ({error})") from error
+    # numpy sees bfloat16 as two bytes of an unknown type.
     narrow = {name for name, array in arrays.items() if array.dtype.kind == "V" and array.dtype.itemsize == 2}
     tensors = {}
     for name, array in arrays.items():
@@ -151,7 +152,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. Plain data all of them.
+    # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. All are plain data.
     import numpy as np
 
     harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
@@ -163,20 +164,20 @@ def _read_torch(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line), "")
         raise UserError(
-            f"weights: {path} holds more than tensors and plain values, and is not read, for that could run its code "
-            f"({reason.strip() or 'damaged'})"
+            f"weights: {path} holds more than tensors and plain values, and is not read because that could run its "
+            f"code ({reason.strip() or 'damaged'})"
         ) from error
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        raise UserError(f"weights: {path} cannot be read as a file of torch ({first_line(error)})") from error
+        raise UserError(f"weights: {path} cannot be read as a PyTorch file ({first_line(error)})") from error
 
 
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
 def _unwrapped(path: Path, loaded: Any) -> Contents:
-    """The one set of weights to take out of what a training script saved."""
+    """The one set of weights to use from what a training script saved."""
     if not isinstance(loaded, Mapping):
-        raise UserError(f"weights: {path} holds a {type(loaded).__name__} and no weights by name")
+        raise UserError(f"weights: {path} holds a {type(loaded).__name__}, not weights by name")
     part = _choose_part(loaded)
     state = loaded[part] if part else loaded
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
@@ -187,7 +188,7 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
 
 
 def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what torch's wrappers put in front of the names, one before the other, and without their own counter."""
+    """Remove the (possibly nested) prefixes of torch's wrappers from the names, and the wrappers' own counter."""
     found = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
     while prefix := next((p for p in ("module.", "_orig_mod.") if found and all(n.startswith(p) for n in found)), ""):
         found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
@@ -199,7 +200,7 @@ def _choose_part(loaded: Mapping[str, Any]) -> str:
         # pycls: the better of the weights and their average, by the errors it has measured.
         errors = {key: loaded.get(f"{key}_err", 100.0) for key in ("test", "ema")}
         return "ema_state" if "ema_state" in loaded and errors["ema"] < errors["test"] else "model_state"
-    # The average where there is one, as timm's loader.
+    # The average if there is one, like timm's loader.
     keys = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
     return next((key for key in keys if isinstance(loaded.get(key), Mapping) and loaded[key]), "")
 
@@ -227,16 +228,16 @@ def _from_torchvision_hub(name: str) -> Contents:
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
         return fetch()
-    except Exception as error:  # hubs and what they are built on raise dozens of kinds
+    except Exception as error:  # hubs and their libraries raise dozens of kinds
         raise UserError(
-            f"weights: {source} could not be had ({first_line(error)}); without a network, download the file elsewhere "
-            "and give its path"
+            f"weights: {source} could not be downloaded ({first_line(error)}); without a network, download the file "
+            "elsewhere and give its path"
         ) from error
 
 
-def _recognised(source: str, contents: Contents) -> ReadWeights:
+def _in_our_names(source: str, contents: Contents) -> ReadWeights:
     state = contents.tensors
-    layout, tensors, unknown = recognise(state)
+    layout, tensors, unknown = detect_layout(state)
     unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
     norm: NormPlace | None = None
     if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
@@ -250,7 +251,7 @@ def _recognised(source: str, contents: Contents) -> ReadWeights:
     elif pycls.is_pycls(state):
         traits = pycls.traits(contents.settings)
     if layout in (_JAX, pycls.VIT) and "class_token.value" in tensors:
-        # Both have one only where the head sees it.
+        # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
     return ReadWeights(
         source=source,
@@ -274,8 +275,8 @@ OURS = "pycls_fast"
 OTHER = "unknown"
 
 
-def recognise(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
-    """Whose names these are, the tensors in ours, and what has no name in ours (all of it, for names not known)."""
+def detect_layout(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
+    """The layout, the tensors in our names, and the names without one of ours (all of them for an unknown layout)."""
     pycls_resnet = "s1.b1.f.a.weight" in state and "s1.b1.f.se.f_ex.0.weight" not in state
     readers: tuple[tuple[bool, str, Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]]], ...] = (
         (jax.is_jax_vit(state), _JAX, jax.read_jax_vit),

@@ -1,7 +1,7 @@
-"""What conversions of checkpoints are made of: tables of entries (their name, our names, how the tensor differs).
+"""Conversion tables for checkpoints: entries of their name, our names, and how the tensor differs.
 
-A table is read from left to right or back, so that each pair of functions are inverses by construction. Tensors are
-renamed, reshaped, cut or joined, never computed with; they may share memory with the input.
+A table works in both directions, so each pair of functions are inverses by construction. Tensors are renamed, reshaped,
+split or joined, never computed with; they may share memory with the input.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of theirs and what it is in ours."""
+    """One of their tensors and its counterparts in ours."""
 
     theirs: str
     ours: tuple[str, ...]
-    """One name, or several whose tensors, joined in dimension 0, are theirs."""
+    """One name, or several whose tensors, concatenated along dimension 0, are theirs."""
     ones: tuple[int, ...] = ()
-    """Dimensions of size 1 that theirs has and ours has not."""
+    """Dimensions of size 1 that only theirs has."""
     counter: bool = False
-    """A batch norm's step counter, which old files lack; then it is 0."""
+    """Whether it is a batch norm's step counter, which old files lack; then it is 0."""
 
 
 def depth(state: State, prefix: str) -> int:
-    """One more than the highest number that follows the prefix; 0 when no key has it."""
+    """One more than the highest number after the prefix; 0 if no key has the prefix."""
     tails = (name[len(prefix) :].split(".")[0] for name in state if name.startswith(prefix))
     return max((int(tail) + 1 for tail in tails if tail.isdigit()), default=0)
 
@@ -42,7 +42,7 @@ def layer(theirs: str, ours: str) -> list[Entry]:
 
 
 def joined(theirs_prefix: str, attention: str, parts: Sequence[str] = ("query", "key", "value")) -> list[Entry]:
-    """A layer whose output is that of several of ours, one under another."""
+    """A layer whose output is the concatenation of several of ours."""
     return [
         Entry(f"{theirs_prefix}{kind}", tuple(f"{attention}.{part}.{kind}" for part in parts))
         for kind in ("weight", "bias")
@@ -50,7 +50,7 @@ def joined(theirs_prefix: str, attention: str, parts: Sequence[str] = ("query", 
 
 
 def conv_norm(theirs_conv: str, theirs_norm: str, ours_conv: str, ours_norm: str) -> list[Entry]:
-    """A convolution without bias and the batch norm behind it."""
+    """A convolution without bias and the batch norm after it."""
     kinds = ("weight", "bias", "running_mean", "running_var")
     return [
         Entry(f"{theirs_conv}.weight", (f"{ours_conv}.weight",)),
@@ -60,10 +60,10 @@ def conv_norm(theirs_conv: str, theirs_norm: str, ours_conv: str, ours_norm: str
 
 
 def translate(state: State, table: Sequence[Entry], what: str) -> tuple[dict[str, Tensor], list[str]]:
-    """What of `state` is in the table, in our names, and the names that are not in it.
+    """The tensors of `state` that are in the table, in our names, and the names that are not.
 
     Raises:
-        UserError: a tensor whose shape cannot be that of what the table says.
+        UserError: a tensor whose shape contradicts the table.
     """
     ours: dict[str, Tensor] = {}
     known = set()
@@ -84,7 +84,7 @@ def translate(state: State, table: Sequence[Entry], what: str) -> tuple[dict[str
 
 
 def to_ours(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
-    """All of `state` in our names; every entry of the table has to be there, and nothing else."""
+    """All of `state` in our names; every entry of the table must be present, and nothing else."""
     _check(state, (e.theirs for e in table), what, optional={e.theirs for e in table if e.counter})
     return translate(state, table, what)[0]
 
@@ -96,7 +96,7 @@ def to_theirs(state: State, table: Sequence[Entry], what: str) -> dict[str, Tens
 
 
 def translate_back(state: State, table: Sequence[Entry]) -> tuple[dict[str, Tensor], list[str]]:
-    """What of ours is in the table, in their names, and our names of the rest."""
+    """The tensors of ours that are in the table, in their names, and our names of the rest."""
     theirs: dict[str, Tensor] = {}
     known: set[str] = set()
     for entry in table:

@@ -1,4 +1,4 @@
-"""timm's vision transformers, and the files of DeiT, DeiT III and MAE, whose models are timm's of their day."""
+"""Names of timm's vision transformers, and of DeiT, DeiT III and MAE, whose models are older versions of timm's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ VIT = "timm vision transformer"
 
 
 def from_timm_vit(state: State) -> dict[str, Tensor]:
-    """timm's `VisionTransformer` (1.0): class token, mean or MAP head, with registers, layer scale and QK-norm or not.
+    """Convert timm's `VisionTransformer` (1.0): class token, mean or MAP head; registers, layer scale, QK-norm.
 
-    Where the final norm is does not show in our names: `fc_norm` of theirs is classifier_norm="after_pool", `norm`
-    "before_pool" (with a class token the same function).
+    Our names do not show where the final norm is: their `fc_norm` is classifier_norm="after_pool", `norm` "before_pool"
+    (with a class token the same function).
 
     Raises:
         UserError: missing or unexpected keys, each named.
@@ -38,7 +38,7 @@ def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
     """The inverse of `from_timm_vit`.
 
     Args:
-        state: ours; a model with fixed positions has none to give, which is an error.
+        state: ours; fixed positions are not in it, which is an error.
         norm: timm's name of the final norm; None: "norm" for a model with a class token or a MAP head, else "fc_norm".
     """
     if norm is None:
@@ -47,14 +47,14 @@ def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
 
 
 def read_timm_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """What of a file is a vision transformer's, in our names, and the rest: files of pre-training have no head."""
+    """A vision transformer's tensors in our names, and the names of the rest. The head may be missing."""
     renamed = {name.replace("gamma_1", "ls1.gamma").replace("gamma_2", "ls2.gamma"): t for name, t in state.items()}
     table = timm_vit(renamed, norm="fc_norm" if "fc_norm.weight" in renamed else "norm")
     return translate(renamed, [*table, *layer("pre_logits.fc", "pre_logits")], VIT)
 
 
 def in_timm_names(state: State, *, norm: Norm) -> tuple[dict[str, Tensor], list[str]]:
-    """What of our tensors timm's vision transformer has names for, and our names of the rest."""
+    """Our tensors that timm's vision transformer has, in its names, and our names of the rest."""
     return translate_back(state, timm_vit(state, norm=norm, ours=True))
 
 

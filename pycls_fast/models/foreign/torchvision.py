@@ -1,4 +1,4 @@
-"""torchvision's vision transformers and ResNets; timm's ResNets have the same names."""
+"""Names of torchvision's vision transformers and ResNets; timm's ResNets have the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESNET = "torchvision resnet"
 
 
 def from_torchvision_vit(state: State) -> dict[str, Tensor]:
-    """torchvision's `VisionTransformer` (vit_b_16 and its sisters), as a model has it from 0.13 on.
+    """Convert torchvision's `VisionTransformer` (vit_b_16 and the others), as named from 0.13 on.
 
     Raises:
         UserError: missing or unexpected keys, each named.
@@ -37,7 +37,7 @@ def to_torchvision_vit(state: State) -> dict[str, Tensor]:
 
 
 def read_torchvision_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """What of a file is a vision transformer's, in our names, and the rest; files before 0.13 are read too."""
+    """A vision transformer's tensors in our names, and the names of the rest; also for files from before 0.13."""
     renamed = {
         name.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."): tensor
         for name, tensor in state.items()
@@ -46,9 +46,9 @@ def read_torchvision_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def from_torchvision_resnet(state: State) -> dict[str, Tensor]:
-    """torchvision's resnet18 to resnet152, resnext and wide_resnet; timm's of these names, and its ResNet-C and -D.
+    """Convert torchvision's resnet18 to 152, resnext and wide_resnet, timm's of these names, its ResNet-C and -D.
 
-    Files older than the batch norm's step counter are read too: the counter is then 0.
+    Files from before batch norm's step counter are accepted: the counter is then 0.
 
     Raises:
         UserError: missing or unexpected keys, each named.
@@ -66,7 +66,7 @@ def to_torchvision_resnet(state: State) -> dict[str, Tensor]:
 
 
 def to_timm_resnet(state: State, *, shortcut: str) -> dict[str, Tensor]:
-    """Our ResNet in timm's names: with shortcut="pool" their first module is the mean, and the others count from 1."""
+    """Our ResNet in timm's names, where a "pool" shortcut's first module is the mean, so the others count from 1."""
     theirs = to_torchvision_resnet(state)
     if shortcut != "pool":
         return theirs
@@ -77,12 +77,12 @@ def to_timm_resnet(state: State, *, shortcut: str) -> dict[str, Tensor]:
 
 
 def read_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """What of a file is a ResNet's, in our names, and the rest."""
+    """A ResNet's tensors in our names, and the names of the rest."""
     return translate(state, _resnet(*_structure(state)), RESNET)
 
 
 def resnet_shortcut(state: State) -> ShortcutKind:
-    """How a ResNet's shortcuts make maps smaller; timm counts the mean before the convolution, which has no tensors."""
+    """The way a ResNet's shortcuts downsample; timm counts the mean before the convolution, which has no tensors."""
     return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
 
 

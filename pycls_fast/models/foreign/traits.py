@@ -1,4 +1,4 @@
-"""What weights were trained to compute where no tensor shows it: other functions have the same names and shapes."""
+"""Model settings that checkpoints' tensors do not reveal: same names and shapes, different function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CLASSIFIERS: dict[str, Classifier] = {"token": "token", "avg": "pooled", "map":
 
 @dataclass(frozen=True)
 class Traits:
-    """Of the model that weights are of; None or empty where their source does not say.
+    """Settings of the model that weights belong to; None or empty if the source does not say.
 
     Attributes:
         heads: attention heads of a vision transformer.
-        norm_eps: of its LayerNorms.
+        norm_eps: epsilon of its LayerNorms.
         classifier: what its head sees.
-        unlike: what it does and our models do not, in words that follow "a model that".
-        pools_unlike: the same of what its head sees.
+        unlike: what it does and our models do not, as a phrase after "a model that".
+        pools_unlike: the same for its pooling.
     """
 
     heads: int | None = None
@@ -34,20 +34,20 @@ class Traits:
 
 
 def of_timm(model: Any) -> Traits:
-    """Of a model that timm has built."""
+    """Traits of a model built by timm."""
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
         return Traits(unlike="smooths maps before it makes them smaller")
     block: Any = next(iter(getattr(model, "blocks", ())), None)
     if not hasattr(block, "attn"):
         return Traits()
     unlike = ""
-    # GELU by tanh is taken for GELU, as timm itself does with Google's models, which were trained with it: the two
-    # differ by 5e-4 at most.
+    # GELU by tanh counts as GELU, as timm itself treats Google's models, which were trained with it: the two differ by
+    # 5e-4 at most.
     activation = type(getattr(block.mlp, "act", nn.GELU())).__name__
     if getattr(model, "rope", None) is not None:
         unlike = "rotates queries and keys (RoPE)"
     elif "Post" in type(block).__name__:
-        unlike = "norms behind attention and MLP"
+        unlike = "normalises after attention and MLP"
     elif activation not in ("GELU", "GELUTanh"):
         unlike = f"has {activation} in its MLPs"
     pool = getattr(model, "global_pool", "")
@@ -64,13 +64,13 @@ def of_timm(model: Any) -> Traits:
 
 
 def of_torchvision_vit(model: Any) -> Traits:
-    """Of a vision transformer that torchvision has built."""
+    """Traits of a vision transformer built by torchvision."""
     block = model.encoder.layers[0]
     return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
 
 
 def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
-    """See that one of our models can compute what the weights are for.
+    """Check that one of our models can compute what the weights were trained for.
 
     Raises:
         UserError: none can.
@@ -80,10 +80,10 @@ def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
 
 
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
-    """See that a network that the weights fit computes with them what they were trained for.
+    """Check that a network that the weights fit computes what they were trained for.
 
     Raises:
-        UserError: a line for each setting that differs.
+        UserError: one line for each setting that differs.
     """
     if not isinstance(network, VisionTransformer):
         return

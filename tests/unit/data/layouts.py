@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data.packing import PackSettings, pack
-from pycls_fast.data.sources import CachePolicy, Opening, Source, open_splits, scan_classes
+from pycls_fast.data.sources import CachePolicy, OpenOptions, Source, open_splits, scan_classes
 from pycls_fast.errors import UserError
 
-NO_CACHE = Opening(cache=CachePolicy("off"))
+NO_CACHE = OpenOptions(cache=CachePolicy("off"))
 CLASSES = ("n01440764", "n02119789", "n09876543")
 
 
@@ -163,13 +163,13 @@ LAYOUTS = {
 }
 
 
-def open_layout(kind: str, root: Path, content: Content, options: Opening = NO_CACHE) -> dict[str, Source]:
+def open_layout(kind: str, root: Path, content: Content, options: OpenOptions = NO_CACHE) -> dict[str, Source]:
     """Write a layout and open it."""
     return open_splits(kind, LAYOUTS[kind](root, content), options)
 
 
 def opened(kind: str, root: Path | str, **options: object) -> dict[str, Source]:
-    """What a user opens, with `Opening`'s fields."""
+    """What a user opens, with `OpenOptions`'s fields."""
     return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
 
 

@@ -86,11 +86,11 @@ class _Bomb:
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, name: str) -> None:
     cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps({b"data": _Bomb(tmp_path / "never")}))
-    assert "asks for posix.system, which is no data" in mistake("auto", tmp_path)
+    assert "asks for posix.system, which is not data" in mistake("auto", tmp_path)
     assert not (tmp_path / "never").exists()
     for harmful in (eval, getattr, np.load, np.lib.format.read_array, pickle.loads):
         (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps({b"data": harmful}))
-        assert "which is no data" in mistake("auto", tmp_path)
+        assert "which is not data" in mistake("auto", tmp_path)
 
 
 def test_damaged_cifar(tmp_path: Path) -> None:
@@ -192,10 +192,10 @@ def test_flat_validation_images_without_their_labels(tmp_path: Path) -> None:
     (tmp_path / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n")
     assert "needs meta.mat" in mistake("auto", tmp_path)
     (tmp_path / "meta.mat").write_bytes(b"no matrix at all")
-    assert "no ground truth of ILSVRC2012" in mistake("auto", tmp_path)
+    assert "not the ground truth of ILSVRC2012" in mistake("auto", tmp_path)
     (tmp_path / "meta.mat").write_bytes(devkit(ids)["meta.mat"])
     (tmp_path / "val" / "holiday.jpg").write_bytes(b"x")
-    assert "holiday.jpg: no names of ImageNet's validation images" in mistake("auto", tmp_path)
+    assert "holiday.jpg: not named like ImageNet's validation images" in mistake("auto", tmp_path)
 
 
 # Telling layouts apart
@@ -206,7 +206,7 @@ def test_the_right_source_is_named(tmp_path: Path) -> None:
     assert "use data.source=packed" in mistake("folder", packed)
     folder = write_folder(tmp_path / "folder", CONTENT)
     for kind in ("packed", "parquet", "tar", "cifar", "manifest"):
-        assert f"is no dataset for data.source={kind}; use data.source=folder" in mistake(kind, folder)
+        assert f"is not a dataset for data.source={kind}; use data.source=folder" in mistake(kind, folder)
     cifar(tmp_path / "cifar")
     assert "use data.source=cifar" in mistake("folder", tmp_path / "cifar")
 

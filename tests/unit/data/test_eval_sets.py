@@ -75,7 +75,7 @@ def test_folders_of_wordnet_ids(tmp_path: Path, name: str, restricted: bool) -> 
 def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
     images(tmp_path / "a" / WNIDS[3], ["x.png"])
     words = [f"word {number}" for number in range(12)]
-    with pytest.raises(UserError, match=r"^data.wnids: not set; .* called otherwise \(word 0, word 1"):
+    with pytest.raises(UserError, match=r"^data.wnids: not set; .* have other names \(word 0, word 1"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=None, val=None)
     file = tmp_path / "LOC_synset_mapping.txt"
     file.write_text("".join(f"{wnid} some words, more\n" for wnid in WNIDS))
@@ -85,7 +85,7 @@ def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.wnids: .*LOC_synset_mapping.txt: line 1 is not UTF-8"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text("tench\n")
-    with pytest.raises(UserError, match="tench is no WordNet id"):
+    with pytest.raises(UserError, match="tench is not a WordNet id"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text(f"{WNIDS[0]}\n")
     with pytest.raises(UserError, match="1 ids for 12 outputs"):

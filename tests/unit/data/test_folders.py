@@ -136,15 +136,15 @@ def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTre
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        (("Training/a", "Testing/a"), "folders Testing/, Training/: a split under a name that is not known; rename"),
+        (("Training/a", "Testing/a"), "folders Testing/, Training/: split under an unknown name; rename"),
         (("Training/a", "Testing/a"), "rename Testing/ to test/"),
-        (("Train/a", "Train/b", "Val/a", "notes"), "folders Train/, Val/: a split under a name"),
-        (("TRAIN/a", "TEST"), "folder TRAIN/: a split under a name that is not known; rename TRAIN/ to train/"),
-        (("train/a", "Validation/a"), "folder Validation/: a split under a name that is not known; rename Validation/"),
+        (("Train/a", "Train/b", "Val/a", "notes"), "folders Train/, Val/: split under an unknown name"),
+        (("TRAIN/a", "TEST"), "folder TRAIN/: split under an unknown name; rename TRAIN/ to train/"),
+        (("train/a", "Validation/a"), "folder Validation/: split under an unknown name; rename Validation/"),
         (("train/a", "Validation", "notes"), "rename Validation/ to val/"),
-        (("set/train/a", "set/val/a"), "set/ is no class but holds folders train/, val/; give data.root={root}/set"),
-        (("one/Train/a", "one/Test/a", "two/train/a", "three/x"), "one/ is no class but holds folders Test/, Train/"),
-        (("set/train/a",), "set/ is no class but holds folder train/; give data.root={root}/set"),
+        (("set/train/a", "set/val/a"), "set/ is not a class; it holds folders train/, val/; give data.root={root}/set"),
+        (("one/Train/a", "one/Test/a", "two/train/a", "three/x"), "one/ is not a class; it holds folders Test/"),
+        (("set/train/a",), "set/ is not a class; it holds folder train/; give data.root={root}/set"),
     ],
 )
 def test_splits_that_would_be_read_as_classes(

@@ -150,7 +150,7 @@ def test_nowhere_to_keep_it(tree: Path, tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     source = scan_classes(tree, CachePolicy(str(tmp_path / "file"), smallest=0))
     assert len(source) == 9
-    assert "the index could not be kept" in capsys.readouterr().err
+    assert "the index could not be saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["about.json", "names.npy", "labels.npy", "missing", "format"])

@@ -250,7 +250,7 @@ def test_programming_errors_are_not_hidden() -> None:
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(signal.SIGKILL, "memory ran out .*lower data.num_workers"), (signal.SIGBUS, "memory.*--shm-size|lower data")],
+    [(signal.SIGKILL, "out of memory .*lower data.num_workers"), (signal.SIGBUS, "memory.*--shm-size|lower data")],
 )
 def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
     def die(index: int) -> None:

@@ -333,9 +333,9 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     ("name", "pattern"),
     [
         ("images.bin", r"images.bin has [\d,]+ bytes and should have [\d,]+; copy or pack it again"),
-        ("table.npy", "no complete packed split"),
-        ("names.npy", "no complete packed split"),
-        ("about.json", "no complete packed split"),
+        ("table.npy", "not a complete packed split"),
+        ("names.npy", "not a complete packed split"),
+        ("about.json", "not a complete packed split"),
     ],
 )
 def test_a_file_that_is_cut_off(tmp_path: Path, name: str, pattern: str) -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from pycls_fast.data import block_ends
-from pycls_fast.data.sources import CachePolicy, Opening
+from pycls_fast.data.sources import CachePolicy, OpenOptions
 from pycls_fast.data.sources.parquet import ParquetSource
 from tests.unit.data.layouts import (
     CLASSES,
@@ -380,7 +380,7 @@ def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
     path = tmp_path / "data/train-00001-of-00002.parquet"
     table = pyarrow.parquet.read_table(path)
     pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
-    assert "other class names than in" in mistake("parquet", tmp_path)
+    assert "class names differ from those in" in mistake("parquet", tmp_path)
 
 
 # The hub
@@ -456,5 +456,5 @@ def test_files_named_for_two_splits(tmp_path: Path) -> None:
 
 def test_options_are_documented() -> None:
     readme = (ROOT / "data" / "README.md").read_text()
-    keys = {"index_cache" if field.name == "cache" else field.name for field in fields(Opening)}
+    keys = {"index_cache" if field.name == "cache" else field.name for field in fields(OpenOptions)}
     assert [key for key in sorted(keys) if f"data.{key}" not in readme] == []

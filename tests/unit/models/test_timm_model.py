@@ -88,7 +88,7 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
     ("name", "kwargs", "line"),
     [
         ("resnet51x", {}, r"model.name: timm .* has no model resnet51x; did you mean "),
-        ("resnet18.nowhere", {}, r"model.name: Invalid pretrained tag .*; leave the part behind the dot out"),
+        ("resnet18.nowhere", {}, r"model.name: Invalid pretrained tag .*; leave out the part after the dot"),
         ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
         ("vgg11", {"drop_path": 0.1}, "model.drop_path: timm's vgg11 does not take it; use model.drop_path=0"),
         ("resnet18", {"options": {"depth": 3}}, "model.options.depth: timm's resnet18 does not take it"),
@@ -97,7 +97,7 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
         ("vit_tiny_patch16_224", {"options": {"num_heads": 0}}, "model.options: .*ZeroDivisionError"),
         ("vit_tiny_patch16_224", {"options": {"img_size": 32}}, r"model.options: with .*not take images of 64 pixels"),
         ("vit_tiny_patch16_224", {"options": {"global_pool": ""}}, r"has shape \(17, 5\), not \(5,\)\); correct the"),
-        ("convnext_atto", {"image_size": 16}, r"^data.image_size: .* use data.image_size=224, which it was made for"),
+        ("convnext_atto", {"image_size": 16}, r"^data.image_size: .* use data.image_size=224, for which it was made"),
     ],
 )
 def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
