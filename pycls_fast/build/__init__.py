@@ -1,4 +1,7 @@
-"""The edge: configuration values become plain keyword arguments, names become functions. Configuration stops here."""
+"""From configuration to objects: values become keyword arguments, names become functions.
+
+models, data, optim and parallel never see a configuration.
+"""
 
 from pycls_fast.build.data import (
     check_mixing,

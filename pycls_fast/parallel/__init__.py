@@ -1,4 +1,4 @@
-"""How a model runs: its ranks, memory and compilation, and the one function that wraps it for them."""
+"""How a model runs: ranks, activation memory, compilation, and the one function that wraps it for them."""
 
 from pycls_fast.parallel.allocator import keep_freed_memory
 from pycls_fast.parallel.autocast import keep_in_float32

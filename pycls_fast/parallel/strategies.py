@@ -1,6 +1,6 @@
 """The catalogue of strategies: how ranks share the work, with the card of each (`tools/switch_cards.py` writes them).
 
-What they do is in `wrap.STRATEGIES`.
+The implementations are in `wrap.STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Strategy:
-    """One value of `parallel.name`; the texts are full sentences, ended by a dot.
+    """One value of `parallel.name`; the texts are full sentences that end with a full stop.
 
     Attributes:
-        numerics: what it owes `single`, as a switch owes its reference; "reference" for that one.
+        numerics: how closely it must match `single`, like a switch its reference; "reference" for `single`.
         note: what it does.
-        holds: what a rank has of weights, gradients and optimizer state.
-        mathematics: what changes in the numbers, to the letter.
+        holds: what a rank holds of weights, gradients and optimizer state.
+        mathematics: what changes in the numbers, exactly.
         helps: when it is faster or smaller, with the figures measured so far and where.
-        hurts: when it costs something, and what it does not go with.
-        source: paper, documentation or code that it is from.
+        hurts: when it costs something, and what it cannot be combined with.
+        source: the paper, documentation or code that it comes from.
         ran: where it has been run, and where not.
     """
 

@@ -1,4 +1,4 @@
-"""All switches, in the order of the pages that list them."""
+"""All switches, in the order in which the documentation lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cards: memory for time, and branches that are left out."""
+"""Cards: trading time for memory, and skipping dropped branches."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 

@@ -1,4 +1,4 @@
-"""Cards: what happens between the backward pass and the next step."""
+"""Cards: everything between the backward pass and the next step."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 

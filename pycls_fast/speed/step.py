@@ -1,4 +1,4 @@
-"""Cards: the step around the network: what the host reads, how tokens are padded, the loss, recorded steps."""
+"""Cards: the step around the network: metrics on the host, token padding, the loss, recorded steps."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
                 *("parallel=ddp", "parallel.static_graph=true", "optim.accumulation_steps=2"),
                 "parallel.compression=powersgd",
             ],
-            "parallel.static_graph: is learned by one exchange more",
+            "parallel.static_graph: takes one more exchange",
         ),
         (["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree: is for parallel=hsdp"),
         (["parallel=fsdp", "parallel.replicate_degree=2"], "parallel.replicate_degree: is for parallel=hsdp"),

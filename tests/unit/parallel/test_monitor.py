@@ -78,12 +78,12 @@ def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.Captu
         time.sleep(0.2)
         second.monitor._stop.set()
         assert first.ended.wait(20)
-    assert "rank 1: no sign of life; it was last at: starting" in capsys.readouterr().err
+    assert "rank 1: no sign of life; last seen at: starting" in capsys.readouterr().err
 
 
 def test_a_rank_that_never_spoke() -> None:
     lines = report([Place("computing step 1", 12.0, "", 3), None], [], 10)
     assert lines[1:] == [
         "error:   rank 0: for 12 s: computing step 1",
-        "error:   rank 1: never said where it is",
+        "error:   rank 1: has not reported yet",
     ]
