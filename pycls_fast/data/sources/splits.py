@@ -14,6 +14,9 @@ from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, pre
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
+# Up to this many classes most of them may be without images.
+_MOST_CLASSES_UNUSED = 1_000
+
 
 class Subset:
     """The images of a source at given positions, in that order."""
@@ -126,6 +129,7 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
     if "val" not in parts and "test" in parts:
         parts["val"] = parts.pop("test")
+    _refuse_ids(parts["all"] if "all" in parts else parts["train"], where)
     if "all" in parts:
         return split_at_random(parts["all"], options.val_fraction, options.split_seed, where=where)
     train = parts.pop("train")
@@ -135,6 +139,19 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     for name, source in parts.items():
         splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
+
+
+def _refuse_ids(train: LabelledSource, where: str) -> None:
+    """Refuse labels that are numbers of few out of very many classes: each would become an output of the model."""
+    count = len(train.classes)
+    if count <= _MOST_CLASSES_UNUSED or train.classes[-1] != str(count - 1):
+        return
+    used = int(np.count_nonzero(np.bincount(train.labels)))
+    if used * 10 < count:
+        raise UserError(
+            f"{where}: the labels are {used:,} different numbers up to {count - 1:,}, which would make a model with "
+            f"{count:,} outputs; number the classes from 0, or write them as names, or list all in classes.txt"
+        )
 
 
 def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int, *, where: str) -> dict[str, Source]:

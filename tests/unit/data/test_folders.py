@@ -302,3 +302,24 @@ def test_split_needs_a_fraction(tmp_path: Path, write_tree: WriteTree, val_fract
 def test_a_given_split_needs_no_fraction(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"train/a": 1, "val/a": 1})
     assert set(open_plain(tmp_path, val_fraction=0.0)) == {"train", "val"}
+
+
+def test_folders_of_the_system_are_left_out(tmp_path: Path, write_tree: WriteTree) -> None:
+    """A disk's `lost+found`, which only root may read, and a network storage's thumbnails."""
+    write_tree(tmp_path, {"cat": 4, "dog": 4, "cat/@eaDir/0.png": 2, "__MACOSX": 0, "#recycle": 1})
+    (tmp_path / "lost+found").mkdir(mode=0)
+    splits = open_folder(tmp_path, val_fraction=0.25, split_seed=0)
+    assert splits["train"].classes == ("cat", "dog")
+    assert len(splits["train"]) + len(splits["val"]) == 8
+
+
+def test_formats_that_are_not_read_are_named(
+    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tree(tmp_path, {"cat": 3, "dog": 3})
+    for name in ("cat/a.HEIC", "cat/b.heic", "dog/c.avif", "dog/notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert len(scan_classes(tmp_path)) == 6
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path}: images in formats that are not read are left out (1 .avif, 2 .heic); convert them\n"
+    )

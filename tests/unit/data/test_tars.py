@@ -88,6 +88,7 @@ def tar_of(path: Path, members: dict[str, bytes]) -> Path:
         ({"x.cls": b"1"}, r"sample x has 0 images, expected one \(members: cls\)"),
         ({"x.cls": b"1", "x.jpg": JPEG, "x.png": JPEG}, r"sample x has 2 images, expected one"),
         ({"x.json": b'{"y": 1}', "x.jpg": JPEG}, r"no label 'label' \(it has y\); choose one with data.label_column"),
+        ({"x.json": b'{"label": [1, 4]}', "x.jpg": JPEG}, r"sample x has the label \[1, 4\]: one whole number or name"),
         ({"x.json": b"{", "x.jpg": JPEG}, r"the .json of sample x is damaged"),
         ({"x.cls": b"-1", "x.jpg": JPEG}, r"the label -1"),
         ({"x.cls": b" ", "x.jpg": JPEG}, r"sample x has no label"),
