@@ -153,13 +153,15 @@ def test_nowhere_to_keep_it(tree: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "the index could not be saved" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["about.json", "names.npy", "labels.npy", "missing", "format"])
+@pytest.mark.parametrize("damage", ["about.json", "names.npy", "labels.npy", "missing", "empty", "format"])
 def test_a_damaged_index_is_made_anew(tree: Path, damage: str) -> None:
     before = names(scan_classes(tree, ALWAYS))
     place = tree.parent / ".pycls_fast_index" / tree.name / "class_folders"
     about = json.loads((place / "about.json").read_text())
     if damage == "missing":
         (place / "name_ends.npy").unlink()
+    elif damage == "empty":
+        os.truncate(place / "labels.npy", 0)
     elif damage == "format":
         (place / "about.json").write_text(json.dumps({**about, "format": 99}))
     else:
