@@ -21,7 +21,7 @@ def load(
     run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
 ) -> Classifier:
     """A trained classifier, ready for images: `pycls_fast.load(run).predict(images)`; see `inference.load`."""
-    # torch takes seconds to import, and most who import this package want a part of it that does without.
+    # torch takes seconds to import, and most importers of this package use a part that does not need it.
     from pycls_fast.inference import load as load_classifier
 
     return load_classifier(run, which=which, device=device, precision=precision, fast=fast)

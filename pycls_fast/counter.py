@@ -28,9 +28,9 @@ def microbatch_seed(seed: int, *, step: int, position: int, rank: int) -> int:
     """The seed of what is drawn for a microbatch as a whole: mixing, erasing noise, drop-path.
 
     Args:
-        seed: of the run.
-        step: counted from the run's beginning.
-        position: of the microbatch in its step.
+        seed: the run's.
+        step: counted from the start of the run.
+        position: the microbatch's position in its step.
         rank: data-parallel rank.
     """
     return counter_seed(seed, step, position, rank)

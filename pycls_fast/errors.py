@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake; everything else is a fault of the program."""
+"""The one exception for user mistakes; any other exception is a bug in the program."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, its kind where it says nothing."""
+    """The first non-empty line of an error's message, or its class's name if there is none."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:
-    """Names in a message: the first ones, and the number of the others."""
+    """Names for a message: the first ones, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
 class UserError(Exception):
-    """A mistake in the configuration, the data or the machine's set-up that the user can mend.
+    """A mistake in the configuration, the data or the machine's set-up that the user can fix.
 
     Each line says what is wrong, where it was set and what to do. The command line prints the lines to
     standard error without a traceback and exits with status 2.
@@ -30,12 +30,12 @@ class UserError(Exception):
         self.lines = lines
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
-        # The default rebuilds from the joined text, which would merge the lines when a worker process raises it.
+        # The default rebuilds from the joined text, which would merge the lines if a worker process raised it.
         return type(self), self.lines
 
 
 def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse a value that is none of those that there are.
+    """Check that a value is one of the allowed ones.
 
     Raises:
         UserError: it is not.

@@ -1,7 +1,7 @@
 """Classification losses. Targets stay label pairs `(labels_a_B, labels_b_B, lam)` until a loss needs more.
 
-All losses here but binary cross-entropy with a threshold are affine in the target: the loss of a mixed target is the
-mixed loss of the two labels.
+Except for binary cross-entropy with a threshold, all losses are affine in the target: the loss of a mixed target is
+the mixture of the two labels' losses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Targets:
     Attributes:
         labels_B: int64 class indices.
         mixed_B: int64 class indices of the images mixed in, or None.
-        lam: share of `labels_B` in [0, 1], of all images or (B,) of each; `mixed_B` has the rest. A tensor of no
-            dimension is a share of all that is read on its device.
+        lam: share of `labels_B` in [0, 1], for all images or (B,) per image; `mixed_B` has the rest. A 0-d tensor is a
+            share for all images that stays on its device.
     """
 
     labels_B: Tensor
@@ -54,7 +54,7 @@ class CrossEntropy:
         return (targets.lam * loss + (1.0 - targets.lam) * other).mean()
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """The loss of every image, (B,)."""
+        """The loss per image, (B,)."""
         return F.cross_entropy(_wide(logits_BK), labels_B, label_smoothing=self.label_smoothing, reduction="none")
 
 
@@ -63,8 +63,8 @@ class BinaryCrossEntropy:
     """One sigmoid per class (Beyer et al. 2020; Wightman et al. 2021, section 2.1), nats.
 
     The target of a class is its share in the mix, smoothed to `(1 - s) t + s / K` as in timm. `reduction` is over
-    classes: "mean" (timm) or "sum" (big_vision); images are always averaged. With a `threshold` targets above it are 1
-    and the others 0, as in timm and DeiT III (which has 0): both classes of a mixed image are there, whole.
+    classes: "mean" (timm) or "sum" (big_vision); images are always averaged. With a `threshold`, targets above it
+    become 1 and all others 0, as in timm and DeiT III (which uses 0): both classes of a mixed image count fully.
     """
 
     label_smoothing: float = 0.0
@@ -76,7 +76,7 @@ class BinaryCrossEntropy:
         return loss_BK.mean() if self.reduction == "mean" else loss_BK.sum(dim=1).mean()
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """The loss of every image, (B,)."""
+        """The loss per image, (B,)."""
         loss_BK = self._by_class(logits_BK, Targets(labels_B))
         return loss_BK.mean(dim=1) if self.reduction == "mean" else loss_BK.sum(dim=1)
 
@@ -103,13 +103,13 @@ class BinaryCrossEntropy:
 
 @dataclass(frozen=True)
 class ClassWeighted:
-    """A loss whose images count as much as their class weighs; both classes of a mixed image weigh in.
+    """A loss that weights each image by its class; a mixed image is weighted by both of its classes.
 
-    The mean is over images, not over weights as in torch: it then does not depend on how a batch is cut into
+    The mean is over images, not over weights as in torch, so it does not depend on how a batch is split into
     microbatches and ranks.
 
     Attributes:
-        weights_K: float32, one for each class, on the logits' device.
+        weights_K: float32, one per class, on the logits' device.
     """
 
     plain: CrossEntropy | BinaryCrossEntropy
@@ -127,9 +127,9 @@ class ClassWeighted:
 
 
 def balanced_weights(counts_K: Tensor) -> Tensor:
-    """float32: images / (classes * images of the class), over the classes that have any, as scikit-learn's "balanced".
+    """float32: images / (classes * images of the class) over the non-empty classes, as scikit-learn's "balanced".
 
-    A class without images weighs 1, which nothing comes to multiply.
+    A class without images has weight 1, which is never used.
     """
     present_K = counts_K > 0
     mean = counts_K.sum() / present_K.sum().clamp(min=1)
@@ -137,9 +137,9 @@ def balanced_weights(counts_K: Tensor) -> Tensor:
 
 
 class FusedLoss:
-    """A loss whose kernels are compiled into few, gradient included; nothing is compiled before the first call.
+    """A loss compiled into few fused kernels, gradient included; nothing is compiled before the first call.
 
-    The share of a mixed batch stays outside, and shares of each image are a tensor, so that new ones compile nothing.
+    The mixing share of a batch stays outside, and per-image shares are a tensor, so that new values do not recompile.
 
     Args:
         plain: any loss of this module.
@@ -168,7 +168,7 @@ class FusedLoss:
             return loss
         lam = targets.lam
         if not self._is_affine and not _is_per_image(lam):
-            # Two losses of whole labels do not mix into that of the mixed target. Filled on the device: no wait for it.
+            # The losses of the two labels do not mix into that of the mixed target. Filled on the device: no sync.
             wide = torch.promote_types(logits_BK.dtype, torch.float32)
             ones_B = logits_BK.new_ones(len(logits_BK), dtype=wide)
             lam = ones_B * lam
@@ -185,5 +185,5 @@ def _is_per_image(lam: float | Tensor) -> TypeGuard[Tensor]:
 
 
 def _wide(logits_BK: Tensor) -> Tensor:
-    """Half precision to float32: exp and log of a sum over classes need the range."""
+    """Half precision cast to float32: exp and log of a sum over classes need the range."""
     return logits_BK.float() if logits_BK.dtype in (torch.float16, torch.bfloat16) else logits_BK

@@ -1,4 +1,4 @@
-"""What every model offers to the parts that shard, compile, load and train it, which know no model's class."""
+"""The interface of every model: all that the code that shards, compiles, loads and trains it knows about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Network(nn.Module):
 
     @property
     def first_conv_name(self) -> str | None:
-        """Qualified name of the one layer that sees the image, where there is one."""
+        """Qualified name of the layer that sees the image, or None if there is not exactly one."""
         raise NotImplementedError
 
     def units(self) -> Units:
@@ -28,18 +28,18 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Every module that owns values, in the order of the draws, and what fills it.
+        """Every module that owns values, in the order of the random draws, with the function that fills it.
 
-        A part reads and writes its own module alone, so that each can be filled, cut over ranks and dropped before the
-        next one takes memory.
+        Each function reads and writes only its own module, so that a module can be filled, sharded and dropped before
+        the next one takes memory.
         """
         raise NotImplementedError
 
     def initialise(self) -> None:
         """Set every parameter and buffer.
 
-        Draws from the default generator of the parameters' device: the same seed gives the same values, on a
-        model just built as on one that was built on the meta device and given memory with `to_empty`.
+        Draws from the default generator of the parameters' device. The same seed gives the same values whether the
+        model was built with memory, or on the meta device followed by `to_empty`.
         """
         for module, fill in self.initialisers():
             fill(module)

@@ -1,4 +1,4 @@
-"""Paths as users type them, and what is kept below their home."""
+"""Paths as users type them, the cache folder, and the user's name."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 def user_path(text: str | Path) -> Path:
-    """The path with `~` resolved; where that is nobody's home it is a name like any other, where pathlib's raises."""
+    """The path with `~` expanded; unlike pathlib, a `~NAME` without a home folder is kept as an ordinary name."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: below `XDG_CACHE_HOME`, else `~/.cache`, without a home `.cache`."""
+    """The folder for reproducible files: below `XDG_CACHE_HOME`, else `~/.cache`, or `.cache` without a home."""
     general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    # Never a folder called `~` in the working folder, which somebody would remove with `rm -r ~`.
+    # Never make a folder called `~` in the working directory: somebody would remove it with `rm -r ~`.
     return (Path(".cache") if general.parts[0] == "~" else general) / "pycls_fast"
 
 
 def name_user() -> None:
-    """Give a user without a name one (`LOGNAME`), as in a container that was started with a number (`--user 1000`).
+    """Set `LOGNAME` for a user without a name, as in a container that was started with a number (`--user 1000`).
 
-    torch names its cache of compiled code after the user. 2.11 asks for it when torchvision is imported and when an
-    optimizer is made, and raises where there is none, whatever is run. This one is that of later versions.
+    torch names its cache of compiled code after the user. torch 2.11 looks the name up when torchvision is imported
+    and when an optimizer is made, and raises if there is none. The name set here is the fallback of later versions.
     """
     try:
         getpass.getuser()
@@ -33,5 +33,5 @@ def name_user() -> None:
 
 
 def timestamp() -> str:
-    """This second, in local time, as a part of a path: `2026-11-21_15-23-13`."""
+    """The current local time as part of a path: `2026-11-21_15-23-13`."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -1,4 +1,4 @@
-"""The catalogue of precision levels: which numbers a step is computed in, one named level each.
+"""The catalogue of precision levels: each names the number formats that a step is computed in.
 
 The names O0 to O3 are Apex's (NVIDIA, "apex.amp", opt_level). float16 has 5 bits of exponent: gradients under 2^-24
 (6e-8) become zero, which scaling the loss repairs (Micikevicius et al., Mixed Precision Training, ICLR 2018, section
@@ -22,19 +22,19 @@ class Level:
         apex: the same level's name in Apex, or "".
         autocast: format of products under torch's autocast; None without it.
         weights: format of the network's parameters and of the activations between layers.
-        wide_norms: normalisation layers stay in float32 where `weights` is a half format.
+        wide_norms: normalisation layers stay in float32 if `weights` is a half format.
         masters: "kept": the optimizer owns float32 copies of the weights, rounded into the network after each step.
-            "none": it does not; where `weights` is a half format the update is computed in float32 from the rounded
+            "none": it does not; if `weights` is a half format the update is computed in float32 from the rounded
             weight and rounded at once, so that an update under half a unit in the last place is lost.
         scaled: the loss is scaled.
         tf32: float32 products may round their factors to 10 bits of significand.
         float8: linear layers multiply in float8.
         note: one sentence.
         helps: when it is faster or smaller, with the figures measured so far and where.
-        hurts: when it costs something.
-        source: paper, documentation or code that it is from.
+        hurts: what it costs, and when.
+        source: the paper, documentation or code that it comes from.
         ran: where it has been run, and where not.
-        elsewhere: what it is called in other places than Apex.
+        elsewhere: its name outside Apex.
 
     The texts make its card in `docs/switches.md` (`tools/switch_cards.py` writes it).
     """
@@ -57,12 +57,12 @@ class Level:
 
     @property
     def compute(self) -> Format:
-        """What matrix products are computed in (float8 levels: those that are not float8)."""
+        """The format of matrix products (at float8 levels: of those that are not in float8)."""
         return self.autocast or self.weights
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether products are in bfloat16 or float16, which other kernels are the fastest for."""
+        """Whether products are in bfloat16 or float16, for which different kernels are the fastest."""
         return self.compute != "float32" and not self.float8
 
 
@@ -88,11 +88,11 @@ _LEVELS = (
     Level(
         "amp_bf16",
         "bfloat16 autocast: weights, gradients and optimizer in float32.",
-        helps="The first one to try: ViT-S/16, batch 16, two CPU cores with AMX, speed=fast 27.3 images/s, in float32 "
-        "8.6; ResNet-50 21.3 and 8.3 (docs/results/cpu_step.md).",
-        hurts="Each weight is cast in every step, and the cast is kept for the backward pass, by every rank and under "
-        "every strategy. A network so small that its products are nothing loses: 139,000 weights on two CPU cores "
-        "0.91x (95% interval 0.85 to 0.97).",
+        helps="The first one to try: ViT-S/16, batch 16, two CPU cores with AMX, speed=fast: 27.3 images/s, float32 "
+        "8.6; ResNet-50: 21.3 and 8.3 (docs/results/cpu_step.md).",
+        hurts="Each weight is cast in every step, and the cast is kept for the backward pass, on every rank and under "
+        "every strategy. A very small network gets slower: 139,000 weights on two CPU cores 0.91x (95% interval 0.85 "
+        "to 0.97).",
         source="torch.autocast; Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019, arXiv "
         "1905.12322.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.01 of float32's; three seeds in a ledger "
@@ -105,7 +105,7 @@ _LEVELS = (
         "float16 autocast with loss scaling.",
         helps="GPUs without bfloat16, and the accuracy of 11 bits of significand where bfloat16 has 8.",
         hurts="The loss has to be scaled, and a step whose gradients overflow is skipped. Casts as in amp_bf16. On a "
-        "CPU slower than float32 by an order of magnitude: fit for checking numbers.",
+        "CPU an order of magnitude slower than float32: useful only for checking numbers.",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv 1710.03740; torch.amp.GradScaler.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.002 of float32's. CUDA: not run.",
         apex="O1",
@@ -128,8 +128,8 @@ _LEVELS = (
     ),
     Level(
         "bf16_params",
-        "bfloat16 copies of float32 master weights, cast once a step: FSDP2's MixedPrecisionPolicy at one rank.",
-        helps="One cast a step in place of one at every use, and activations in half the bytes. ViT-S/16, batch 16, "
+        "bfloat16 copies of float32 master weights, cast once a step: FSDP2's MixedPrecisionPolicy on one rank.",
+        helps="One cast per step instead of one per use, and activations in half the bytes. ViT-S/16, batch 16, "
         "two CPU cores with AMX, speed=fast: 27.9 images/s, amp_bf16 27.3, float32 8.6 (docs/results/cpu_step.md). "
         "Under fsdp blocks are gathered in bfloat16, and no cast is kept.",
         hurts="Residual sums and norms round to 8 bits of significand. The bfloat16 copy of the weights lies beside "
@@ -138,8 +138,8 @@ _LEVELS = (
         source="torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al., ICLR 2018, section 3.1, on masters.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.01 of float32's; on two and four ranks under "
         "every strategy that takes it. CUDA: not run.",
-        elsewhere="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), under fsdp and hsdp to "
-        "the letter; nearest to Apex's O2, which keeps norms in float32",
+        elsewhere="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), exactly so under fsdp "
+        "and hsdp; nearest to Apex's O2, which keeps norms in float32",
         weights="bfloat16",
         masters="kept",
     ),
@@ -173,7 +173,7 @@ _LEVELS = (
         helps="Wide linear layers on GPUs with float8 (compute capability 8.9 on): published 1.28x on an 8B language "
         "model (torchtitan, H100).",
         hurts="Narrow layers, for which finding the scales costs more than the product gains (torchao's table). Layers "
-        "with a side that is no multiple of 16 stay out, and those of precision.fp8_skip. Not for ResNets.",
+        "with a side that is not a multiple of 16 stay out, and those of precision.fp8_skip. Not for ResNets.",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv 2209.05433; torchao.float8.",
         ran="CPU (torch 2.15, torchao's emulation, which is slow): 12 steps of a small ViT, losses within 0.05 of "
         "float32's. CUDA: not run.",
@@ -194,9 +194,9 @@ KEPT_IN_FLOAT32: tuple[str, ...] = (
     "cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-"""Operations that come out in float32 under this package's autocast (level O1), whatever comes in.
+"""Operations whose output is float32 under this package's autocast (level O1), whatever their input.
 
-CUDA's autocast does so by itself (torch's documentation, "CUDA Ops that can autocast to float32", lists more); the
-CPU's knows only the losses, and `parallel/autocast.py` adds the others. Batch norm is on neither list: its output has
+CUDA's autocast does this itself (torch's documentation, "CUDA Ops that can autocast to float32", lists more); the
+CPU's covers only the losses, and `parallel/autocast.py` adds the others. Batch norm is on neither list: its output has
 the input's format, its statistics and its arithmetic are float32.
 """

@@ -1,4 +1,4 @@
-"""Numbers that others have published: what experiments are to reach, and what weights score. ImageNet-1k, top-1, %."""
+"""Published numbers: what experiments should reach, and what weights score. ImageNet-1k, top-1, %."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ IMAGENET_TRAINING_IMAGES = 1_281_167
 
 @dataclass(frozen=True)
 class Published:
-    """What the source of an experiment says.
+    """The published numbers of an experiment.
 
     Attributes:
         parameters: millions, with 1,000 classes.
-        gmacs: billions of multiply-adds of one image of `size` pixels, half of the FLOPs that a run reports.
-        top1: None where nothing was published for this recipe.
-        source: of top1, in a few words; the experiment's file has it in full.
-        weights: that reach it, for `weights=`; empty where there are none to download by a name or as one file.
+        gmacs: billions of multiply-adds for one image of `size` pixels, half of the FLOPs that a run reports.
+        top1: None if nothing was published for this recipe.
+        source: where `top1` comes from, in a few words; the experiment's file has it in full.
+        weights: a value for `weights=` that reaches it; empty if none can be downloaded by name or as one file.
     """
 
     parameters: float
@@ -29,7 +29,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Score:
-    """What published weights score on the 50,000 validation images at this size."""
+    """The accuracy of published weights on the 50,000 validation images at this size."""
 
     top1: float
     size: int

@@ -1,12 +1,12 @@
 """Two runs side by side: `python tools/compare.py RUN_A RUN_B [key=value ...]`.
 
-What was set otherwise, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images on
-which the two disagree, accuracy by class, speed and memory. A table on the terminal, and in the output folder
-`index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. Runs may still be
-going on.
+Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images on
+which the two disagree, accuracy by class, speed and memory. Prints a table, and writes into the output folder
+`index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. The runs need not be
+finished.
 
-    output=      a folder; left out: comparisons/A--B
-    images=24    shown of each kind of disagreement
+    output=      a folder; default: comparisons/A--B
+    images=24    images shown per kind of disagreement
 """
 
 from typing import Annotated
@@ -27,7 +27,7 @@ class Options(Section):
 
 def main(options: Options) -> int:
     """Compare and write."""
-    # torch takes seconds to import; a mistake on the command line is told before that.
+    # torch takes seconds to import; mistakes on the command line are reported before that.
     from pycls_fast.ledger.compare import compare
 
     return compare(options.run_a, options.run_b, output=options.output, images=options.images)

@@ -1,19 +1,19 @@
-"""A checkpoint for other programs: `python tools/export_net.py weights=RUN output=FILE.safetensors [format=...]`.
+"""Export a checkpoint to other programs: `python tools/export_net.py weights=RUN output=FILE.safetensors [format=...]`.
 
     weights=   a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number
                of ranks under any strategy, or an exported file
     format=    safetensors: the weights with the network's plain parameter names; weights=FILE loads them here
                timm:        a folder that timm.create_model('local-dir:FOLDER', pretrained=True) opens
                onnx:        FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install -e '.[onnx]')
-               program:     FILE.pt2 of torch.export, the same
+               program:     FILE.pt2 of torch.export, with the same input and output
     output=    the file (or folder) to write
-    which=     auto (the average of the weights where there is one), model or ema
-    dtype=     float32 (left out: as saved), bfloat16 or float16, of all that is floating-point; safetensors and timm
-    overwrite= true: write over an existing file
+    which=     auto (the average of the weights if there is one), model or ema
+    dtype=     float32, bfloat16 or float16 for all floating-point tensors (default: as saved); safetensors and timm
+    overwrite= true: overwrite an existing file
 
-All of them carry class names and preprocessing (image_size, crop_ratio, interpolation, mean, std), as JSON texts in
-their metadata, for timm in config.json; onnx and program have the normalisation inside. The safetensors file also has
-the model's settings and the whole configuration.
+All formats carry class names and preprocessing (image_size, crop_ratio, interpolation, mean, std), as JSON strings in
+their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file also has the
+model's settings and the whole configuration.
 """
 
 from typing import Annotated, Literal
@@ -35,8 +35,8 @@ class Options(Section):
 
 
 def main(options: Options) -> int:
-    """Export and say what was written."""
-    # torch takes seconds to import; a mistake on the command line is told before that.
+    """Export and print what was written."""
+    # torch takes seconds to import; mistakes on the command line are reported before that.
     from pycls_fast.train.export import export
 
     return export(

@@ -1,18 +1,18 @@
 """Where a network looks, as pictures: `python tools/feature_maps.py RUN IMAGES... [key=value ...]`.
 
-RUN and IMAGES as for tools/predict.py. A row for each image: the part that the network sees with what it takes it for,
-and over it
+RUN and IMAGES as for tools/predict.py. Draws one row per image: the crop that the network sees with its prediction, and
+over it
 
-    kind=attention   of the class token (else of the mean over the patches, or of the pooling's own query) in the last
-                     block, for each head (heads=false: their mean alone)
+    kind=attention   attention of the class token (else the mean over the patches, or the pooling's own query) in the
+                     last block, for each head (heads=false: only their mean)
     kind=rollout     attention through all blocks (Abnar and Zuidema 2020)
-    kind=features    the last features of each patch, their first three principal components over all given images as
+    kind=features    the last features of each patch: their first three principal components over all given images as
                      red, green and blue
-    kind=class       what speaks for the class (Grad-CAM), of ResNets
+    kind=class       evidence for the predicted class (Grad-CAM), for ResNets
 
-    output=          a PNG file; left out: attention.png, ...
-    opacity=0.7      of the map over the image
-    which=           auto (the average of the weights where there is one), model or ema
+    output=          a PNG file; default: attention.png, ...
+    opacity=0.7      opacity of the map over the image
+    which=           auto (the average of the weights if there is one), model or ema
     device=          auto, cpu or cuda
 """
 
@@ -40,8 +40,8 @@ class Options(Section):
 def main(options: Options) -> int:
     """Compute and draw."""
     if not options.images:
-        raise UserError("images: none were given; give files, folders or patterns behind the run")
-    # torch takes seconds to import; a mistake on the command line is told before that.
+        raise UserError("images: none were given; give files, folders or patterns after the run")
+    # torch takes seconds to import; mistakes on the command line are reported before that.
     from pycls_fast.inference.map_pictures import draw_maps
 
     return draw_maps(**dict(options))

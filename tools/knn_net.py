@@ -1,7 +1,7 @@
 """Classify by nearest neighbours, untrained: `python tools/knn_net.py model=vit_b16 weights=SOURCE data.root=PATH`.
 
-Features in front of the head; the k=20 training images that are nearest vote with exp(similarity / temperature). The
-configuration is the one that the weights were trained with, where they say it; else that of the experiment finetune.
+Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The
+configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool alone: neighbours, temperature of their votes, split to score, JSON file for the numbers."""
+    """Keys of this tool only: neighbours, temperature of their votes, split to score, JSON file for the numbers."""
 
     k: Annotated[int, Field(gt=0)] = 20
     temperature: Annotated[float, Field(gt=0.0)] = 0.07
@@ -22,7 +22,7 @@ class Options(Section):
 
 def main(config: RunConfig, options: Options) -> int:
     """Score the features on a split."""
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train.knn import score_neighbours
 
     return score_neighbours(

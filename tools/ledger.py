@@ -1,19 +1,18 @@
 """What each choice gains and costs: `python tools/ledger.py --config-name EXPERIMENT ladder=NAME [key=value ...]`.
 
-Every rung of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, its rounding measured against
-float64, and trained with several seeds; a page with charts, a table and `ledger.json` are written to `output`.
-Started again, it goes on where it was.
+Every rung of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, compared with float64, and trained
+with several seeds; a page with charts, a table and `ledger.json` are written to `output`. Started again, it resumes.
 
 mode=cumulative      each rung on top of those before it
 mode=one_at_a_time   each rung alone on the baseline
 mode=leave_one_out   all rungs but one
 mode=gradients       a short training: how many gradients float16 cannot hold, and how many updates it loses
-mode=numerics        logit and gradient errors against float64 of one setting, as JSON in `output`
+mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
 
     python tools/ledger.py --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
     python tools/ledger.py check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
 
-`check` exits with 1 where a rung has lost speed or accuracy; absolute=false compares speed-ups alone.
+`check` exits with 1 if a rung has lost speed or accuracy; absolute=false compares only speed-ups.
 """
 
 import sys
@@ -40,13 +39,13 @@ class Named(Section):
 
 
 class Options(Section):
-    """Keys of this tool alone.
+    """Keys of this tool only.
 
-    `mode` left out is the ladder's own, for most of them cumulative. `steps` and `warmup_steps` are of each timing
-    (`rounds` of them for each rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
-    with `seeds` seeds from `first_seed` on, by `ranks` processes, `jobs` runs at a time; with `gradients` the first
-    one's are counted; `numerics_steps=null` leaves the rounding out. A loss of `margin` points of top-1 does not
-    matter. `loss_scale` is tried on the gradients of mode=gradients.
+    The default of `mode` is the ladder's own, mostly cumulative. `steps` and `warmup_steps` are the length of each
+    timing (`rounds` of them per rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
+    with `seeds` seeds from `first_seed` on, on `ranks` processes, `jobs` runs at a time; `gradients` counts those of
+    the first seed; `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is
+    accepted. `loss_scale` is tried on the gradients of mode=gradients.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
@@ -67,7 +66,7 @@ class Options(Section):
     output: str | None = None
 
 
-# What the modes without a ladder take.
+# Keys that the modes without a ladder read.
 TAKEN = {
     "gradients": ("steps", "warmup_steps", "loss_scale", "output"),
     "numerics": ("steps", "output"),
@@ -91,7 +90,7 @@ def refuse_unread(options: Options) -> None:
 def main(config: RunConfig, options: Options) -> int:
     """Measure, write, draw."""
     refuse_unread(options)
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     if options.mode == "gradients":
         from pycls_fast.ledger.gradients import count_gradients
 
@@ -108,8 +107,8 @@ def main(config: RunConfig, options: Options) -> int:
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
     from pycls_fast.config.ladder import read_ladder
     from pycls_fast.config.variants import config_folders, same_command, variant
-    from pycls_fast.ledger.conduct import conduct
-    from pycls_fast.ledger.ladder import Settings, default_folder
+    from pycls_fast.ledger.run_ladder import run_ladder
+    from pycls_fast.ledger.runner import Settings, default_folder
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or "cumulative"
@@ -127,7 +126,7 @@ def main(config: RunConfig, options: Options) -> int:
         gradients=options.gradients,
     )
     output = options.output or default_folder(config.config_name, options.ladder.name, mode)
-    return conduct(
+    return run_ladder(
         config,
         ladder,
         settings,

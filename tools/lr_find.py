@@ -1,7 +1,7 @@
 """Find a learning rate: `python tools/lr_find.py --config-name EXPERIMENT data.root=PATH [steps=100]`.
 
-Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and says where the loss falls fastest
-and where it diverges. Writes lr_find.json and lr_find.png into the folder output=PATH (left out: one in lr_find/).
+Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls
+fastest and where it diverges. Writes lr_find.json and lr_find.png into output=FOLDER (default: a new one in lr_find/).
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool alone."""
+    """Keys of this tool only."""
 
     steps: Annotated[int, Field(ge=10)] = 100
     lr_min: Annotated[float, Field(gt=0.0)] = 1e-7
@@ -21,8 +21,8 @@ class Options(Section):
 
 
 def main(config: RunConfig, options: Options) -> int:
-    """Sweep and say."""
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    """Run the sweep and print the result."""
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train.lr_range import lr_range_test
 
     return lr_range_test(

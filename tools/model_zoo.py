@@ -1,6 +1,6 @@
 """Write `docs/MODEL_ZOO.md`, one row per experiment with a fixed data set: `python tools/model_zoo.py`.
 
-What was published is in `pycls_fast/published.py`, what was measured here in `docs/results/top1.json`.
+Published numbers are in `pycls_fast/published.py`, numbers measured here in `docs/results/top1.json`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECIPES = """\
 
 Each is a file `configs/NAME.yaml`, which has its command, hardware, source and how it differs from the source; a test
 compares the values with the source's (`tests/unit/config/test_recipes.py`). Weights without `timm:` or `torchvision:`
-are files that the source's page links.
+are files linked from the source's page.
 
 ```
 python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
@@ -66,7 +66,7 @@ python tools/train_net.py --config-name resnet_cifar10 data.root=/path/to/cifar-
 _WEIGHTS = """\
 ## Published weights
 
-What others have published, with their own preprocessing, beside what it scores here:
+Weights that others have published, with their own preprocessing, and their accuracy here:
 
 ```
 python tools/test_net.py --config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k data.root=/path/to/imagenet
@@ -76,7 +76,7 @@ The numbers are those of the library that offers the weights, evaluated by it, a
 """
 
 
-# Experiments on small data sets, and what those are.
+# Experiments on small data sets, and the names of these.
 SMALL = {
     "vit_digits": "scikit-learn's digits",
     "resnet_digits": "scikit-learn's digits",
@@ -90,11 +90,11 @@ def page(measured: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         measured: entries of `top1.json`: `experiment` (a recipe that was trained) or `weights` (that were scored), with
-            `top1`, `hardware`, `date` and `command`; where it is of a small data set, `minutes` of training and perhaps
-            a `note`, of what its name does not say.
+            `top1`, `hardware`, `date` and `command`; on a small data set also `minutes` of training, and optionally a
+            `note` on the run.
 
     Raises:
-        ValueError: an entry of an experiment or of weights that there are none of.
+        ValueError: an entry for an unknown experiment or unknown weights.
     """
     experiments = published.EXPERIMENTS.keys() | SMALL.keys()
     for entry in measured:
@@ -137,7 +137,7 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _hours(known: Published, data: Data, epochs: int) -> str:
-    """Hours of one H100 at its peak for a training on ImageNet-1k: three forward passes an image."""
+    """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
     sizes = {0: data.image_size, **dict(data.image_size_schedule)}
     parts = pairwise([*sorted(sizes), epochs])
     areas = sum((last - first) * (sizes[first] / known.size) ** 2 for first, last in parts)
@@ -190,7 +190,7 @@ def _ours(measured: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
 
 
 def _runs(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How each number of our own came about."""
+    """How each of our own numbers was measured."""
     if not measured:
         return
     yield "## What was measured here"

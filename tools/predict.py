@@ -1,20 +1,20 @@
-"""What is in these images: `python tools/predict.py RUN IMAGES... [key=value ...]`.
+"""Classify images: `python tools/predict.py RUN IMAGES... [key=value ...]`.
 
 RUN          a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file
-             that tools/export_net.py has written; class names and preprocessing are in there
-IMAGES       files, folders (with all that is below them), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a
-             list of files on standard input
+             from tools/export_net.py; each includes class names and preprocessing
+IMAGES       files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of
+             files on standard input
 
     format=      table, json, csv, or sheet: a contact sheet with the predictions
-    output=      a file; left out: standard output, for sheet predictions.png (then predictions_2.png, ...)
-    topk=5       classes to name
-    which=       auto (the average of the weights where there is one), model or ema
+    output=      a file; default: standard output, for sheet predictions.png (then predictions_2.png, ...)
+    topk=5       number of classes per image
+    which=       auto (the average of the weights if there is one), model or ema
     device=      auto, cpu or cuda
     precision=   fp32, amp_bf16, amp_fp16, bf16 or fp16
     batch_size=  images at a time (64)
-    num_workers= processes that read and decode (none for few images, else one for each core)
+    num_workers= processes that read and decode (none for few images, else one per core)
 
-Files that cannot be read are named at the end. Exit status: 0, or 2 when none could be read.
+Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
 """
 
 from typing import Annotated, Literal
@@ -45,9 +45,9 @@ class Options(Section):
 def main(options: Options) -> int:
     """Predict and write."""
     if not options.images:
-        raise UserError("images: none were given; give files, folders or patterns behind the run")
-    # torch takes seconds to import; a mistake on the command line is told before that.
-    from pycls_fast.inference.report import predict
+        raise UserError("images: none were given; give files, folders or patterns after the run")
+    # torch takes seconds to import; mistakes on the command line are reported before that.
+    from pycls_fast.inference.predict import predict
 
     return predict(**dict(options))
 

@@ -1,12 +1,11 @@
 """Prepare a dataset: `python tools/prepare_data.py pack|verify|index data.root=PATH [key=value ...]`.
 
-pack     write the splits to output=FOLDER in one file each, for data.source=packed; run again it goes on
-         short_side=320 quality=95   make larger images smaller first     store=raw   decoded pixels
-verify   read and decode every image, and list the damaged ones (status 2 when there are any)
+pack     write the splits to output=FOLDER in one file each, for data.source=packed; run again, it resumes
+         short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
+verify   read and decode every image, and list the damaged ones (status 2 if there are any)
 index    list the files of a large dataset once and keep the list, so that runs start in a second
 
-All take data.source and the keys that go with it, split=train for one split, and data.num_workers (left out: all cores,
-16 at most).
+All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
 """
 
 import sys
@@ -23,7 +22,7 @@ MODES = ("pack", "verify", "index")
 
 
 class Options(Section):
-    """Keys of this tool alone; `output` is a folder for `pack`, a JSON file for `verify`."""
+    """Keys of this tool only; `output` is a folder for `pack`, a JSON file for `verify`."""
 
     mode: Literal["pack", "verify", "index"] | None = None
     output: str | None = None
@@ -35,14 +34,14 @@ class Options(Section):
 
 
 def main(config: RunConfig, options: Options) -> int:
-    """Open the splits and do what was asked with each."""
+    """Open the splits and pack, verify or index each."""
     if options.mode is None:
         raise UserError(
             f"mode: not given; say what to do first: tools/prepare_data.py {'|'.join(MODES)} data.root=PATH"
         )
     if options.mode == "pack" and options.output is None:
         raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast import build
 
     with build.world(config) as world:
@@ -59,7 +58,7 @@ def main(config: RunConfig, options: Options) -> int:
 
 
 def pack_splits(splits: dict, options: Options, workers: int) -> int:
-    """Write each split, and say what could not be used."""
+    """Pack each split, and print the images that could not be used."""
     from pycls_fast.data.packing import PackSettings, pack
 
     assert options.output is not None
@@ -71,7 +70,7 @@ def pack_splits(splits: dict, options: Options, workers: int) -> int:
             print(f"warning: {image}: {reason}; left out")
         print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
         if not packed.is_new:
-            print(f"{root / name}: packed before, nothing done; remove it to pack anew")
+            print(f"{root / name}: packed before, nothing done; remove it to pack again")
     print(f"use it with data.source=packed data.root={root}")
     return DONE
 
@@ -98,5 +97,5 @@ def verify_splits(splits: dict, options: Options, workers: int) -> int:
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] in MODES:
         sys.argv[1] = f"mode={sys.argv[1]}"
-    # The experiment's data group looks at what is there; the rest of it plays no part.
+    # Only the experiment's data group is used; it detects the format of what is in data.root.
     command_line(main, default="resnet50", options=Options)

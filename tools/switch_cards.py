@@ -16,22 +16,22 @@ _HEAD = """\
 # Performance switches
 
 Made by `python tools/switch_cards.py` from `pycls_fast/speed/`, `pycls_fast/precision.py` and
-`pycls_fast/parallel/strategies.py`; change it there. Behind the switches: [precision levels](#precision-levels) and
+`pycls_fast/parallel/strategies.py`; change it there. After the switches: [precision levels](#precision-levels) and
 [strategies](#strategies).
 
-`speed=reference` sets every switch to its first value, the plain twin; `speed=fast` to the best one known for the
-device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device
-cannot run is an error that names another. What a value owes its reference: `identical`, the same bits; `rounding`, the
-same mathematics in another order; `training`, it changes what is learned, and its accuracy has to be measured.
-`python tools/ledger.py ladder=switches switches=[NAME]` measures one, and what it has to be compared with.
+`speed=reference` sets every switch to its first value, the plain implementation; `speed=fast` to the best known one for
+the device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device
+cannot run is an error that names another. How closely a value must match its reference: `identical`, the same bits;
+`rounding`, the same mathematics in a different order; `training`, it changes what is learned, so its accuracy has to be
+measured. `python tools/ledger.py ladder=switches switches=[NAME]` measures one against its reference.
 """
 
 _PRECISION = """\
 # Precision levels
 
-`precision=NAME`: the formats of a step. `fp32` is the reference; every other level owes what a switch of the class
-`training` does, since rounding more changes what is learned (`ladder=apex` of the ledger). At every level the loss is
-computed in float32, the optimizer's arithmetic and AdamW's state are float32, and checkpoints hold float32 weights.
+`precision=NAME`: the formats of a step. `fp32` is the reference; every other level is of the class `training`, since
+more rounding changes what is learned (`ladder=apex` of the ledger). At every level the loss is computed in float32, the
+optimizer's arithmetic and AdamW's state are float32, and checkpoints hold float32 weights.
 """
 
 _STRATEGIES = """\
@@ -55,7 +55,7 @@ def page(switches: Sequence[Switch], levels: Sequence[Level], strategies: Sequen
 
 
 def _table(switches: Sequence[Switch]) -> Iterator[str]:
-    yield "| switch | values, the reference first | fast on CPU | fast on CUDA | owes | models |"
+    yield "| switch | values, the reference first | fast on CPU | fast on CUDA | numerics | models |"
     yield "|---|---|---|---|---|---|"
     for switch in switches:
         values, models = ", ".join(switch.values), ", ".join(switch.applies_to)
@@ -107,7 +107,7 @@ def _wide_weights(level: Level) -> str:
 
 
 def _stays(level: Level) -> str:
-    """What is float32 at a level whose products are not."""
+    """Everything that stays float32 at a level whose products do not."""
     found = []
     if level.autocast is not None:
         found.append(f"under autocast {', '.join(f'`{name}`' for name in KEPT_IN_FLOAT32)}")
@@ -136,7 +136,7 @@ def _level_card(level: Level) -> Iterator[str]:
 
 
 def _rounding(level: Level) -> str:
-    """What is rounded to fewer bits than float32's."""
+    """What is rounded to fewer bits than float32 has."""
     if level.tf32:
         return "The factors of products are rounded to TF32."
     if level.compute == "float32":
@@ -145,8 +145,8 @@ def _rounding(level: Level) -> str:
         return "Linear layers multiply factors rounded to float8; other products are as in amp_bf16."
     if level.autocast is not None:
         return (
-            f"Products round their factors and results to {level.autocast}; what is between them and not listed below "
-            "is computed in the format that it comes in."
+            f"Products round their factors and results to {level.autocast}; operations between them that are not "
+            "listed below are computed in the format of their input."
         )
     lost = (
         "the optimizer changes float32 masters, which are rounded into the network after each step"

@@ -1,8 +1,8 @@
 """Evaluate a checkpoint: `python tools/test_net.py weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
 
-Without `--config-name` the configuration is the one that the weights were trained with: a run, a checkpoint and an
-exported file say it. Weights of timm and torchvision are scored with the preprocessing that comes with them, beside the
-published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` takes the
+Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
+checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
+published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` uses the
 configuration's instead.
 """
 
@@ -12,7 +12,7 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool alone: the split to score, a JSON file for the numbers, and whose preprocessing is taken."""
+    """Keys of this tool only: the split to score, a JSON file for the numbers, and whose preprocessing is used."""
 
     split: str = "val"
     output: str | None = None
@@ -21,7 +21,7 @@ class Options(Section):
 
 def main(config: RunConfig, options: Options) -> int:
     """Score the weights on a split."""
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train.score import score
 
     return score(config, options.split, options.output, own_preprocessing=options.preprocessing == "weights")

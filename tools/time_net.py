@@ -1,11 +1,11 @@
 """Time an experiment: `python tools/time_net.py --config-name EXPERIMENT [mode=all] [key=value ...]`.
 
 mode=model   the training step and the inference forward pass on one synthetic batch; needs no data
-mode=loader  the input pipeline alone, from files (or data=synthetic) to batches on the device
+mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
 mode=both    training steps fed by the loader
-mode=all     the three of them
+mode=all     all three
 
-Variants in turns, each compared with the first, which shows differences far below the machine's own drift:
+Variants are timed in turns and compared with the first, which shows differences far below the machine's own drift:
 
     python tools/time_net.py --config-name vit_s16 mode=model data.global_batch_size=8 \\
         "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
@@ -21,7 +21,7 @@ from pycls_fast.errors import UserError
 
 
 class Options(Section):
-    """Keys of this tool alone. `repeats` turns of `steps` timed steps each; JSON goes to `output`."""
+    """Keys of this tool only: `repeats` turns of `steps` timed steps each; JSON goes to `output`."""
 
     mode: Literal["model", "loader", "both", "all"] = "all"
     steps: Annotated[int, Field(gt=0)] = 5
@@ -38,7 +38,7 @@ def needs_data(options: Options) -> bool:
 
 
 def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]:
-    """Name and configuration of what is timed: the experiment, or what `compare` makes of it."""
+    """Name and configuration of everything to time: the experiment, or its variants from `compare`."""
     if not options.compare:
         return [(config.config_name, config)]
     if len(options.compare) == 1:
@@ -53,7 +53,7 @@ def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]
             raise UserError(f"compare: cannot read '{text}' ({error})") from error
         name = text or "as configured"
         if text in options.compare[:position]:
-            # The same one twice shows what a difference of nothing looks like.
+            # Listing a variant twice shows the noise of the measurement.
             name += f" ({options.compare[: position + 1].count(text)})"
         made.append((name, changed))
     return made
@@ -62,7 +62,7 @@ def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]
 def main(config: RunConfig, options: Options) -> int:
     """Time, print, write."""
     chosen = variants(config, options)
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.ledger import time_variants
 
     return time_variants(

@@ -5,7 +5,7 @@ from pycls_fast.config import NoOptions, RunConfig, command_line
 
 def main(config: RunConfig, options: NoOptions) -> int:
     """Train as configured."""
-    # torch takes seconds to import; a mistake in the configuration is told before that.
+    # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train import train
 
     return train(config)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
+from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, Switches, level
-from pycls_fast.build.processor import cores_per_rank
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.build.impossible import Switches, impossible
-from pycls_fast.build.processor import cores_per_rank, cpu_limit
+from pycls_fast.build.conflicts import Switches, conflicts
+from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
@@ -69,10 +69,10 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
         # Explicit settings win over the preset's.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
-        in_the_way = set(impossible(config, resolved, kind)) - set(impossible(config, uncompiled, kind))
+        in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
         if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
             resolved = uncompiled
-    lines = list(impossible(config, resolved, kind))
+    lines = list(conflicts(config, resolved, kind))
     if lines:
         raise UserError(*lines)
     return resolved

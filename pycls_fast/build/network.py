@@ -168,7 +168,7 @@ def draw_on_device(network: Network) -> None:
             module.draws_on_device = True
 
 
-def lower(
+def apply_precision(
     config: RunConfig, network: Network, device: torch.device, *, sharded: bool = False
 ) -> optim.MasterWeights | None:
     """Cast a network that is on its device to the precision's format, in place; returns its masters, if any.

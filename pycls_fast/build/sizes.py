@@ -14,7 +14,7 @@ _STEPS_PER_EPOCH = 4
 _EVALUATIONS = 20
 
 
-def by_size(config: RunConfig, images: int, world: World) -> RunConfig:
+def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
     """The configuration with every `auto` replaced by a number; unchanged if there is none.
 
     - `schedule.epochs`: enough to show 100,000 images, at least 10 and at most 50.

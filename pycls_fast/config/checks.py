@@ -262,7 +262,7 @@ def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
-        yield "precision", "fp8 is for linear layers, and model.kind=resnet has only its head; use precision=amp_bf16"
+        yield "precision", "fp8 is for linear layers and model.kind=resnet has only its head; use precision=amp_bf16"
 
 
 def _switches(config: RunConfig) -> Iterator[tuple[str, str]]:

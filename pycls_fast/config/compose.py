@@ -22,9 +22,9 @@ from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
     CONFIGS,
     explain,
-    first_line,
     shown_path,
     unreadable,
+    without_interpolation,
 )
 from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
@@ -87,7 +87,8 @@ class Composed:
             raise UserError(f"{key}: left open as ???; set it with {key}=VALUE ({self.where(key)})") from error
         except OmegaConfBaseException as error:
             key = str(error.full_key)
-            raise UserError(f"{key}: {first_line(error)} ({self.where(key)})" if key else first_line(error)) from error
+            what = without_interpolation(error)
+            raise UserError(f"{key}: {what} ({self.where(key)})" if key else what) from error
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
@@ -159,8 +160,8 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    impossible = problems(config, needs_data=needs_data, trains=trains)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in impossible]
+    wrong = problems(config, needs_data=needs_data, trains=trains)
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in wrong]
     if found:
         raise UserError(*found)
     return config

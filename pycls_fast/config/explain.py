@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.config.messages import nearest
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 
 def _configs() -> Path:
@@ -78,7 +78,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> UserError:
         found = re.match(pattern, text)
         if found:
             return UserError(wording.format(*found.groups()))
-    return UserError(first_line(error))
+    return UserError(without_interpolation(error))
 
 
 def no_such_experiment(name: str, folders: Sequence[Path]) -> UserError:
@@ -98,9 +98,9 @@ def unreadable(override: str, folders: Sequence[Path]) -> UserError:
     return UserError(f"cannot read '{override}' on the command line; write key=value, quoting lists and spaces")
 
 
-def first_line(error: Exception) -> str:
+def without_interpolation(error: Exception) -> str:
     """The first line of an error's message, without OmegaConf's prefix about interpolations."""
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = first_line(error).strip()
     inner = re.match(r"\w+ raised while resolving interpolation: (.*)", message)
     return inner[1].strip("\"'") if inner else message
 

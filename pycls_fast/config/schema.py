@@ -42,7 +42,7 @@ LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
 
 
 AUTO = 0
-"""The value that stands for `auto` until the number of training images is known (`build.by_size`)."""
+"""The value that stands for `auto` until the number of training images is known (`build.resolve_auto`)."""
 
 
 def _or_auto(value: Any) -> Any:
@@ -159,9 +159,9 @@ class Data(Section):
     With `shuffle: blocks` shards are read one after the other, mixing within `shuffle_buffer` images; `auto` does so
     for remote data.
 
-    `global_batch_size: auto` depends on the number of training images (`build.by_size`). `normalization: weights` takes
-    mean and standard deviation from what `weights` names, if that has them, instead of `mean` and `std`, which are for
-    red, green and blue on the scale 0 to 1.
+    `global_batch_size: auto` depends on the number of training images (`build.resolve_auto`). `normalization: weights`
+    takes mean and standard deviation from what `weights` names, if that has them, instead of `mean` and `std`, which
+    are for red, green and blue on the scale 0 to 1.
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
@@ -376,9 +376,9 @@ class Schedule(Section):
     The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, where the warm-up replaces
     its beginning (timm, pycls).
 
-    `epochs: auto` depends on the number of training images (`build.by_size`). `early_stopping_evals` ends the run when
-    the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`, is
-    the best by `early_stopping_metric`, the first of equal ones.
+    `epochs: auto` depends on the number of training images (`build.resolve_auto`). `early_stopping_evals` ends the run
+    when the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`,
+    is the best by `early_stopping_metric`, the first of equal ones.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"

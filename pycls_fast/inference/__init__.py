@@ -1,7 +1,7 @@
-"""Using what was trained: predictions, features and maps of images that somebody has."""
+"""Inference with trained weights: predictions, features and maps for the user's own images."""
 
 from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images, given_images
-from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.inference.predictions import Guess, Prediction
 
 __all__ = ["Classifier", "GivenImages", "Guess", "Prediction", "find_images", "given_images", "load"]

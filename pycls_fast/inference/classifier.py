@@ -1,4 +1,4 @@
-"""A trained network that takes images as they come."""
+"""A trained network that takes images in any form."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
-from pycls_fast.inference.records import Guess, Prediction
+from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.restore import Restored, restore
 
 Skip = Callable[[str, str], None]
-"""Told the name of an image that cannot be read, and why."""
+"""Called with the name of an unreadable image and the reason."""
 
 BATCH_SIZE = 64
-"""Images at a time, where no number is given."""
+"""The default number of images at a time."""
 
-# So many images are read sooner by one process than workers are started.
+# Up to this many images, one process reads them faster than workers start.
 _FEW = 128
 
 
 @contextmanager
 def float32_convolutions() -> Iterator[None]:
-    """float32 convolutions in float32: cuDNN's default, which is the caller's process's to change, is TF32."""
+    """Run float32 convolutions in float32: cuDNN's default is TF32, a setting of the process that is restored after."""
     cudnn: Any = torch.backends.cudnn
     before = cudnn.conv.fp32_precision
     cudnn.conv.fp32_precision = "ieee"
@@ -53,13 +53,13 @@ def load(
 
     Args:
         run: a run folder (its best checkpoint), a checkpoint, or a safetensors file of `tools/export_net.py`.
-        which: "auto" (the average of the weights where there is one), "model" or "ema".
+        which: "auto" (the average of the weights if there is one), "model" or "ema".
         device: "auto", "cpu" or "cuda".
         precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".
-        fast: take the device's fast kernels; else those that are written out.
+        fast: use the device's fast kernels, else the reference ones.
 
     Raises:
-        UserError: no such weights, or a device that is not there.
+        UserError: no such weights, or a device that is not available.
     """
     return Classifier(restore(run, which=which, device=device, precision=precision, fast=fast))
 
@@ -100,14 +100,14 @@ class Classifier:
 
         Args:
             images: what `given_images` takes: paths, folders, patterns, Pillow images, uint8 arrays, or a list of them.
-            topk: classes to name; all where there are fewer.
+            topk: number of classes to return, or all if there are fewer.
             batch_size: images at a time.
-            num_workers: processes that read and decode; None: none for few images, else one for each core.
-            skip: called for an image that cannot be read, which is then left out. None: that is an error.
-            advance: told how many images are done since the last call.
+            num_workers: processes that read and decode; None: none for few images, else one per core.
+            skip: called for each unreadable image, which is then left out. None: an unreadable image is an error.
+            advance: called with the number of images done since the last call.
 
         Raises:
-            UserError: no images, images of another kind, or an image that cannot be read.
+            UserError: no images, an unsupported kind of image, or an image that cannot be read.
         """
         if topk < 1:
             raise UserError(f"topk: must be at least 1; got {topk}")
@@ -117,15 +117,15 @@ class Classifier:
             scores_BK = self.scores(batch).double()
             if not torch.isfinite(scores_BK).all():
                 raise UserError(
-                    f"weights: {self.origin.path} gives scores that are no numbers; with precision=fp32 too they are "
-                    "of a run that has diverged"
+                    f"weights: {self.origin.path} gives scores that are not finite; if they are with precision=fp32 "
+                    "too, the run diverged"
                 )
             found += self._guesses(source, batch, scores_BK, topk)
             advance(len(batch) + len(batch.damaged))
         return found
 
     def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
-        # By the scores, of which more differ than of the probabilities; of equals the first, as in evaluation.
+        # Sorted by scores, which have fewer ties than probabilities; ties by the lowest index, as in evaluation.
         order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         likely_BT = self.probabilities(scores_BK).gather(1, order_BT)
         rows = zip(batch.indices_B.tolist(), order_BT.tolist(), likely_BT.tolist(), strict=True)
@@ -139,7 +139,7 @@ class Classifier:
         return torch.cat([self.scores(batch).float().cpu() for batch in batches])
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
-        """What the network's last linear layer sees (N, D), float32, on the CPU; arguments as in `predict`."""
+        """The input of the network's last linear layer (N, D), float32, on the CPU; arguments as in `predict`."""
         seen: list[Tensor] = []
         head = self.network.get_submodule(self.network.head_name)
         handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float().cpu()))
@@ -159,7 +159,7 @@ class Classifier:
     ) -> Iterator[Batch]:
         """The images as the network sees them, uint8 (B, H, W, 3), on the device; arguments and errors as in `predict`.
 
-        A batch has no image when all of them were damaged and left out; such batches are not yielded.
+        Batches whose images were all damaged and left out are not yielded.
         """
         few = source.in_memory or len(source) <= _FEW
         data = self.config.data.model_copy(
@@ -171,7 +171,7 @@ class Classifier:
         config = self.config.model_copy(update={"data": data})
         switches = self._restored.switches
         if source.in_memory:
-            # What is decoded already is resized as Pillow does it, as files that are no JPEGs are.
+            # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = {**switches, SwitchName.DECODE: "pillow"}
         loader = build.eval_loader(config, source, self._restored.world, switches)
         for batch in to_device(loader, self.device, mode="blocking"):
@@ -189,7 +189,7 @@ class Classifier:
             return self.network(self.inputs(batch))
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
-        """Of each class (B, K): on its own for a network trained with binary cross-entropy, else they sum to 1."""
+        """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
         return scores_BK.sigmoid() if self.config.loss.name == "bce" else scores_BK.softmax(dim=1)
 
     def inputs(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The images that somebody gives: paths, folders, patterns, Pillow images, arrays. All become one `Source`."""
+"""Images given by the user (paths, folders, patterns, Pillow images, arrays) as one `Source`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
 
 class GivenImages:
-    """Images without labels (a `data.Source`): paths are read when they are asked for."""
+    """Images without labels (a `data.Source`); files are read on access."""
 
     classes: tuple[str, ...] = ()
 
@@ -30,39 +30,39 @@ class GivenImages:
 
     @property
     def in_memory(self) -> bool:
-        """Whether no file has to be read."""
+        """Whether all images are in memory, so that no file is read."""
         return not any(isinstance(item, Path) for item in self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        """The file's bytes or the pixels, and a label that means nothing."""
+        """The file's bytes or the pixels, and a dummy label."""
         item = self._items[index]
         if isinstance(item, Path):
             return item.read_bytes(), 0
         return (np.asarray(as_rgb(item)) if isinstance(item, Image.Image) else item), 0
 
     def name(self, index: int) -> str:
-        """The path as text that can be printed, or "image 3"."""
+        """The path as printable text, or "image 3"."""
         item = self._items[index]
-        # A name that is no text in the system's encoding keeps its bytes, as signs.
+        # Bytes of a name that are not UTF-8 become backslash escapes.
         return os.fsencode(item).decode("utf-8", "backslashreplace") if isinstance(item, Path) else f"image {index}"
 
     def describe(self) -> str:
-        """One line for people."""
+        """A one-line description."""
         return f"{len(self):,} images"
 
 
 def given_images(images: Any) -> GivenImages:
-    """One source of whatever was given.
+    """Turn any kind of input into one source.
 
     Args:
         images: a path, a folder or a pattern; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or, for
-            several, (B, H, W, 3); a sequence of such.
+            several, (B, H, W, 3); a sequence of these.
 
     Raises:
-        UserError: nothing, something else, or a path that does not exist.
+        UserError: nothing was given, an unsupported type, or a path that does not exist.
     """
     items = list(_flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, ""))
     if not items:
@@ -87,7 +87,7 @@ def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:
 def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarray]:
     dtype = str(images.dtype).removeprefix("torch.")
     mistake = UserError(f"images{place}: must be {_KINDS}; got {dtype} {tuple(images.shape)}")
-    # Before a tensor becomes an array: NumPy lacks some of torch's types.
+    # Checked before a tensor becomes an array: NumPy lacks some of torch's types.
     if dtype != "uint8":
         raise mistake
     array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else images
@@ -103,21 +103,21 @@ def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarra
 
 
 def find_images(words: Iterable[str]) -> list[Path]:
-    """Files that words mean, in the order of the words.
+    """The files that arguments name, in the order of the arguments.
 
     Args:
-        words: files, of any name; folders, whose images at any depth are taken in the order of their paths, hidden ones
-            left out and links followed; patterns with `*`, `?`, `[...]` and `**`.
+        words: files with any name; folders, whose images at any depth are taken in the order of their paths, without
+            hidden ones and following links; patterns with `*`, `?`, `[...]` and `**`.
 
     Raises:
-        UserError: a line for each word that means nothing.
+        UserError: a line for each argument that matches nothing.
     """
     found: list[Path] = []
     mistakes: list[str] = []
     for word in words:
-        # A name that begins with "~" and is no user's home is a name.
+        # A name that begins with "~" but is not a user's home is an ordinary name.
         path = user_path(word)
-        problem = "is no file, no folder and no pattern that finds images"
+        problem = "is not a file, a folder or a pattern that matches images"
         try:
             if path.is_dir():
                 here = sorted(_below(path))
@@ -138,13 +138,13 @@ def find_images(words: Iterable[str]) -> list[Path]:
 
 
 def _below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Images at any depth, but for what lies behind a link to one of the folders `above` (their devices and inodes)."""
+    """Images at any depth; a link to one of the folders `above` (device and inode numbers) is not followed."""
     try:
         status = folder.stat()
         with os.scandir(folder) as listed:
             entries = [(entry.name, is_folder(entry)) for entry in listed]
     except OSError:
-        # Another user's, as `lost+found` is.
+        # A folder that we may not read, like `lost+found`.
         return
     here = (status.st_dev, status.st_ino)
     if here in above:

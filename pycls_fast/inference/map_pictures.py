@@ -1,4 +1,4 @@
-"""Attention, rollout, features and class maps of given images, drawn over them."""
+"""Draw attention, rollout, features and class maps over the given images."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
-from pycls_fast.inference.report import check_output, collect, percent
+from pycls_fast.inference.predict import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.paths import user_path
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 MOST_IMAGES = 200
 """Images per call: all their maps are in memory at once."""
 
-# A colour map that also reads in greyscale.
+# A colour map that remains readable in greyscale.
 _COLOURS = mpl.colormaps["inferno"]
 _BATCH = 8
 
@@ -43,25 +43,25 @@ def draw_maps(
     which: str,
     device: str,
 ) -> int:
-    """Write a sheet with a row for each image: the part that the network sees, and its maps; returns the exit status.
+    """Write a sheet with one row per image: the crop that the network sees, and its maps; returns the exit status.
 
     Args:
         run, which, device: see `inference.load`.
-        images: see `report.predict`.
+        images: see `predict.predict`.
         kind: "attention", "rollout", "features" or "class".
         output: a PNG file; None: `KIND.png`.
-        heads: "attention" shows each head; else their mean alone.
-        opacity: of the maps over the images, 0 to 1.
+        heads: "attention" shows each head, otherwise only their mean.
+        opacity: opacity of the maps over the images, 0 to 1.
 
     Raises:
         UserError: no such weights or images, too many of them, or maps that this model does not have.
     """
     source = GivenImages(collect(images))
     if len(source) > MOST_IMAGES:
-        raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at a time; give fewer")
+        raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at once; give fewer")
     path = user_path(output or f"{kind}.png")
     check_output(path, is_sheet=True)
-    # Attention that is shown is computed explicitly; all other layers may use the fast kernels.
+    # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
     with enough_memory(f"device: {device_name(classifier.device)} is {OUT_OF_MEMORY}; use device=cpu"):
@@ -86,7 +86,7 @@ def draw_maps(
 
 @torch.no_grad()
 def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray, list[int], list[str], Tensor]:
-    """What the network saw, the images' positions, what it took them for, and the maps (B, ..., h, w) or features."""
+    """The network's input pictures, their positions, predictions as titles, and maps (B, ..., h, w) or features."""
     network, inputs_BCHW = classifier.network, classifier.inputs(batch)
     scores_BK = classifier.scores(batch).double()
     labels_B = scores_BK.argmax(dim=1)
@@ -117,9 +117,9 @@ def _rows(
     heads: bool,
     opacity: float,
 ) -> list[list[Cell]]:
-    """A row of cells for each image."""
+    """One row of cells per image."""
     if kind == "features":
-        # Of all images together, so that a colour means the same in each.
+        # Computed over all images together, so that a colour means the same in each.
         values = maps.principal_components(values)
     rows = []
     for picture_HWC, name, title, value in zip(pictures_BHWC, names, titles, values, strict=True):
@@ -143,11 +143,11 @@ def _rows(
 
 
 def _colours(values_hwC: Tensor, size: tuple[int, int]) -> Image.Image:
-    """Fractions of full red, green and blue on a grid as a picture of this (width, height)."""
+    """A grid of RGB values from 0 to 1, enlarged to a picture of this (width, height)."""
     small = Image.fromarray((255 * values_hwC.double().numpy()).round().astype(np.uint8))
     return small.resize(size, Image.Resampling.BICUBIC)
 
 
 def _blend(picture: Image.Image, over: Image.Image, opacity: float) -> Image.Image:
-    # On the grey picture, so that all colour is the map's.
+    # The picture is grey, so that all colour comes from the map.
     return Image.blend(picture.convert("L").convert("RGB"), over, opacity)

@@ -1,4 +1,4 @@
-"""Contact sheets: pictures in a grid with words on them and under them."""
+"""Contact sheets: pictures in a grid with text on and below them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pycls_fast.errors import UserError
 
 PAGE = 120
-"""Cells of a file; more pictures go to further files."""
+"""Cells per file; further pictures go to further files."""
 
 _MARGIN, _LINE, _STRIP = 8, 17, 24
 _INK, _GREY, _PAPER = (20, 20, 20), (90, 90, 90), (255, 255, 255)
@@ -24,9 +24,9 @@ class Cell:
     """A picture on a sheet.
 
     Attributes:
-        picture: of any size; small ones are enlarged without smoothing, so that their pixels are seen.
+        picture: any size; small ones are enlarged without smoothing, so that their pixels are visible.
         title: written on the picture's lower edge.
-        lines: under the picture.
+        lines: written below the picture.
     """
 
     picture: Image.Image
@@ -37,12 +37,12 @@ class Cell:
 def write_sheets(
     cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = 192, page: int = PAGE
 ) -> list[Path]:
-    """Write PNG files: `path`, and for what does not fit on it `NAME_2.png`, `NAME_3.png`, ...
+    """Write PNG files: `path`, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it.
 
     Args:
-        columns: cells of a row.
-        side: of a picture, in pixels.
-        page: cells of a file, a multiple of `columns`.
+        columns: cells per row.
+        side: a picture's width and height, in pixels.
+        page: cells per file, a multiple of `columns`.
 
     Raises:
         UserError: a file that cannot be written.
@@ -60,7 +60,7 @@ def write_sheets(
 
 
 def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> Image.Image:
-    """One sheet; see `write_sheets`."""
+    """Draw one sheet; see `write_sheets`."""
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
     width = side + _MARGIN
@@ -72,7 +72,7 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
         left, top = _MARGIN + column * width, _MARGIN + row * height
         sheet.paste(tile(cell.picture, side), (left, top))
         if cell.title:
-            # White on black whatever the picture, so that it is read in grey, too.
+            # White on black whatever the picture, so that it stays readable in greyscale.
             draw.rectangle((left, top + side - _STRIP, left + side - 1, top + side - 1), fill=_INK)
             text = _fitted(cell.title, side - 10, _font(15, bold=True))
             draw.text((left + 5, top + side - _STRIP / 2), text, _PAPER, _font(15, bold=True), anchor="lm")
@@ -83,7 +83,7 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
 
 
 def tile(picture: Image.Image, side: int) -> Image.Image:
-    """The whole picture in a square of `side` pixels, on grey."""
+    """The whole picture, fitted into a grey square of `side` pixels."""
     scale = side / max(picture.size)
     size = tuple(max(round(length * scale), 1) for length in picture.size)
     smooth = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
@@ -93,7 +93,7 @@ def tile(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
-    """The text, its end cut off where it is longer than `width` pixels; "?" for what is no UTF-8 in a name."""
+    """The text, cut off if longer than `width` pixels; parts that are not UTF-8 become "?"."""
     text = text.encode(errors="replace").decode()
     if font.getlength(text) <= width:
         return text
@@ -104,6 +104,6 @@ def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
 
 @cache
 def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    # matplotlib brings it along on every system; Pillow's own lacks most letters outside of English.
+    # matplotlib ships this font on every system; Pillow's own lacks most non-English letters.
     properties = font_manager.FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
     return ImageFont.truetype(font_manager.findfont(properties), size)

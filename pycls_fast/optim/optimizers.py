@@ -43,8 +43,8 @@ def lamb(
     """LAMB (You et al., 2020, algorithm 2), timm's; `implementation` is loop or foreach.
 
     As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
-    correction, and no trust ratio where there is no weight decay. Their clipping of the global gradient norm to 1 is
-    `optim.clip_norm` here.
+    correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm to 1
+    is `optim.clip_norm` here.
     """
     import timm.optim
 
@@ -152,7 +152,7 @@ def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float],
 _LEAST_LR = 1e-30
 
 
-def compile_step(optimizer: Optimizer) -> Optimizer:
+def compile_step(optimizer: Optimizer) -> None:
     """Compile the optimizer's step in place, with each group's lr as a tensor so that a new value compiles nothing."""
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
@@ -170,16 +170,14 @@ def compile_step(optimizer: Optimizer) -> Optimizer:
         return compiled(*args, **kwargs)
 
     optimizer.step = step  # type: ignore[method-assign]
-    return optimizer
 
 
-def make_capturable(optimizer: Optimizer, device: torch.device) -> Optimizer:
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Prepare the step for recording in a CUDA graph: each group's lr becomes a tensor that the graph reads."""
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
         if "capturable" in group:
             group["capturable"] = True
-    return optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

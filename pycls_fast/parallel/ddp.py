@@ -60,6 +60,6 @@ def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=False,
+        reduced_every_microbatch=False,
         compression=compression,
     )

@@ -74,7 +74,7 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=False,
+        reduced_every_microbatch=False,
         # After the exchange only the owner has a gradient.
         shard_group=world.mesh.get_group(),
         optimizer=optimizer,

@@ -57,9 +57,9 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     root: Any = wrap("", network)
     # FairScale would cast float32 images to float16, whatever the compute format.
     root.register_forward_pre_hook(_Cast(settings.compute or torch.float32))
-    settle = partial(_free, root)
+    free_gathered = partial(_free, root)
     assert world.mesh is not None
-    weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, settle)
+    weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, free_gathered)
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
         # ZeRO-3 reduces after every microbatch, so that no rank holds whole gradients, and accumulates in float32.
@@ -70,10 +70,10 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
         evaluated=root,
         device=world.device,
         exchange=exchange,
-        adds_up=settings.reshard_after_forward,
-        together=True,
+        reduced_every_microbatch=settings.reshard_after_forward,
+        forward_is_collective=True,
         shard_group=world.mesh.get_group(),
-        settle=settle,
+        free_gathered=free_gathered,
         weights=weights,
     )
 

@@ -52,7 +52,7 @@ class FlatShards:
         buffers: the network's persistent buffers by name; every rank has them whole.
         groups: the optimizer's groups; their `params` are names of the network's parameters.
         mesh: one-dimensional, over all ranks.
-        settle: frees gathered weights, after the shards were changed other than by the optimizer.
+        free_gathered: frees gathered weights, after the shards were changed other than by the optimizer.
 
     Raises:
         ValueError: a flat parameter that is not within one group.
@@ -64,14 +64,14 @@ class FlatShards:
         buffers: Mapping[str, Tensor],
         groups: Sequence[Group],
         mesh: DeviceMesh,
-        settle: Callable[[], None],
+        free_gathered: Callable[[], None],
     ) -> None:
         self.flats = tuple(flats)
         self.groups = _groups(flats, groups)
         """The optimizer's groups of shards."""
         self._buffers = dict(buffers)
         self._mesh = mesh
-        self._settle = settle
+        self._free_gathered = free_gathered
         # During a pass the parameters point to whole weights; the shards keep their memory.
         self._shards = {flat.name: flat.shard.detach() for flat in self.flats}
 
@@ -91,7 +91,7 @@ class FlatShards:
 
     def refresh_model(self) -> None:
         """Make the next forward pass gather again, after shards were changed by hand."""
-        self._settle()
+        self._free_gathered()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under the network's own names: what checkpoints hold. Parameters are copies."""

@@ -52,7 +52,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
             root.set_reshard_after_backward(is_last)
         return nullcontext()
 
-    def settle() -> None:
+    def free_gathered() -> None:
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -62,10 +62,10 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=world.mesh.ndim == 1,
-        together=True,
+        reduced_every_microbatch=world.mesh.ndim == 1,
+        forward_is_collective=True,
         shard_group=world.mesh.get_group("shard"),
-        settle=settle,
+        free_gathered=free_gathered,
     )
 
 

@@ -10,13 +10,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.meeting import connect
+from pycls_fast.parallel.rendezvous import connect
 
 # Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
 _PATIENCE = timedelta(seconds=5)
 
 
-def tell_if_alone(error: UserError, patience: timedelta = _PATIENCE) -> None:
+def print_if_only_rank(error: UserError, patience: timedelta = _PATIENCE) -> None:
     """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
 
     If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they

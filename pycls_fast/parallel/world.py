@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycls_fast.errors import UserError
-from pycls_fast.parallel.meeting import connect, meet, met
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.parallel.mesh import degrees, make_mesh
-from pycls_fast.parallel.mistakes import tell_if_alone
+from pycls_fast.parallel.mistakes import print_if_only_rank
 from pycls_fast.parallel.monitor import Monitor
+from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
 
 T = TypeVar("T")
 
@@ -139,14 +139,23 @@ def start_world(
     """
     with ExitStack() as leaving:
         try:
-            yield _join(leaving, device, backend, timeout_seconds, strategy, shard_degree, replicate_degree)
+            yield _join(
+                leaving,
+                device=device,
+                backend=backend,
+                timeout_seconds=timeout_seconds,
+                strategy=strategy,
+                shard_degree=shard_degree,
+                replicate_degree=replicate_degree,
+            )
         except UserError as error:
-            tell_if_alone(error)
+            print_if_only_rank(error)
             raise
 
 
 def _join(
     leaving: ExitStack,
+    *,
     device: str,
     backend: str,
     timeout_seconds: int,
@@ -155,7 +164,7 @@ def _join(
     replicate_degree: int | None,
 ) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
-    _tell_of_lone_tasks()
+    _note_lone_tasks()
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     grid: tuple[int | None, int] = (None, size)
@@ -173,16 +182,11 @@ def _join(
     # ddp with one rank runs too, on the same code path, without torchrun.
     if size == 1 and strategy not in _MESHED:
         return World(rank=0, size=1, device=chosen)
-    if backend == "auto":
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-    if backend == "nccl" and chosen.type != "cuda":
-        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    backends = _backends(backend, chosen, strategy)
     # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
-    launch, store = meet(size, timeout)
+    launch, store = open_store(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
-    # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
-    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     leaving.callback(dist.destroy_process_group)
     host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
@@ -195,14 +199,28 @@ def _join(
         return world
     world.barrier()
     if world.is_main:
-        met(launch)
+        finish_round(launch)
     # A random name, which no other run of this launch uses.
     own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
     monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
     return replace(world, monitor=monitor)
 
 
-def _tell_of_lone_tasks() -> None:
+def _backends(backend: str, device: torch.device, strategy: str) -> str:
+    """The backends for `init_process_group`.
+
+    Raises:
+        UserError: nccl without CUDA.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
+
+
+def _note_lone_tasks() -> None:
     """Note that tasks started by plain `srun` are separate runs: it sets only its own variables, not torchrun's.
 
     This is not an error, because a job may want just that.
@@ -220,7 +238,7 @@ def lost_ranks(error: BaseException) -> str | None:
     """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
     text = str(error)
     is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
-    return (text.splitlines() or [type(error).__name__])[0] if is_lost else None
+    return first_line(error) if is_lost else None
 
 
 _MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")

@@ -16,7 +16,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
-def prepare_model(model: Network, world: World, *, memory_format: str) -> Network:
+def place_model(model: Network, world: World, *, memory_format: str) -> Network:
     """Move the model to the device and memory format, in place, before the optimizer and the average are created.
 
     A model on the meta device stays there until it has been sharded (`wrap_model`). Its shards are contiguous, and

@@ -44,7 +44,7 @@ def at_once(is_last: bool) -> AbstractContextManager[None]:
 
 
 def nothing() -> None:
-    """The `settle` of strategies that gather nothing."""
+    """The `free_gathered` of strategies that gather nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,16 @@ class Wrapped:
 
     Attributes:
         forward: what the training step calls.
-        evaluated: what evaluation calls; under `together` all ranks must call it equally often.
+        evaluated: what evaluation calls; under `forward_is_collective` all ranks must call it equally often.
         device: the run's device.
         exchange: returns the context of a microbatch's forward and backward pass; the argument says whether it is the
             step's last one.
-        adds_up: ranks reduce and accumulate gradients after every microbatch; otherwise only after the last one.
-        together: the forward pass contains collective operations.
+        reduced_every_microbatch: ranks reduce and accumulate gradients after every microbatch; otherwise only after the
+            last one.
+        forward_is_collective: the forward pass contains collective operations.
         shard_group: the ranks that share one copy of the gradients; None if each rank has all of them.
-        settle: call after forward passes without a backward pass: frees the gathered weights, so that later changes of
-            the shards take effect.
+        free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
+            changes of the shards take effect.
         compression: gradient compression that carries state from step to step (PowerSGD).
         weights: what the optimizer owns and checkpoints hold, if not the network's own parameters.
         optimizer: the optimizer, if it is a part of the strategy.
@@ -71,16 +72,16 @@ class Wrapped:
     evaluated: nn.Module
     device: torch.device
     exchange: Callable[[bool], AbstractContextManager[None]] = at_once
-    adds_up: bool = True
-    together: bool = False
+    reduced_every_microbatch: bool = True
+    forward_is_collective: bool = False
     shard_group: dist.ProcessGroup | None = None
-    settle: Callable[[], None] = nothing
+    free_gathered: Callable[[], None] = nothing
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
 
     @property
-    def verdict_group(self) -> dist.ProcessGroup | None:
+    def overflow_group(self) -> dist.ProcessGroup | None:
         """The ranks that must agree on whether gradients overflowed. (For DTensors torch does it.)"""
         return self.shard_group if self.weights is not None or self.optimizer is not None else None
 

@@ -1,4 +1,4 @@
-"""Training: the step, the loop around it, evaluation, checkpoints, and what a run leaves behind."""
+"""Training: the step, the loop around it, evaluation, checkpoints, and the files of a run."""
 
 from pycls_fast.train.loop import train
 

@@ -1,4 +1,4 @@
-"""What training computes with, built from a configuration: data, network with its weights, step. No run folder."""
+"""Build what training needs from a configuration: data, network with its weights, step. No run folder."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.parallel import FlatShards, World, prepare_model
+from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
 
 
 @dataclass
-class Parts:
-    """`config` has numbers where the given one left them to the data or the weights."""
+class TrainingParts:
+    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers."""
 
     config: RunConfig
     sources: dict[str, Source]
@@ -41,23 +41,25 @@ class Parts:
     steps_per_epoch: int
 
 
-def build_parts(config: RunConfig, world: World, display: Display, gone_on_from: Checkpoint | None = None) -> Parts:
-    """Build every part, in the order that each needs the ones before it.
+def build_parts(
+    config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None
+) -> TrainingParts:
+    """Build every part; each needs the ones before it.
 
     Args:
-        config: of the run.
+        config: the run's.
         world: the ranks, which all call this.
-        display: what was loaded is told there.
-        gone_on_from: the checkpoint that will be loaded over the initial values: what `weights` names is not needed.
+        display: reports what was loaded.
+        resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
 
     Raises:
-        UserError: anything in the configuration, the data or the machine that stands in the way.
+        UserError: any obstacle in the configuration, the data or the machine.
     """
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world, gone_on_from)
+    config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
@@ -65,7 +67,7 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     network = build.model(config, classes, switches, empty=sharded)
 
     def load(filled: Network | FlatShards) -> None:
-        if config.weights is None or gone_on_from is not None:
+        if config.weights is None or resumed_from is not None:
             return
         flat = filled if isinstance(filled, FlatShards) else None
         origin = load_weights(
@@ -83,10 +85,10 @@ def build_parts(config: RunConfig, world: World, display: Display, gone_on_from:
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return Parts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
 
 
 def load_network(
@@ -107,8 +109,8 @@ def load_network(
     origin = load_weights(
         network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
     )
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    build.lower(config, network, world.device)
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    build.apply_precision(config, network, world.device)
     return network, origin
 
 
@@ -123,19 +125,18 @@ def make_step(
     recorder: Recorder | None = None,
     class_counts: np.ndarray | None = None,
 ) -> Step:
-    """The training step around a network that is on its device, which gets the precision's format.
+    """The training step around a network that is on its device, and that is cast to the precision's format.
 
-    A network without memory gets it when it has been cut, then its initial values, then those of `initialise`.
-    `recorder` stands in for CUDA graphs where there are none; `class_counts` are for `build.loss`.
+    A network on the meta device gets memory after sharding, then its initial values, then those of `initialise`.
+    `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
 
     Raises:
-        UserError: what the machine, or this number of ranks, cannot run.
+        UserError: the machine, or this number of ranks, cannot run the configuration.
     """
     graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
     if graphed and world.size > 1:
         raise UserError(
-            f"speed.cuda_graphs: on records the step of one rank and this run has {world.size}; use "
-            f"speed.cuda_graphs=off"
+            f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use speed.cuda_graphs=off"
         )
     if graphed:
         build.draw_on_device(network)
@@ -143,10 +144,10 @@ def make_step(
     loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
-    masters = build.lower(config, network, world.device, sharded=sharded)
+    masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
+    scaler = build.loss_scaler(config, world.device, wrapped.overflow_group)
     flat = wrapped.weights
     owned = flat or masters
     optimizer = wrapped.optimizer or build.optimizer(

@@ -1,4 +1,4 @@
-"""What became of each class in an evaluation."""
+"""Per-class accuracy and the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pycls_fast.train.evaluation import Predictions
 
 
 class Confusion(NamedTuple):
-    """The cells of a confusion matrix that are not 0, row by row: C of them, no more than there are images.
+    """The C non-zero cells of a confusion matrix, row by row; C is at most the number of images.
 
-    The whole matrix would be 80 GB for 100,000 classes.
+    The dense matrix would take 80 GB for 100,000 classes.
     """
 
     right_C: np.ndarray
-    """int64, right classes: the rows."""
+    """int64, true classes: the rows."""
     predicted_C: np.ndarray
     """int64, predicted classes: the columns."""
     images_C: np.ndarray
@@ -25,10 +25,9 @@ class Confusion(NamedTuple):
 
 
 def confusion(predictions: Predictions, classes: int) -> Confusion:
-    """Images by right class and predicted class.
+    """Count images by true class and predicted class.
 
-    Images without a right class, or with a score that is no number, are left out; so are predictions of outputs that
-    stand for no class.
+    Images without a true class or with NaN scores are left out; so are predictions of outputs without a class.
     """
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
@@ -39,9 +38,9 @@ def confusion(predictions: Predictions, classes: int) -> Confusion:
 def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
     """The values of `classes.json`.
 
-    `class_top1` is the mean over the classes of their accuracy in percent (balanced accuracy), of those that have
-    images; `classes` has for each its images, the right ones, its accuracy (null without images), and the other class
-    that it was taken for most often.
+    `class_top1` is the mean accuracy in percent over the classes that have images (balanced accuracy); `classes` has
+    for each class its images, the correct ones, its accuracy (null without images), and the class that it was most
+    often confused with.
     """
     count = len(classes)
     right_C, predicted_C, images_C = confusion(predictions, count)
@@ -49,7 +48,7 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
     hit_C = right_C == predicted_C
     right_K, times_K, taken_for_K = (np.zeros(count, dtype=np.int64) for _ in range(3))
     right_K[right_C[hit_C]] = images_C[hit_C]
-    # Of each right class the mistake with the most images first, of equal ones the first class.
+    # Per true class, the confusion with the most images first; ties by the lower class index.
     order = np.lexsort((predicted_C, -images_C, right_C))
     mistaken = order[~hit_C[order]]
     rows_M, first_M = np.unique(right_C[mistaken], return_index=True)

@@ -1,8 +1,8 @@
-"""Checkpoints: saved by any number of ranks, loaded by any other.
+"""Checkpoints: saved by any number of ranks, loaded by any other number.
 
-A checkpoint holds everything that the next step depends on. What is a pure function of the step (learning rate, sample
-order, augmentation, drop-path) is not in it: the step is. What is on the disk is described in `checkpoint_files.py`,
-how tensors get there in `checkpoint_tensors.py`, and who waits for whom in `saving.py`.
+A checkpoint holds everything that the next step depends on. Pure functions of the step (learning rate, sample order,
+augmentation, drop-path) are not stored: the step is. The layout on disk is described in `checkpoint_files.py`, how
+tensors get there in `checkpoint_tensors.py`, and asynchronous writing in `saving.py`.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ __all__ = [
     "write",
 ]
 
-# What a disk, a folder or another rank can do; anything else is a fault of ours.
+# Failures of a disk, a folder or another rank; anything else is a bug.
 _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
 
 
 def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALONE) -> Path:
-    """Write `step_N`, then drop the oldest beyond `keep`; all ranks call this and wait for one another.
+    """Write `step_N`, then remove the oldest beyond `keep`; all ranks call this and wait for one another.
 
-    All at once, for tests and measurements: training saves through `saving.Saver`.
+    Synchronous, for tests and measurements: training saves through `saving.Saver`.
 
     Args:
         state: nested dictionaries of tensors, DTensors and plain values, the same plain values on all ranks.
-        folder: of the run's checkpoints.
+        folder: the run's checkpoint folder.
         step: steps done.
         keep: how many to keep, besides the best.
-        world: its `host_group` carries what the ranks tell one another.
+        world: its `host_group` carries the ranks' messages.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written to; the checkpoints before it are as they were.
+        UserError: the disk is full or the folder cannot be written to; earlier checkpoints are unchanged.
     """
     found, plain = tensors.split(state)
     return write(tensors.own_share(found, world.rank, world.size), plain, folder, step, keep=keep, world=world)
 
 
 def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
-    """The second half of `save`: this rank's share of the tensors, and the plain values (rank 0's are written)."""
+    """Write this rank's share of the tensors, and the plain values (rank 0's): the second half of `save`."""
     is_main = world.is_main
     path = folder / f"step_{step:09d}"
 
     def together(action: Callable[[], Any]) -> list[Any]:
-        """What each rank's action returned; one that fails fails on all ranks, so that none waits for ever."""
+        """Each rank's result of the action; if one rank fails, all raise, so that none waits forever."""
         failure: BaseException | None = None
         result = None
         try:
             result = action()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, when the others know
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, after the others know
             failure = error
         reasons = world.gather(None if failure is None else _reason(failure))
         reason = next((reason for reason in reasons if reason is not None), None)
@@ -87,12 +87,12 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
     temporary: Path = together(lambda: files.begin(folder, step) if is_main else None)[0]
     try:
         together(lambda: tensors.write(found, temporary, world.host_group))
-        # What torch wrote for this rank; its own flush is in there, that of the names is not.
+        # The files that torch wrote for this rank: it has flushed their contents, but not their names.
         own = f"__{world.rank}_*"
-        listings = together(lambda: files.list_files(temporary, temporary.glob(own)))
+        listings = together(lambda: files.list_files(list(temporary.glob(own))))
 
         def finish() -> None:
-            listing = files.list_files(temporary, iter([temporary / ".metadata"]))
+            listing = files.list_files([temporary / ".metadata"])
             for part in listings:
                 listing |= part
             files.publish(temporary, {"format": files.FORMAT, **plain}, listing)
@@ -107,10 +107,10 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
 
 
 class Checkpoint:
-    """A checkpoint that was found whole, open for reading.
+    """A checkpoint whose files were verified, open for reading.
 
-    `plain` is everything in it that is no tensor (`step`, `config`, `classes`, ...), `specs` the shapes and formats of
-    its tensors by path (`model/head.weight`).
+    `plain` is everything in it that is not a tensor (`step`, `config`, `classes`, ...), `specs` the shapes and dtypes
+    of its tensors by path (`model/head.weight`).
     """
 
     def __init__(self, path: Path, plain: State, specs: dict[str, Spec]) -> None:
@@ -123,7 +123,7 @@ class Checkpoint:
         return {path.removeprefix(f"{name}/"): spec for path, spec in self.specs.items() if path.startswith(f"{name}/")}
 
     def read(self, into: Tensors) -> None:
-        """Fill tensors and DTensors in place, by path; their shapes have to be those of `specs`.
+        """Fill tensors and DTensors in place, by path; their shapes must be those in `specs`.
 
         Raises:
             UserError: the files cannot be read.
@@ -134,10 +134,10 @@ class Checkpoint:
             raise UserError(f"{self.path}: the checkpoint cannot be read ({_reason(error)})") from error
 
     def check_fits(self, into: Tensors) -> None:
-        """Whether tensors have the names and shapes of those here.
+        """Check that tensors have the names and shapes of the saved ones.
 
         Raises:
-            UserError: names the first that differs.
+            UserError: they differ; names the first difference.
         """
         saved = {path: spec.shape for path, spec in self.specs.items()}
         wrong = tensors.differing(saved, {path: tensor.shape for path, tensor in into.items()})
@@ -145,9 +145,9 @@ class Checkpoint:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
     def like(self, model: Tensors) -> Tensors:
-        """Empty tensors, by path, for what is saved under the parameters' names besides them (optimizer, compression).
+        """Empty tensors, by path, for the state saved per parameter (optimizer, compression).
 
-        They are placed as the parameter where they have its shape, else whole and on the CPU.
+        A tensor of the parameter's shape gets the parameter's placement; any other is unsharded, on the CPU.
         """
         found: Tensors = {}
         for path, spec in self.specs.items():
@@ -162,15 +162,15 @@ class Checkpoint:
         return found
 
     def state(self, into: Tensors) -> State:
-        """The nested state of tensors that were read, with the plain values."""
+        """The nested state: tensors that were read, and the plain values."""
         return tensors.join(into, json.loads(json.dumps(self.plain)))
 
 
 def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
-    """Check a checkpoint's files, shared out among the ranks, and read what it says of itself; all ranks call this.
+    """Verify a checkpoint's files, divided among the ranks, and read its description; all ranks call this.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or one that is not ours; the same on all ranks.
+        UserError: no such checkpoint, a damaged one, or not a checkpoint of ours; the same on all ranks.
     """
     opened = _open(path.resolve(), world)
     if isinstance(opened, str):
@@ -179,12 +179,12 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> Checkpoint | None:
-    """The newest checkpoint that is whole, None where there is none at all; `warn` is told of each one passed over.
+    """The newest intact checkpoint, or None if there are no checkpoints; `warn` reports each damaged one skipped.
 
     All ranks call this.
 
     Raises:
-        UserError: there are some, and none is whole: to begin again in that folder would retire the new ones instead.
+        UserError: all are damaged: `retire` would keep them and remove the new ones of a run started in that folder.
     """
     damaged: list[str] = []
     for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
@@ -197,16 +197,16 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     if damaged:
         raise UserError(
             *damaged,
-            f"run_dir: none of the checkpoints in {folder} can be gone on from; mend one, or begin in another run_dir",
+            f"run_dir: none of the checkpoints in {folder} can be resumed from; repair one, or use another run_dir",
         )
     return None
 
 
 def _open(path: Path, world: World) -> Checkpoint | str:
-    """A checkpoint, or what is wrong with it; the same on all ranks."""
+    """The checkpoint, or what is wrong with it; the same on all ranks."""
     reason = _not_ours(path) or _damage(path, world)
     opened = _describe(path) if reason is None else reason
-    # One rank may see a folder that another one does not.
+    # One rank may see a folder that another does not.
     mistakes = [mistake for mistake in world.gather(opened if isinstance(opened, str) else None) if mistake]
     return mistakes[0] if mistakes else opened
 
@@ -220,7 +220,7 @@ def _describe(path: Path) -> Checkpoint | str:
     try:
         plain = json.loads((path / files.STATE).read_text(encoding="utf-8"))
         specs = tensors.specs(path)
-    except Exception as error:  # noqa: BLE001  # of many kinds, for a file that is not torch's own
+    except Exception as error:  # noqa: BLE001  # a file that torch did not write raises many kinds
         return f"{path}: not a checkpoint that can be read ({_reason(error)})"
     if not isinstance(plain, dict) or plain.get("format") != files.FORMAT:
         return f"{path}: not a checkpoint of pycls_fast, or one of a later version"
@@ -228,9 +228,9 @@ def _describe(path: Path) -> Checkpoint | str:
 
 
 def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")) -> State:
-    """The state of a checkpoint, whole, on the CPU, in one process; without running code from it.
+    """The complete state of a checkpoint, on the CPU, in one process; runs no code from the file.
 
-    For tests: training reads what it needs through `open_checkpoint`.
+    For tests: training reads only what it needs, through `open_checkpoint`.
 
     Args:
         path: the checkpoint's folder.
@@ -258,7 +258,7 @@ def _not_ours(path: Path) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, the system's own words where it has some."""
+    """The first line of an error, or the operating system's message if it has one."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     cause: BaseException | None = error

@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: published whole or not at all, checked before it is believed.
+"""The folder of a checkpoint: published atomically, and verified before it is used.
 
     checkpoints/step_000000123/   what torch.distributed.checkpoint writes: a file per rank, and `.metadata`
-                     state.json   everything that is no tensor: step, configuration, classes, ...
+                     state.json   everything that is not a tensor: step, configuration, classes, ...
                      files.json   size and SHA-256 of every other file, written last
-    checkpoints/best              a link to one of them; a copy where there are no links, or a program copied the run so
+    checkpoints/best              a link to one of them; a copy if links are not supported or were not preserved
 
-All of it is written into `.step_*.tmp`, flushed to the disk, and renamed when every rank is done. So a name without the
-dot is a whole checkpoint, whenever the processes are killed; what happens to its bytes later, `damage` finds.
+Everything is written into `.step_*.tmp`, flushed to disk, and renamed when every rank is done. So a name without the
+leading dot is a complete checkpoint, whenever the processes are killed; later corruption is found by `damage`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +34,31 @@ Listing = dict[str, dict[str, Any]]
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """The step in a checkpoint's name."""
     match = _NAME.match(path.name)
     assert match is not None
     return int(match.group(1))
 
 
 def checkpoints(folder: Path) -> Iterator[Path]:
-    """Published checkpoints, the newest step first."""
+    """Published checkpoints, the latest step first."""
     yield from sorted((path for path in folder.glob("step_*") if _NAME.match(path.name)), key=step_of, reverse=True)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new temporary folder for a checkpoint; what earlier processes left of theirs is removed."""
+    """Make a new temporary folder for a checkpoint, and remove those that earlier processes left."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in (*folder.glob(".step_*.tmp"), *folder.glob(f".{BEST}.*.tmp")):
         _remove(leftover)
-    # A name of its own: a process of a run that was restarted meanwhile may still be writing.
+    # A unique name: an old process of a run that was restarted meanwhile may still be writing.
     temporary = folder / f".step_{step:09d}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     return temporary
 
 
-def list_files(folder: Path, names: Iterator[Path]) -> Listing:
-    """Size and checksum of files, as they can be read back."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(names)}
+def list_files(files: Sequence[Path]) -> Listing:
+    """Size and checksum of each file, read back from it."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(files)}
 
 
 def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
@@ -67,15 +67,15 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
     Args:
         temporary: from `begin`, with the files of all ranks, flushed.
         values: what `state.json` holds.
-        listing: of the files of all ranks.
+        listing: the files of all ranks.
     """
     _write_json(temporary / STATE, values)
-    listing = listing | list_files(temporary, iter([temporary / STATE]))
+    listing = listing | list_files([temporary / STATE])
     _write_json(temporary / FILES, {"format": FORMAT, "files": listing})
     flush_folder(temporary)
     path = temporary.with_name(temporary.name.split(".")[1])
     if path.exists():
-        # Left by an abandoned continuation of this run, or damaged: renamed, never overwritten.
+        # Damaged, or left by a continuation of this run that was abandoned: renamed, never overwritten.
         path.rename(_free_name(path))
     temporary.rename(path)
     flush_folder(path.parent)
@@ -83,7 +83,7 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what could not be finished."""
+    """Remove an unfinished checkpoint."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -92,14 +92,14 @@ def retire(folder: Path, keep: int) -> None:
     best = (folder / BEST).resolve()
     for old in list(checkpoints(folder))[keep:]:
         if old.resolve() != best:
-            # First the name, so that half a checkpoint never carries one.
+            # Rename first, so that a partly deleted checkpoint never has a valid name.
             hidden = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
             old.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
 
 def set_aside(folder: Path, after_step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which a run that goes on from an earlier one has left behind."""
+    """Rename the checkpoints of later steps, which a run that resumes from an earlier one has abandoned."""
     moved = []
     for path in list(checkpoints(folder)):
         if step_of(path) > after_step:
@@ -109,24 +109,24 @@ def set_aside(folder: Path, after_step: int) -> list[Path]:
         if not best.exists():
             best.unlink()
     elif best.is_dir() and _step_in(best) > after_step:
-        # A copy, perhaps of one that is gone.
+        # A copy, perhaps of a checkpoint that no longer exists.
         moved.append(best.rename(_free_name(best)))
     return moved
 
 
 def keep_as_best(path: Path) -> None:
-    """Make `best` a link to this checkpoint, at once; a copy of it where the file system has no links."""
+    """Make `best` a link to this checkpoint, atomically; a copy if the file system has no links."""
     best = path.with_name(BEST)
     temporary, former = (path.with_name(f".{BEST}.{secrets.token_hex(4)}.tmp") for _ in range(2))
     try:
         try:
             temporary.symlink_to(path.name, target_is_directory=True)
         except OSError:
-            # exFAT, SMB, Google Drive. Where the reason is another one (a full disk), copying fails for it as well.
+            # exFAT, SMB, Google Drive. If the reason is a different one (a full disk), copying fails too.
             _copy(path, temporary)
         if not (temporary.is_symlink() and best.is_symlink()) and (best.is_symlink() or best.exists()):
-            # No folder takes the place of another, or of a link, in one step. Without a best one the newest stands for
-            # it, which this one is.
+            # A folder cannot replace another folder, or a link, atomically. While `best` is missing the newest
+            # checkpoint is used instead, which is this one.
             best.rename(former)
         temporary.replace(best)
         flush_folder(path.parent)
@@ -140,8 +140,8 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
     Args:
         path: the checkpoint's folder.
-        rank: of `ranks` that share the files among them; each hears about its own only.
-        ranks: how many look.
+        rank: which of the `ranks` this is; each checks its own part of the files and reports only those.
+        ranks: how many ranks divide the files among themselves.
     """
     try:
         written = json.loads((path / FILES).read_text(encoding="utf-8"))
@@ -165,12 +165,12 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder as durable as the files' contents, where the file system can."""
+    """Flush the names in a folder to disk, as its files' contents were, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some refuse it for any folder (shared folders of VirtualBox); PostgreSQL's `fsync_fname` lets these two pass.
+        # Some refuse it for every folder (VirtualBox shares); PostgreSQL's `fsync_fname` ignores these two as well.
         if error.errno not in (errno.EINVAL, errno.EBADF):
             raise
     finally:
@@ -178,7 +178,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, a link or a file, if it is there."""
+    """Remove a folder, a link or a file, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -186,7 +186,7 @@ def _remove(path: Path) -> None:
 
 
 def _copy(checkpoint: Path, target: Path) -> None:
-    """The files alone, flushed: modes and times are what such a file system may refuse."""
+    """Copy the files' contents only, flushed: such a file system may refuse modes and times."""
     target.mkdir()
     for file in checkpoint.iterdir():
         with file.open("rb") as source, (target / file.name).open("xb") as copy:
@@ -197,7 +197,7 @@ def _copy(checkpoint: Path, target: Path) -> None:
 
 
 def _step_in(checkpoint: Path) -> int:
-    """The step that a checkpoint's values say; 0 where they cannot be read."""
+    """The step in a checkpoint's `state.json`; 0 if it cannot be read."""
     try:
         return int(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -205,7 +205,7 @@ def _step_in(checkpoint: Path) -> int:
 
 
 def _free_name(path: Path) -> Path:
-    """`set_aside_NAME`, with a number where that is taken."""
+    """`set_aside_NAME`, with a number if that is taken."""
     free, number = path.with_name(_ASIDE + path.name), 1
     while free.exists():
         number += 1

@@ -1,8 +1,8 @@
 """Tensors in and out of a checkpoint's folder, through torch.distributed.checkpoint.
 
-A state is a nested dictionary of tensors, DTensors and plain values (what JSON can hold). Its tensors are written under
-the path to them, `optimizer/blocks.0.mlp.first.weight/exp_avg`, in their full logical shape: each rank writes a part of
-them, and a reader with any number of ranks and any placement takes what it needs.
+A state is a nested dictionary of tensors, DTensors and plain values (what JSON can hold). Each tensor is stored under
+its path, `optimizer/blocks.0.mlp.first.weight/exp_avg`, in its full logical shape: each rank writes a part of them, and
+a reader with any number of ranks and any placement reads what it needs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pycls_fast.errors import UserError
 State = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-# Tensors that are several: torchao's optimizer state. The only classes that are made again from a file's word.
+# Tensor subclasses made of several tensors: torchao's optimizer state. No other class is rebuilt from a file.
 _COMPOSITE = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a checkpoint says of a tensor."""
+    """Shape and dtype of a saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def differing(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
-    """How many names have no shape, or another one, on the other side, and the first of them; None: all fit."""
+    """How many names are missing or have a different shape on the other side, and the first; None if all match."""
     mine, saved = ({name: tuple(shape) for name, shape in shapes.items()} for shapes in (here, there))
     wrong = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
     if not wrong:
@@ -56,7 +56,7 @@ def split(state: State) -> tuple[Tensors, State]:
     """The tensors of a state by their path, and the state without them.
 
     Raises:
-        UserError: a tensor of a kind that cannot be saved in parts.
+        UserError: a tensor subclass that cannot be saved in shards.
     """
     tensors: Tensors = {}
 
@@ -80,7 +80,7 @@ def split(state: State) -> tuple[Tensors, State]:
 
 
 def join(tensors: Tensors, plain: State) -> State:
-    """What `split` took apart (shares the dictionaries of `plain`)."""
+    """The inverse of `split` (shares the dictionaries of `plain`)."""
     for path, tensor in tensors.items():
         *folders, name = path.split("/")
         place = plain
@@ -91,7 +91,7 @@ def join(tensors: Tensors, plain: State) -> State:
 
 
 def own_share(tensors: Tensors, rank: int, ranks: int) -> Tensors:
-    """What this rank writes: its part of the sharded tensors, and whole tensors, which all ranks have, shared out."""
+    """What this rank writes: its shards, and its share of the replicated tensors, which are divided among the ranks."""
     if ranks == 1:
         return tensors
     loads = [0] * ranks
@@ -104,16 +104,16 @@ def own_share(tensors: Tensors, rank: int, ranks: int) -> Tensors:
 
 
 def write(tensors: Tensors, folder: Path, group: ProcessGroup | None) -> None:
-    """Write into a folder of `checkpoint_files.begin` and flush; all ranks of the group call this.
+    """Write into a folder made by `checkpoint_files.begin` and flush; all ranks of the group call this.
 
     Raises:
-        OSError: or another error of this or another rank, as torch gives it.
+        OSError: or any other error of this or another rank that torch raises.
     """
     _quiet()
     dcp.save(
         tensors,
-        # Where there is CUDA torch would copy ahead, of tensors on the host as well, and wait once per 10 MB for all
-        # that the training has queued.
+        # With CUDA, torch would copy ahead (host tensors too), and once per 10 MB wait for all work that training has
+        # queued.
         storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0),
         planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=group,
@@ -122,7 +122,7 @@ def write(tensors: Tensors, folder: Path, group: ProcessGroup | None) -> None:
 
 
 def read(into: Tensors, folder: Path) -> None:
-    """Fill tensors in place, by path. Each rank reads for itself the parts that it holds."""
+    """Fill tensors in place, by path. Each rank reads only the parts that it holds."""
     if not into:
         return
     _quiet()
@@ -135,10 +135,10 @@ def read(into: Tensors, folder: Path) -> None:
 
 
 def specs(folder: Path) -> dict[str, Spec]:
-    """Shapes and formats of all tensors by path.
+    """Shapes and dtypes of all tensors by path.
 
     Raises:
-        Exception: `.metadata` is not what torch wrote (of many kinds).
+        Exception: of many kinds, if torch did not write `.metadata`.
     """
     entries = _Reader(folder).read_metadata().state_dict_metadata
     return {path: Spec(tuple(entry.size), entry.properties.dtype) for path, entry in _tensor_entries(entries)}
@@ -147,13 +147,13 @@ def specs(folder: Path) -> dict[str, Spec]:
 def _tensor_entries(entries: Mapping[str, Any]) -> Iterator[tuple[str, TensorStorageMetadata]]:
     for path, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{path} is no tensor")
+            raise pickle.UnpicklingError(f"{path} is not a tensor")
         yield path, entry
 
 
 def _quiet() -> None:
-    # What is meant: a file is read without asking the other ranks. Once here, before any other thread puts filters back
-    # that it has found, and again for those who have changed them since.
+    # Intended: a file is read without the other ranks. Set at import, before another thread restores filters that it
+    # saved, and again before each use, in case they were changed since.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -200,7 +200,7 @@ def _put_together(values: State) -> State:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with a `.metadata` from which no code is run (torch unpickles whatever is there)."""
+    """torch's reader, but reading `.metadata` runs no code from it (torch unpickles anything)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         text = (Path(self.path) / ".metadata").read_bytes()
@@ -214,14 +214,14 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Properties(TensorProperties):
-    """A tensor's properties from any torch: of 2.11 they are five, later ones append strides, which no reader needs."""
+    """A tensor's properties from any torch version: 2.11 has five, later ones append strides, which no reader needs."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[:5])
 
 
 class _Unpickler(pickle.Unpickler):
-    """Classes of a checkpoint's `.metadata`, whichever torch and Python wrote it, and no others."""
+    """Allows only the classes of a checkpoint's `.metadata`, whichever versions of torch and Python wrote it."""
 
     _CLASSES: ClassVar = {
         "torch.distributed.checkpoint.metadata": {
@@ -241,11 +241,11 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":
-            # What Python 3.13 writes; the versions before it have no such module.
+            # Written by Python 3.13; earlier versions have no such module.
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in self._CLASSES.get(module, ()):
             if name == "TensorProperties":
                 return _Properties
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")

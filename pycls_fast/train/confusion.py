@@ -1,4 +1,4 @@
-"""`confusion.png`: which classes were taken for which, readable for two classes and for a thousand."""
+"""`confusion.png`: which classes were confused with which, readable for two classes and for a thousand."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pycls_fast.train.by_class import Confusion
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
 _PAIRS = 20
-# Rows and columns; about as many pixels as they are drawn with.
+# Rows and columns; about the number of pixels that they are drawn with.
 _MOST_CELLS = 1500
 _LONGEST = 24
 
 
 def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
-    """Draw the shares of each right class (row) that were predicted as each class (column).
+    """Draw the share of each true class (row) that was predicted as each class (column).
 
-    Up to 25 classes have the numbers of images in the cells, up to 80 their names at the sides; with more than 25 the
-    most frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
+    Up to 25 classes get image counts in the cells, up to 80 get their names at the sides; with more than 25 the most
+    frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
 
     Args:
-        counts: images by right class and predicted class.
-        classes: K names, of any characters.
-        path: the PNG file, written whole or not at all.
+        counts: images by true class and predicted class.
+        classes: K names, with any characters.
+        path: the PNG file, written atomically.
         title: above the picture.
     """
     count = len(classes)
@@ -46,7 +46,7 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
         axes = figure.subplots()
     size = -(-count // _MOST_CELLS)
     share_DD = _shares(counts, count, size)
-    # Of single classes these are imshow's own.
+    # With one class per cell these are imshow's own defaults.
     end = len(share_DD) * size - 0.5
     picture = axes.imshow(
         share_DD,
@@ -56,22 +56,22 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
         interpolation="nearest" if count <= 200 else "auto",
         extent=(-0.5, end, end, -0.5),
     )
-    whose = "the right class" if size == 1 else f"{size} right classes together"
+    whose = "the true class" if size == 1 else f"{size} true classes together"
     figure.colorbar(picture, ax=axes, fraction=0.046, label=f"share of {whose}")
     _label(axes, classes)
     if count <= _WITH_NUMBERS:
         _write_numbers(axes, counts, share_DD)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    with whole(path) as temporary, warnings.catch_warnings():
+    with atomic_write(path) as temporary, warnings.catch_warnings():
         # A name may have characters that the font draws as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(temporary, dpi=110, format="png")
 
 
 def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
-    """Of the images of `size` right classes, the share that each `size` classes were predicted for.
+    """Confusion matrix with `size` classes per cell, each row divided by its number of images.
 
-    float64 (D, D), rows of right classes, D = classes / size rounded up; 0 in rows without images.
+    float64 (D, D), rows are true classes, D = classes / size rounded up; 0 in rows without images.
     """
     cells = -(-classes // size)
     images_DD = np.zeros((cells, cells))
@@ -82,7 +82,7 @@ def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
 
 def _label(axes: Axes, classes: Sequence[str]) -> None:
     axes.set_xlabel("predicted class")
-    axes.set_ylabel("right class")
+    axes.set_ylabel("true class")
     if len(classes) > _WITH_NAMES:
         # Positions, as in classes.json.
         return
@@ -100,7 +100,7 @@ def _write_numbers(axes: Axes, counts: Confusion, share_KK: np.ndarray) -> None:
 
 
 def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
-    """The largest numbers off the diagonal: images, right class, predicted class."""
+    """List the largest off-diagonal cells: images, true class, predicted class."""
     axes.axis("off")
     mistakes = np.flatnonzero(counts.right_C != counts.predicted_C)
     largest = mistakes[np.argsort(-counts.images_C[mistakes], kind="stable")[:_PAIRS]]
@@ -113,6 +113,6 @@ def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
 
 
 def _short(name: str) -> str:
-    """On one line, without what a font cannot be asked for."""
+    """The name on one line, cut to 24 characters; control characters and lone surrogates become "?"."""
     shown = "".join("?" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in name)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"

@@ -9,11 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw the four panels from lines of `metrics.jsonl`; values that are null are left out."""
+    """Draw the four panels from lines of `metrics.jsonl`; null values are left out."""
     records = list(records)
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
@@ -42,8 +42,8 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         if axes in (loss, accuracy) and axes.lines:
             axes.legend(fontsize=8)
     speed.set_ylim(bottom=0)
-    # Rank 0 may be killed while it draws; a half-written picture should not replace a whole one.
-    with whole(path) as temporary:
+    # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 

@@ -1,4 +1,4 @@
-"""What the person sees: a table at the start, a live bar on a terminal or plain lines elsewhere, notes and warnings."""
+"""Terminal output: a table at the start, a live bar on a terminal or plain lines elsewhere, notes and warnings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """The voice of rank 0; other ranks stay silent. A training does not need who listens: see `_Output`.
+    """Everything that rank 0 prints; other ranks print nothing. Training survives the loss of its output (`_Output`).
 
     Args:
         speaks: whether this rank prints at all.
-        mode: "bar", "plain", or "auto": a bar where standard output is a terminal.
+        mode: "bar", "plain", or "auto": a bar if standard output is a terminal.
     """
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
-        # A daemon may have none, which is the console's own case.
+        # A daemon may have no standard output; rich's Console handles None itself.
         output = None if sys.stdout is None else cast(TextIO, _Output())
         self.console = Console(file=output, quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
         if not self.console.is_terminal:
-            # The width is unknown, and a line broken in the middle is hard to search.
+            # The width is unknown, and wrapped lines are hard to search.
             self.console.width = 160
         self._bar: Progress | None = None
         self._training: TaskID | None = None
@@ -61,32 +61,32 @@ class Display:
             self._bar.stop()
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A short table of names and values."""
+        """Print a short table of names and values."""
         table = plain_table(("name", "value"), rows)
         table.title, table.title_justify = Text(title, style="table.title"), "left"
         table.show_header = False
         self.console.print(table)
 
     def note(self, text: str) -> None:
-        """A line for the person."""
+        """Print a line."""
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that should not be overlooked."""
+        """Print a warning."""
         self.console.print(f"warning: {text}", style="yellow", markup=False)
 
     def begin_training(self, step: int, total_steps: int) -> None:
-        """The bar of the run, at the step it starts from."""
+        """Show the run's bar, at the step it starts from."""
         if self._bar is not None:
             self._training = self._bar.add_task("train", total=total_steps, completed=step, numbers="")
 
     def advance(self, step: int) -> None:
-        """Steps done so far."""
+        """Set the bar to the number of steps done so far."""
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=step)
 
     def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
-        """The numbers of a log interval."""
+        """Show the numbers of a log interval."""
         numbers = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
         if self._bar is not None and self._training is not None:
             self._bar.update(
@@ -105,17 +105,17 @@ class Display:
             self.note(f"{place}  {numbers}  left {left}")
 
     def begin_evaluation(self, split: str, images: int) -> None:
-        """A second bar while a split is scored."""
+        """Show a second bar while a split is scored."""
         if self._bar is not None:
             self._evaluating = self._bar.add_task(f"evaluate {split}", total=images, numbers="")
 
     def advance_evaluation(self, images: int) -> None:
-        """Images scored since the last call."""
+        """Advance the second bar by the images scored since the last call."""
         if self._bar is not None and self._evaluating is not None:
             self._bar.advance(self._evaluating, images)
 
     def end_evaluation(self, record: Mapping[str, Any]) -> None:
-        """The result of a split, as a line that stays."""
+        """Remove the second bar and print the result of the split."""
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
             self._evaluating = None
@@ -126,13 +126,13 @@ class Display:
 
 
 class _Output:
-    """Standard output for as long as it takes anything: a training outlives its terminal, `| tee` and a full disk."""
+    """Standard output until it fails, then nothing: training outlives its terminal, `| tee` and a full disk."""
 
     def __init__(self) -> None:
         self._gone = False
 
     def write(self, text: str) -> int:
-        """Write, unless that failed before."""
+        """Write, unless output has failed before."""
         if not self._gone:
             try:
                 _stdout().write(text)
@@ -141,7 +141,7 @@ class _Output:
         return len(text)
 
     def flush(self) -> None:
-        """Where most writes fail."""
+        """Flush, unless output has failed before; most failures surface here."""
         if not self._gone:
             try:
                 _stdout().flush()
@@ -149,32 +149,32 @@ class _Output:
                 self._give_up(error)
 
     def __getattr__(self, name: str) -> Any:
-        # What the console asks it: `isatty`, `encoding`.
+        # The console reads `isatty` and `encoding`.
         return getattr(_stdout(), name)
 
     def _give_up(self, error: OSError) -> None:
         self._gone = True
         discard_output()
-        # Not through `sys.stderr`, which a bar leads to where this has just failed.
+        # Not through `sys.stderr`: a live bar redirects it to the output that has just failed.
         with suppress(OSError):
-            os.write(2, f"warning: nothing more is shown: standard output failed ({error.strerror})\n".encode())
+            os.write(2, f"warning: standard output failed ({error.strerror}); nothing more is shown\n".encode())
 
 
 def _stdout() -> TextIO:
-    # A bar puts a stand-in there, that leads back to the console.
+    # While a bar is live, rich replaces sys.stdout by a proxy that would lead back to this console.
     return cast(TextIO, getattr(sys.stdout, "rich_proxied_file", sys.stdout))
 
 
 def plain_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), no_wrap: bool = False
 ) -> Table:
-    """A table without lines, in whose cells square brackets are no markup.
+    """A table without borders, whose cells are plain text: square brackets are not rich markup.
 
     Args:
-        columns: their headings.
-        rows: a text for each column.
-        right: columns of numbers, which end at one edge.
-        no_wrap: cut off what does not fit, instead of going on in the next line.
+        columns: the headings.
+        rows: one text per column.
+        right: headings of right-aligned columns.
+        no_wrap: cut off cells that do not fit instead of wrapping them.
     """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
@@ -190,9 +190,9 @@ def plain_table(
 
 
 def wide_console(file: TextIO | None = None) -> Console:
-    """A console for tables, of standard output where no file is given.
+    """A console for tables, on standard output if no file is given.
 
-    Away from a terminal its width is a guess, and a number cut in two is no number: there it is wide.
+    Without a terminal the width is only a guess; it is then wide, so that no number is wrapped.
     """
     console = Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:

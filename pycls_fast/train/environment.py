@@ -1,4 +1,4 @@
-"""Where a run happens: its command, the versions of what it computes with, the commit, the machine."""
+"""The environment of a run: its command, package versions, commit and machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from pycls_fast import __version__, build
 
-# What a run computes with, new files included; results and notes may lie beside it.
+# The code that determines a run's results, untracked files included; changes elsewhere (results, notes) do not count.
 _CODE = ("pycls_fast", "tools", "configs")
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
 
@@ -27,7 +27,7 @@ def environment_command() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    # Ours from the code itself: a checkout that was never installed has no metadata.
+    # Our own version comes from the code: a checkout that was never installed has no metadata.
     found = {"python": platform.python_version(), "pycls_fast": __version__}
     for package in _PACKAGES:
         try:
@@ -40,14 +40,14 @@ def versions() -> dict[str, str]:
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Where the run happens: command, versions, commit, hardware."""
+    """The run's command, versions, commit and hardware."""
     return {
         "command": environment_command(),
         "versions": versions(),
         "git": git_state(Path(__file__).parents[2]),
         "platform": platform.platform(),
         "processor": _processor(),
-        # Not the machine's: what the run's speed depends on.
+        # The cores available to the run, not the machine's: its speed depends on these.
         "cpu_count": build.cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -57,7 +57,7 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def provenance(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Where a tool's numbers come from: the environment, with what is looked for first beside it."""
+    """Where a tool's numbers come from: the environment, with its most important entries repeated at the top level."""
     whole = environment(device, world_size)
     return {key: whole[key] for key in ("world_size", "device", "versions")} | {"environment": whole}
 
@@ -68,10 +68,10 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code and whether it was changed since, or None where the code is in no checkout.
+    """The code's commit and whether it was changed since; None if the code is not in a git checkout.
 
     Args:
-        folder: that holds `pycls_fast/`; installed packages may lie in another project's checkout.
+        folder: the one that holds `pycls_fast/`; an installed package may lie inside another project's checkout.
     """
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Evaluation: every image counts once, whatever the number of ranks."""
+"""Evaluation: every image counts exactly once, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
-from pycls_fast.train.output_file import whole
+from pycls_fast.train.output_file import atomic_write
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Predictions:
     indices_N: np.ndarray
     """int64, positions in the source."""
     labels_N: np.ndarray
-    """int64, right classes; of several the one with the highest score, -1 for none."""
+    """int64, true classes; if there are several the one with the highest score, -1 for none."""
     predicted_N: np.ndarray
-    """int64, classes with the highest score (the first of equals); -1 where a score is not a number."""
+    """int64, classes with the highest score (ties: the lowest index); -1 if any score is not finite."""
     losses_N: np.ndarray
-    """float32, cross-entropy in nats; 0 where there is no right class."""
+    """float32, cross-entropy in nats; 0 without a true class."""
 
     def save(self, file: Path) -> None:
-        """Write an `.npz` file whole or not at all."""
-        with whole(file) as temporary, temporary.open("wb") as stream:
+        """Write an `.npz` file atomically."""
+        with atomic_write(file) as temporary, temporary.open("wb") as stream:
             np.savez_compressed(
                 stream,
                 indices=self.indices_N,
@@ -49,7 +49,7 @@ class Predictions:
         """Read what `save` wrote.
 
         Raises:
-            UserError: no such file, or one of another kind.
+            UserError: no such file, or not one of predictions.
         """
         try:
             with np.load(file, allow_pickle=False) as arrays:
@@ -62,9 +62,9 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a split scored: `top1` and `top5` in percent, mean cross-entropy in nats, images counted.
+    """The scores on a split: `top1` and `top5` in percent, mean cross-entropy in nats, images counted.
 
-    There is no `loss` where an image has several right classes.
+    `loss` is None if images can have several true classes.
     """
 
     top1: float
@@ -90,23 +90,23 @@ def evaluate(
     *,
     among: torch.Tensor | None = None,
     answers_NM: torch.Tensor | None = None,
-    together: bool = False,
-    settle: Callable[[], None] = lambda: None,
+    forward_is_collective: bool = False,
+    free_gathered: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
     Args:
-        model: not wrapped: ranks may have different numbers of batches. Left in the mode it was in.
-        batches: on the device; a batch may be empty when all its images were damaged.
-        prepare: uint8 images to the model's input.
+        model: not wrapped, because ranks may have different numbers of batches. Its train/eval mode is restored.
+        batches: on the device; a batch is empty if all its images were damaged.
+        prepare: turns uint8 images into the model's input.
         autocast: the context of the forward pass.
         world: the ranks.
-        on_batch: told the number of images after each batch, for a progress bar.
-        among: int64 on the device, the outputs that count, rising; the others are as if they did not exist.
-        answers_NM: int64 on the device, all right classes of each image of the source, filled up with -1. The best
-            scored of them counts; images without any are left out.
-        together: the model's forward pass is a matter of all ranks: a rank whose batch is empty takes part.
-        settle: called at the end (`parallel.Wrapped.settle`).
+        on_batch: called with the number of images after each batch, for a progress bar.
+        among: int64 on the device, the outputs that count, ascending; all others are ignored.
+        answers_NM: int64 on the device, all true classes of each image of the source, padded with -1. The one with
+            the highest score counts; images without any are left out.
+        forward_is_collective: the forward pass is collective: a rank whose batch is empty must take part.
+        free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
     """
     was_training = model.training
     model.eval()
@@ -124,13 +124,13 @@ def evaluate(
                 scored = _score(logits_BK.double(), answers_BM, among)
                 sums += scored.sums()
                 outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
-            elif together:
+            elif forward_is_collective:
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
                     model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
             on_batch(images)
     finally:
-        settle()
+        free_gathered()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
@@ -141,7 +141,7 @@ def evaluate(
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
-    """All ranks' outcomes on every rank. They left the device only here, behind the last batch."""
+    """All ranks' outcomes, on every rank. They are copied from the device only here, after the last batch."""
     kinds = (torch.int64, torch.int64, torch.int64, torch.float32)
     mine = [
         torch.cat([outcome[i] for outcome in outcomes]).cpu().numpy()
@@ -156,20 +156,20 @@ def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictio
 
 @dataclass(frozen=True)
 class _Scored:
-    """A batch's outcome."""
+    """The outcome of a batch."""
 
     labels_B: torch.Tensor
-    """The best scored right class; -1 where there is none."""
+    """The true class with the highest score; -1 without one."""
     predicted_B: torch.Tensor
     losses_B: torch.Tensor
     place_B: torch.Tensor
-    """Classes ahead of the right one."""
+    """Number of classes ranked above the true one."""
     finite_B: torch.Tensor
 
     def sums(self) -> torch.Tensor:
-        """Images whose right class comes first, and among the first five; summed loss; images; float64."""
+        """float64: images with the true class first, images with it in the first five, summed loss, images."""
         counted_B = self.labels_B >= 0
-        # A score that is not a number is ahead of nothing; it must not count as right.
+        # NaN compares false, so its image would rank first; it must not count as correct.
         valid_B = self.finite_B & counted_B
         return torch.stack(
             [
@@ -182,23 +182,23 @@ class _Scored:
 
 
 def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None) -> _Scored:
-    """Compare float64 logits with each image's right classes, -1 for no more; nothing here waits for the device."""
+    """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
         place_K[among] = torch.arange(len(among), device=logits_BK.device)
         answers_BM = torch.where(answers_BM < 0, -1, place_K[answers_BM.clamp(min=0)])
         logits_BK = logits_BK[:, among]
-    # Of right classes with the same score the one with the lowest index comes first, as everywhere.
+    # Among true classes with equal scores the lowest index comes first, as everywhere.
     answers_BM = answers_BM.sort(dim=1).values
     scores_BM = logits_BK.gather(1, answers_BM.clamp(min=0)).masked_fill(answers_BM < 0, -torch.inf)
     best_B1 = scores_BM.argmax(dim=1, keepdim=True)
     right_B1, labels_B1 = scores_BM.gather(1, best_B1), answers_BM.gather(1, best_B1)
-    # Rank of the right class: how many classes score strictly higher, or as high with a lower index.
+    # Rank of the true class: how many classes score strictly higher, or equal with a lower index.
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
     ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < labels_B1))
     labels_B = labels_B1[:, 0]
     finite_B = torch.isfinite(logits_BK).all(dim=1)
-    # The first of equal scores, as above; argmax promises no order among them.
+    # Ties go to the lowest index, as above; argmax does not guarantee that.
     is_best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
     predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
     losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")

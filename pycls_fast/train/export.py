@@ -1,4 +1,4 @@
-"""A checkpoint as a file that other programs read."""
+"""Export a checkpoint to a file that other programs read."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ PATHS = (
     "data.eval_root",
     "data.wnids",
 )
-"""Keys whose values may name places on the machine of the run."""
+"""Keys whose values may be paths on the machine of the run."""
 
-# Of one file of protocol buffers; a little is left for the graph.
+# A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
 
 
@@ -53,18 +53,18 @@ def export(
 ) -> int:
     """Write a checkpoint in another format and print what was written.
 
-    In memory are the exported tensors, and one more as it was saved; but for "safetensors" the whole model, twice.
+    Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
 
     Args:
-        source: what `weights=` takes, of ours.
+        source: a source of our own, as `weights=` takes.
         output: the file; for "timm" a folder.
         which: "auto", "model" or "ema".
-        dtype: of floating-point tensors; None: as saved. For "safetensors" and "timm".
+        dtype: format of floating-point tensors; None: as saved. For "safetensors" and "timm" only.
         overwrite: an existing file may be replaced.
         format: "safetensors", "timm", "onnx" or "program"; see `models.export`.
 
     Raises:
-        UserError: a source that cannot be read, a model that the format does not have, or no place to write to.
+        UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.
     """
     path = _checked(user_path(output), format, dtype, overwrite=overwrite)
     weights = open_weights(find_checkpoint(user_path(source)), kind=which)
@@ -97,7 +97,7 @@ def export(
 
 
 def _settle(path: Path) -> None:
-    """What was written on the disk, and readable as other files are: safetensors lets its owner alone read them."""
+    """Flush to disk and set the usual file permissions: safetensors makes files readable by their owner only."""
     mask = os.umask(0)
     os.umask(mask)
     for file in path.iterdir() if path.is_dir() else [path]:
@@ -111,7 +111,7 @@ def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> 
     if format == "safetensors" and path.suffix != suffix:
         raise UserError(f"output: the file is in the safetensors format; call it {path.stem}.safetensors")
     if suffix and path.suffix != suffix:
-        raise UserError(f"output: format={format} writes a file {path.stem}{suffix}; call it so")
+        raise UserError(f"output: format={format} writes a file {path.stem}{suffix}; use that name")
     if not suffix and path.suffix in SUFFIXES.values() and path.suffix:
         raise UserError(f"output: format={format} writes a folder; call it {path.stem}")
     if dtype is not None and format in ("onnx", "program"):
@@ -121,15 +121,15 @@ def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> 
     if path.exists() and path.is_dir() != (not suffix):
         raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
     if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
-        # A typing mistake must not remove somebody's folder.
-        raise UserError(f"output: {path} holds something else than a model of timm; give another name")
+        # A typing mistake must not delete a user's folder.
+        raise UserError(f"output: {path} holds something other than a timm model; give another name")
     if not path.parent.is_dir():
-        raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+        raise UserError(f"output: {path.parent} is not a folder; make it, or give another")
     return path
 
 
 def _write_model(source: str, which: str, format: str, dtype: str | None, path: Path) -> None:  # noqa: A002
-    """Through the network itself. Its attention is written out: operations that every reader of the file knows."""
+    """Export the network itself, with explicit attention: operations that every reader of the file supports."""
     restored = restore(source, which=which, device="cpu", fast=False)
     size = sum(4 * parameter.numel() for parameter in restored.network.parameters())
     if format == "onnx" and size >= _ONNX_LIMIT:
@@ -160,7 +160,7 @@ def _read(weights: Weights, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _about(weights: Weights) -> dict[str, str]:
-    """The file's metadata, whose values are texts: JSON, but for what was a text before."""
+    """The file's metadata: strings as they are, all other values as JSON."""
     about: dict[str, Any] = {
         "weights": weights.origin.kind,
         "step": weights.origin.step,
@@ -187,6 +187,6 @@ def _about(weights: Weights) -> dict[str, str]:
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for other machines and people."""
+    """The configuration without paths, for other machines and people."""
     kept = {key: value for key, value in config.items() if key not in PATHS}
     return kept | {"data": {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}}

@@ -1,7 +1,7 @@
 """The whole training step as one CUDA graph: recorded once, replayed without the host.
 
-After NVIDIA and PyTorch, Accelerating PyTorch with CUDA Graphs (2021): what the graph reads stays where it is, and each
-step's images, labels, share of the mix, learning rate and share of the average are written there before it is replayed.
+After NVIDIA and PyTorch, Accelerating PyTorch with CUDA Graphs (2021): the graph reads fixed memory, into which each
+step's images, labels, mixing share, learning rate and EMA share are written before it is replayed.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data import Batch
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
 from pycls_fast.optim import set_lr
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
 WARM_UP = 3
-"""Steps that run as they are, where libraries choose kernels, code is compiled and the optimizer makes its state."""
+"""Steps that run without the graph, so that libraries choose kernels, code compiles and optimizer state is made."""
 
 Action = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Keeps what a function does on the device, to do it again."""
+    """Records what a function does on the device, and replays it."""
 
     def warm_up(self, action: Action) -> None:
-        """Run the function where it will be recorded."""
+        """Run the function on the stream on which it will be recorded."""
 
     def record(self, action: Action) -> None:
-        """Run the function for its kernels alone: nothing is computed."""
+        """Call the function to capture its kernels; nothing is computed."""
 
     def replay(self) -> None:
-        """Do what was recorded."""
+        """Run what was recorded."""
 
 
 class CudaRecorder:
-    """A CUDA graph, recorded on a stream of its own.
+    """A CUDA graph, recorded on its own stream.
 
     Args:
         device: a CUDA device.
@@ -65,7 +65,7 @@ class CudaRecorder:
         """
         failure: BaseException | None = None
         try:
-            # Of this thread alone: the loader's pinning thread goes on allocating meanwhile.
+            # Only this thread is captured: the loader's pinning thread allocates meanwhile.
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     action()
@@ -73,13 +73,12 @@ class CudaRecorder:
                     failure = error
                     raise
         except RuntimeError as error:
-            # After a failure the end of the recording fails, too, and says only that there was one.
+            # After a failure, ending the capture fails too, with a message that hides the cause.
             cause = failure or error
             if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
                 raise cause from None
-            reason = str(cause).strip().partition("\n")[0]
             raise UserError(
-                f"speed.cuda_graphs: this step cannot be recorded ({reason}); use speed.cuda_graphs=off"
+                f"speed.cuda_graphs: this step cannot be recorded ({first_line(cause)}); use speed.cuda_graphs=off"
             ) from cause
 
     def replay(self) -> None:
@@ -88,7 +87,7 @@ class CudaRecorder:
 
 @dataclass
 class Tape:
-    """What a recorded step reads, in memory that stays, and how far the recording is."""
+    """The fixed memory that a recorded step reads, and the number of steps so far."""
 
     images_BCHW: Tensor
     labels_B: Tensor
@@ -100,7 +99,7 @@ class Tape:
 
     @classmethod
     def like(cls, images_BCHW: Tensor, targets: Targets, metrics: TrainMetrics, *, mixes: bool) -> Tape:
-        """Memory for inputs of these shapes; `mixes` says whether a later batch may be mixed."""
+        """Allocate memory for inputs of these shapes; `mixes` says whether later batches may be mixed."""
         device = images_BCHW.device
         return cls(
             images_BCHW=torch.empty_like(images_BCHW),
@@ -115,14 +114,14 @@ class Tape:
         """Write a step's inputs where the graph reads them.
 
         Raises:
-            ValueError: inputs of another shape, or mixed ones that were not announced.
+            ValueError: inputs of a different shape, or mixed inputs although `mixes` was False.
         """
         if images_BCHW.shape != self.images_BCHW.shape:
             raise ValueError(f"recorded with images {tuple(self.images_BCHW.shape)}; got {tuple(images_BCHW.shape)}")
         self.images_BCHW.copy_(images_BCHW)
         self.labels_B.copy_(targets.labels_B)
         if self.mixed_B is not None:
-            # An unmixed batch has its own labels twice, with the whole share on the first.
+            # An unmixed batch has its labels in both places, with a share of 1 on the first.
             self.mixed_B.copy_(targets.labels_B if targets.mixed_B is None else targets.mixed_B)
             if isinstance(targets.lam, Tensor):
                 self.lam.copy_(targets.lam)
@@ -132,26 +131,27 @@ class Tape:
             raise ValueError("a mixed batch for a step that was recorded without mixing")
 
     def targets(self) -> Targets:
-        """In the memory that stays."""
+        """The targets, as views of the memory that the recorded step reads."""
         return Targets(self.labels_B, self.mixed_B, self.lam if self.mixed_B is not None else 1.0)
 
 
 @dataclass(frozen=True)
 class GraphedStep(Step):
-    """`Step`, replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
+    """A `Step` that is replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
 
-    Preparing and mixing a batch, with draws that change from step to step, are done before, as in `Step`.
+    Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`.
 
     Attributes:
-        recorder: of this device.
+        recorder: this device's recorder.
     """
 
     recorder: Recorder = field(kw_only=True)
+    # Empty until the first call, then the one tape: the dataclass is frozen.
     tapes: list[Tape] = field(default_factory=list)
 
     @classmethod
     def of(cls, step: Step, recorder: Recorder) -> GraphedStep:
-        """The same step, recorded."""
+        """Make a recorded step from a plain one."""
         return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
 
     def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:

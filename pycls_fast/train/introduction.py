@@ -15,14 +15,14 @@ from pycls_fast.train.environment import device_name
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
 
-# What optimizers keep, in float32 copies of the weights. Muon has two for what it leaves to AdamW.
+# Optimizer state, in float32 copies of the weights. Muon keeps two for the parameters that it leaves to AdamW.
 _STATE_COPIES = {
     "sgd": 1.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "adafactor": 0.5, "muon": 1.0, "adamw8bit": 0.5,
 }  # fmt: skip
 
 
 def introduce(run: Run) -> None:
-    """Show what the run is: model, data, steps, memory, device and switches."""
+    """Print the table: model, data, steps, memory, device and switches."""
     config, world = run.config, run.world
     train, val = run.sources["train"], run.sources["val"]
     batch = f"{config.data.global_batch_size}"
@@ -62,12 +62,12 @@ def introduce(run: Run) -> None:
 def _notes(run: Run) -> Iterator[str]:
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
-    # Not refused: a ladder leaves out the rung that brings the 16 bits, or has the others alone.
+    # Not an error: a ladder may leave out the rung that sets a 16-bit precision, or run other rungs without it.
     if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
-        yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} GELU is torch's"
+        yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
     optim = run.config.optim
     if optim.ema_decay is not None and not optim.ema_warmup:
-        # A decay is chosen for the recipe's own length.
+        # A recipe's decay is chosen for that recipe's number of steps.
         initial = optim.ema_decay**run.total_steps
         if initial > 0.01:
             yield (
@@ -77,12 +77,12 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 def memory_per_rank(run: Run) -> float:
-    """Bytes of weights, gradients, optimizer and average at the peak of a step; see `footprint`."""
+    """Peak bytes of weights, gradients, optimizer and average during a step; see `footprint`."""
     config, group = run.config, run.step.wrapped.shard_group
     level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
     trained = reached = None
     if "all" not in config.optim.trainable:
-        # In the order of the forward pass, as far as a network holds its parameters in it.
+        # In the order of the forward pass, provided that the network lists its parameters in that order.
         from_first = list(itertools.dropwhile(lambda p: not p.requires_grad, run.network.parameters()))
         trained = sum(p.numel() for p in from_first if p.requires_grad)
         reached = sum(p.numel() for p in from_first)

@@ -1,4 +1,4 @@
-"""What features tell apart without training: weighted k-nearest-neighbour classification.
+"""Weighted k-nearest-neighbour classification: how well features separate the classes without training.
 
 Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, 2018, section 3.4; k and
 temperature as Caron et al., Emerging Properties in Self-Supervised Vision Transformers (DINO), 2021, `eval_knn.py`.
@@ -6,6 +6,7 @@ temperature as Caron et al., Emerging Properties in Self-Supervised Vision Trans
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory, enough_to_score
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.weights import Loaded
 
 _CHUNK = 1024
 
@@ -32,13 +34,13 @@ _CHUNK = 1024
 def knn_votes(
     features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
 ) -> Tensor:
-    """The logarithm of each class's votes, (N, K), in the features' format; minus infinity without a neighbour.
+    """Logarithm of each class's votes, (N, K), in the features' format; minus infinity without a neighbour.
 
-    The `k` images of the memory that are nearest by cosine similarity `s` vote with `exp(s / temperature)`.
+    The `k` labelled images with the highest cosine similarity `s` vote with `exp(s / temperature)`.
 
     Args:
-        features_ND: of the images to classify, of any length.
-        memory_MD: of the labelled images.
+        features_ND: features of the images to classify, of any norm.
+        memory_MD: features of the labelled images.
         labels_M: int64.
         classes: K.
         k: at most M.
@@ -49,7 +51,7 @@ def knn_votes(
     for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
         nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
         scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
-        # Relative to the class's nearest: below a temperature of 0.0113 exp(s / temperature) is no float32 any more.
+        # Relative to the class's nearest neighbour: exp(s / temperature) overflows float32 below temperature 0.0113.
         peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
         peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
         rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
@@ -58,7 +60,7 @@ def knn_votes(
 
 
 def places(votes_NK: Tensor, labels_N: Tensor) -> Tensor:
-    """How many classes are ahead of each image's own, (N,): more votes, or as many and a lower index; K without any.
+    """How many classes rank above each image's own, (N,): more votes, or as many and a lower index; K without votes.
 
     Args:
         votes_NK: from `knn_votes`.
@@ -71,22 +73,22 @@ def places(votes_NK: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: str, output: str | None) -> int:
-    """Classify a split by its neighbours in the training split, on the features in front of the head; print the scores.
+    """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores.
 
     Args:
         config: the model, its `weights`, the data and the preprocessing (that of evaluation, for both splits).
         k: neighbours that vote.
-        temperature: of their votes.
-        split: "val", or "test" where the data has one.
+        temperature: the temperature of their votes.
+        split: "val", or "test" if the data has one.
         output: a JSON file for the numbers.
 
     Raises:
-        UserError: weights, a split or as many training images as neighbours that are not there, an `output` that cannot
-            be written, or more images than the memory holds.
+        UserError: weights or split do not exist, fewer than `k` training images, `output` cannot be written, or out of
+            memory.
     """
     weights = config.weights
     if weights is None:
-        raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
+        raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
     with build.world(config) as world:
         file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
@@ -98,7 +100,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         train = sources["train"]
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
-        config = build.for_scoring(normalized(build.by_size(config, len(train), world), world))
+        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(train), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, weights, train, world, switches, for_training=True)
             with display:
@@ -120,36 +122,40 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))
         if not world.is_main:
             return DONE
-        display.table("weights", origin.fitted.table())
-        display.table(
-            f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}",
-            [
-                ("split", split),
-                ("top-1", f"{top1:.2f}%"),
-                ("top-5", f"{top5:.2f}%"),
-                ("images", f"{len(labels_N):,}"),
-                ("features", f"{memory_MD.shape[1]}"),
-                ("preprocessing", build.preprocessing(config)),
-            ],
-        )
+        record: dict[str, Any] = {
+            "split": split,
+            "top1": top1,
+            "top5": top5,
+            "count": len(labels_N),
+            "k": k,
+            "temperature": temperature,
+            "train_images": len(labels_M),
+            "features": memory_MD.shape[1],
+            "weights": origin.kind,
+            "checkpoint": str(origin.path),
+            "config_name": config.config_name,
+            "preprocessing": build.preprocessing(config),
+        }
+        _print_result(display, origin, record)
         if file is not None:
-            values: dict[str, Any] = {
-                "split": split,
-                "top1": top1,
-                "top5": top5,
-                "count": len(labels_N),
-                "k": k,
-                "temperature": temperature,
-                "train_images": len(labels_M),
-                "features": memory_MD.shape[1],
-                "weights": origin.kind,
-                "checkpoint": str(origin.path),
-                "config_name": config.config_name,
-                "preprocessing": build.preprocessing(config),
-                **provenance(world.device, world.size),
-            }
-            write_json(file, values)
+            write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
+
+
+def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any]) -> None:
+    display.table("weights", origin.fitted.table())
+    display.table(
+        f"{record['k']} nearest neighbours among {record['train_images']:,} training images, temperature "
+        f"{record['temperature']:g}",
+        [
+            ("split", record["split"]),
+            ("top-1", f"{record['top1']:.2f}%"),
+            ("top-5", f"{record['top5']:.2f}%"),
+            ("images", f"{record['count']:,}"),
+            ("features", f"{record['features']}"),
+            ("preprocessing", record["preprocessing"]),
+        ],
+    )
 
 
 @torch.no_grad()
@@ -162,7 +168,7 @@ def _features(
     switches: build.Switches,
     display: Display,
 ) -> tuple[Tensor, Tensor]:
-    """What the head sees of each image that can be read, float32 (N, D) on the device, and the labels; on all ranks."""
+    """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
     network.eval()
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
     seen: list[Tensor] = []
@@ -183,7 +189,7 @@ def _features(
             display.advance_evaluation(len(batch.labels_B) * world.size)
     finally:
         handle.remove()
-    # By way of the host, which has more room.
+    # Gathered in host memory, which is larger.
     mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None
     found = [part for part in world.gather(mine) if part is not None]
     if not found:

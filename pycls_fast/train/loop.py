@@ -23,27 +23,27 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
-from pycls_fast.train.evaluations import Evaluations
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 
-# Whole log intervals of at least this many skipped steps: a constant loss scale that is too high for this run.
+# A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
 _SKIPPED_LIMIT = 20
 
 
 class Stopped(Exception):
-    """All ranks agreed to stop because a signal asked one of them to."""
+    """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
 def train(config: RunConfig) -> int:
-    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 when other
-    ranks were lost: torchrun can start all of them again).
+    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
+    ranks were lost, so that torchrun can restart all of them).
 
     Raises:
-        UserError: a mistake in the configuration or the data, or a loss that is no longer a number.
+        UserError: a mistake in the configuration or the data, or a loss that is not finite.
     """
     with build.world(config) as world:
         try:
@@ -67,7 +67,7 @@ def _train(config: RunConfig, world: World) -> int:
             with display, board, run.saver, enough_memory(_too_large(run)):
                 status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
-        stop.hand_on()
+        stop.call_launcher()
     return status
 
 
@@ -75,7 +75,7 @@ def _too_large(run: Run) -> str:
     return (
         f"data.global_batch_size: {run.world.size} x {device_name(run.world.device)} is {OUT_OF_MEMORY} with "
         f"{run.config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
-        "lower the batch or the model; the checkpoints before it are kept"
+        "use a smaller batch or model; earlier checkpoints are kept"
     )
 
 
@@ -91,7 +91,7 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
         self.reported: dict[str, str] = {}
-        # Damaged images of the processes before this one: not written down again, nor counted (they may be mended).
+        # Damaged images that earlier processes recorded: not recorded again, nor counted (they may have been repaired).
         records = run.folder.records() if run.world.is_main else ()
         self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
         self.skipped_in_a_row = 0
@@ -103,7 +103,7 @@ class Loop:
         try:
             self._evaluate_if_left_out(step)
             if self.evaluations.stop_early(step):
-                # It had stopped before: nothing has changed since.
+                # An earlier process had stopped early, and nothing has changed since.
                 run.total_steps = step
             run.display.begin_training(step, run.total_steps)
             with closing(self._microbatches()) as microbatches:
@@ -154,8 +154,8 @@ class Loop:
         record = self._log(done) if logging else None
         if saving or stopping:
             run.world.at(f"saving step {done}")
-            # Before the evaluation: a long one may be killed, and is done again after the restart. Before anything is
-            # shown: who asked to stop may have taken the terminal along.
+            # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
+            # printed: the terminal may have gone with whoever asked to stop.
             run.save(done)
         if record is not None:
             self._show(record)
@@ -168,7 +168,7 @@ class Loop:
             self.clock.start()
 
     def _log(self, done: int) -> dict[str, Any]:
-        """Read, check and write down the numbers since the last time; all ranks call this."""
+        """Read, check and record the numbers since the last call; all ranks call this."""
         run = self.run
         numbers = self.metrics.read(run.world)
         rates = self.clock.read()
@@ -192,7 +192,7 @@ class Loop:
         )
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        """Show what was written down; all ranks call this, for damaged images are told of by any of them."""
+        """Show the record; all ranks call this, because each reports its damaged images."""
         run = self.run
         if run.world.is_main:
             left = (run.total_steps - record["step"]) * record["step_seconds"]
@@ -221,13 +221,13 @@ class Loop:
         elif not math.isfinite(loss) or skipped:
             raise UserError(
                 f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
-                "lengthen schedule.warmup_epochs or set optim.clip_norm; the checkpoints before it are kept"
+                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept"
             )
 
     def _first_not_finite(self) -> list[str]:
         watchdog = self.run.step.watchdog
         if watchdog is None or watchdog.last is None:
-            return ["runtime.watchdog: set it to true to be told the module that overflows first"]
+            return ["runtime.watchdog: set it to true to see which module overflows first"]
         return [f"runtime.watchdog: {watchdog.last}"]
 
     def _report_damage(self, done: int) -> None:
@@ -245,7 +245,7 @@ class Loop:
                         )
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
-            # So that the run can go on from here with a higher limit, or with the images mended.
+            # So that the run can be resumed from here with a higher limit, or with the images repaired.
             run.save(done)
             run.finish_saving()
             raise UserError(
@@ -254,20 +254,20 @@ class Loop:
             )
 
     def _evaluate_if_left_out(self, start: int) -> None:
-        """Make up for what the process before this one saved a checkpoint for and did not get to."""
+        """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
         if not self.evaluations.due(start):
             return
         if not self.evaluations.has(start):
             self.evaluations.forget(start)
             self._evaluate(start)
         elif self.run.world.is_main:
-            # It may have been killed between writing the evaluation down and linking the checkpoint.
+            # That process may have been killed between recording the evaluation and linking the checkpoint.
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
         self.reported.update(self.evaluations.take(done))
         self._report_damage(done)
-        # The checkpoint of this step, on its way since before the evaluation.
+        # The checkpoint of this step, whose writing began before the evaluation.
         self.run.finish_saving()
         if self.run.world.is_main:
             self.evaluations.keep_if_best()
@@ -288,22 +288,22 @@ class Loop:
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
-            run.display.note(f"go on with: {self._same_command()}")
+            run.display.note(f"resume with: {self._same_command()}")
             if command_alone() is not None:
-                run.display.note("that is this run of the sweep; start the others again that have not finished")
+                run.display.note("that resumes only this run of the sweep; restart the other unfinished runs, too")
         return STOPPED
 
     def _same_command(self) -> str:
         run = self.run
         command, alone = environment_command(), command_alone()
         if alone is not None and sys.argv[0] in sys.orig_argv:
-            # Of a sweep this run alone: the whole of it would begin anew, or be refused for the folder.
+            # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
             program = sys.orig_argv[1 : sys.orig_argv.index(sys.argv[0]) + 1]
             command = shlex.join(["python", *program, *alone])
         if run.config.run_dir is None or alone is not None:
             command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
         if run.config.resume != "auto":
-            # Else it would go back to where it began, or refuse the folder.
+            # With any other value it would start from where this run first started, or refuse the folder.
             command += " resume=auto"
         if run.world.size > 1:
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
@@ -320,12 +320,12 @@ class Loop:
             return
         clock = self.clock
         if not clock.intervals:
-            # Nothing was left to train: speed and memory are those of the processes before this one.
+            # Nothing was left to train: report the speed and memory of the earlier processes.
             trained = [record for record in run.folder.records() if record["kind"] == "train"]
             clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
             memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-        seconds, rate = clock.medians()
-        values = summary(run, self.evaluations.records(), rate, seconds, memory)
+        step_seconds, rate = clock.medians()
+        values = summary(run, self.evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
         run.folder.write_json("summary.json", values)
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]

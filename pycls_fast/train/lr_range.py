@@ -1,7 +1,7 @@
 """The learning-rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3).
 
-The experiment's own step, from its own start, with a rate that grows exponentially from step to step. The loss falls
-where the rate is useful, and rises again where it is too high.
+The experiment's own step, from its own initial weights, with a rate that grows exponentially from step to step. The
+loss falls while the rate is useful, and rises again when it is too high.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file, whole, write_json
+from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
 _SMOOTHING = 0.9
-# A smoothed loss of so many times the lowest one will not come back.
+# A smoothed loss above this multiple of its minimum does not recover.
 _BLOWN_UP = 4.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a sweep says, in values of `optim.lr`; None where it does not.
+    """The result of a sweep, in values of `optim.lr`; None for what it does not show.
 
     Attributes:
-        suggested: where the smoothed loss falls fastest, per factor of the rate.
-        lowest: where it is lowest.
-        diverges: from where on it is back above its start.
+        suggested: the rate at which the smoothed loss falls fastest, per log of the rate.
+        lowest: the rate at which it is lowest.
+        diverges: the rate from which it is above its start again.
     """
 
     suggested: float | None
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def smooth(losses: Sequence[float]) -> np.ndarray:
-    """Exponential moving average of the losses, without the bias to 0 of its start; float64."""
+    """Exponential moving average of the losses with bias correction, float64."""
     average, smoothed = 0.0, []
     for count, loss in enumerate(losses, start=1):
         average = _SMOOTHING * average + (1.0 - _SMOOTHING) * loss
@@ -59,18 +59,18 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
 
 
 def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
-    """Read a sweep.
+    """Interpret a sweep.
 
     Args:
-        rates: rising.
-        losses: of each; the last one may be no number: there the loss blew up.
+        rates: ascending.
+        losses: one per rate; the last one may be NaN or infinite.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return Verdict(None, None, float(rates[0]))
     smoothed = smooth(finite)
     lowest = int(smoothed.argmin())
-    # The average of the first few says nothing yet.
+    # The average over the first few is not meaningful yet.
     first = min(len(smoothed) // 10, lowest)
     above = np.flatnonzero(smoothed[lowest + 1 :] > smoothed[first]) + lowest + 1
     diverges = float(rates[above[0]]) if len(above) else None
@@ -84,16 +84,16 @@ def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
 
 
 def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float, output: str | None) -> int:
-    """Sweep `optim.lr`, print what it says, and write `lr_find.json` and `lr_find.png`; no run folder is touched.
+    """Sweep `optim.lr`, print the result, and write `lr_find.json` and `lr_find.png`; no run folder is touched.
 
     Args:
-        config: of the experiment.
-        steps: of the whole sweep, which ends earlier where the loss blows up.
-        lr_min, lr_max: of `optim.lr`, from the first step to the last.
-        output: the folder for the two files; left out, one in `lr_find/`.
+        config: the experiment's.
+        steps: length of the sweep, which ends earlier if the loss blows up.
+        lr_min, lr_max: `optim.lr` at the first and the last step.
+        output: the folder for the two files; None: a new one in `lr_find/`.
 
     Raises:
-        UserError: what training would refuse, or a folder that cannot be written to.
+        UserError: anything that training would reject, or a folder that cannot be written to.
     """
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
@@ -103,7 +103,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
         config = parts.config
-        # The rate that `optim.lr` stands for grows with the batch where `optim.lr_batch_size` is set.
+        # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
         scale = build.peak_lr(config) / config.optim.lr
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
         step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
@@ -118,7 +118,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 losses.append(metrics.read(world)["loss"])
                 display.advance(number + 1)
                 smoothed = smooth(losses)
-                # The same numbers on all ranks, so all of them stop here.
+                # The numbers are the same on all ranks, so all of them stop here.
                 if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
                     break
         if world.is_main:
@@ -138,7 +138,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
             }
             write_json(file, record)
             _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
-            for line in _told(verdict, done):
+            for line in _verdict_lines(verdict, done):
                 display.note(line)
             display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
@@ -148,10 +148,10 @@ def _default_folder(config: RunConfig) -> Path:
     return Path("lr_find") / f"{config.config_name}-{timestamp()}"
 
 
-def _told(verdict: Verdict, rates: Sequence[float]) -> list[str]:
+def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
     lines = []
     if verdict.suggested is None:
-        lines.append("the loss did not fall; try other lr_min and lr_max, or more steps")
+        lines.append("the loss did not fall; try different lr_min and lr_max, or more steps")
     else:
         lines.append(
             f"the loss falls fastest at optim.lr={verdict.suggested:.1e}, and is lowest at {verdict.lowest:.1e}"
@@ -179,7 +179,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     try:
-        with whole(path) as temporary:
+        with atomic_write(path) as temporary:
             figure.savefig(temporary, dpi=110, format="png")
     except OSError as error:
         raise UserError(f"output: {path} could not be written ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Numbers of training, summed on the device and read by the host once per log interval."""
+"""Training metrics, summed on the device and read by the host once per log interval."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TrainMetrics:
 
     Args:
         device: where the steps run.
-        read: "interval" keeps the sums on the device, and the host reads them once an interval; "step" has the host
-            read loss and gradient norm in every step and sum there, as a plain loop does. The numbers are the same.
+        read: "interval" keeps the sums on the device, and the host reads them once an interval; with "step" the host
+            reads loss and gradient norm in every step and sums them, as a plain loop does. The numbers are the same.
     """
 
     def __init__(self, device: torch.device, *, read: str = "interval") -> None:
@@ -31,11 +31,11 @@ class TrainMetrics:
         self._one = torch.ones((), dtype=torch.float64, device=place)
 
     def add_loss(self, loss: Tensor) -> None:
-        """A microbatch's share of the step's mean loss."""
+        """Add a microbatch's share of the step's mean loss."""
         self._sums[0] += loss.item() if self._reads else loss.detach()
 
     def add_step(self, grad_norm: Tensor) -> None:
-        """The end of a step. A norm that is not finite marks a step that loss scaling skips."""
+        """Count a finished step. A norm that is not finite marks a step that loss scaling skips."""
         if self._reads:
             grad_norm = torch.tensor(grad_norm.item(), dtype=torch.float64)
         finite = torch.isfinite(grad_norm)
@@ -44,7 +44,7 @@ class TrainMetrics:
         self._sums[3] += self._one
 
     def read(self, world: World) -> dict[str, float]:
-        """Means over the interval and the ranks; starts a new one. With "interval" the only wait for the device."""
+        """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device."""
         sums = self._sums.to(self._device, copy=True)
         # The norm is the same on every rank; the loss is not.
         loss, norms, finite, steps = (world.sum(sums) / world.size).tolist()
@@ -58,28 +58,28 @@ class TrainMetrics:
 
 @dataclass
 class Clock:
-    """Wall time of training alone: evaluation and checkpoints stop it."""
+    """Wall time of training only, without evaluation and checkpoints."""
 
     started: float = 0.0
     waited: float = 0.0
     images: int = 0
     steps: int = 0
-    # (seconds a step, images a second) of every interval.
+    # (seconds per step, images per second) of every interval.
     intervals: list[tuple[float, float]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin an interval now."""
+        """Start a new interval now."""
         self.started = time.perf_counter()
         self.waited, self.images, self.steps = 0.0, 0, 0
 
     def add_step(self, images: int, waited: float) -> None:
-        """A finished step of `images` over all ranks that waited for data for `waited` seconds."""
+        """Count a finished step with `images` over all ranks that waited `waited` seconds for data."""
         self.images += images
         self.waited += waited
         self.steps += 1
 
     def read(self) -> dict[str, float]:
-        """Rates of the interval; call it when the device is done."""
+        """Rates of the interval; call it when the device has finished."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
         self.intervals.append((step_seconds, rate))
@@ -90,7 +90,7 @@ class Clock:
         }
 
     def medians(self) -> tuple[float, float]:
-        """Median (seconds a step, images a second); the first interval warms up and counts only when alone."""
+        """Median (seconds per step, images per second), without the first interval (warm-up) if there are others."""
         intervals = self.intervals[1:] or self.intervals
         if not intervals:
             return math.nan, math.nan
@@ -99,7 +99,7 @@ class Clock:
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated on the CUDA device, or resident in this process (without its workers)."""
+    """Peak memory so far: allocated on the CUDA device, or resident in this process (without its workers)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB.

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of images, from the weights that were trained with them."""
+"""Mean and standard deviation for normalising images, taken from the weights that were trained with them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None = None) -> RunConfig:
-    """The configuration with the mean and standard deviation of its weights, where it asks for them and they are known.
+def resolve_normalization(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+    """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
 
     Args:
-        gone_on_from: its values, which were the weights' when the run began, whatever has become of those.
+        resumed_from: the checkpoint whose values are used instead: those of the weights when the run began.
 
     Raises:
         UserError: no such weights.
@@ -31,8 +31,8 @@ def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None 
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}
-    if gone_on_from is not None:
-        found: Statistics | None = _of_config(gone_on_from.plain["config"])
+    if resumed_from is not None:
+        found: Statistics | None = _of_config(resumed_from.plain["config"])
     else:
         found = None if config.weights is None else statistics(config.weights, world)
     if found is not None:
@@ -41,10 +41,10 @@ def normalized(config: RunConfig, world: World, gone_on_from: Checkpoint | None 
 
 
 def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
-    """Mean and standard deviation, of values from 0 to 1, that images had for these weights.
+    """Mean and standard deviation, for pixels in [0, 1], with which these weights were trained.
 
-    Runs and files of ours say them, timm and torchvision know those of their hubs, timm's folders have them in a file
-    beside, and Google's `.npz` are all of one kind. None for any other file.
+    Our runs and files record them, timm and torchvision know those of their hubs, timm's folders have them in
+    `config.json`, and Google's `.npz` files all use the same. None for any other file.
 
     Raises:
         UserError: no such weights.

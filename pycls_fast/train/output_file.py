@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; the one of a tool's `output=` is seen to be writable before the work."""
+"""Atomic file writing, and the check that a tool's `output=` is writable before the work starts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pycls_fast.paths import user_path
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `file` at the end; of one that cannot be written nothing is left.
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: for example, the disk is full.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -30,29 +30,29 @@ def whole(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def finite(value: Any) -> Any:
-    """The same with null, which JSON has, for numbers that are not finite."""
+def nan_to_none(value: Any) -> Any:
+    """A copy of `value` in which NaN and infinities are None, because JSON has no NaN."""
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [nan_to_none(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def output_file(output: str | Path, world: World | None = None) -> Path:
-    """The path, its folders made; of a link the path that it leads to.
+    """The path to write to, with its folders made and a link resolved.
 
     Args:
-        world: where several ranks run: the main one looks, all raise.
+        world: needed if several ranks run: the main one checks, all raise.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: it cannot be written.
     """
     file = user_path(output)
-    if file.is_symlink() and not is_open_elsewhere(file):
-        # The link stays, and its target is written.
+    if file.is_symlink() and not is_special_file(file):
+        # Keep the link and write its target.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
     if world is not None:
@@ -66,7 +66,7 @@ def _problem(file: Path) -> str | None:
     if file.is_dir():
         return f"output: {file} is a folder; give the path of a file"
     try:
-        if is_open_elsewhere(file):
+        if is_special_file(file):
             return None if os.access(file, os.W_OK) else f"output: {file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
@@ -77,28 +77,28 @@ def _problem(file: Path) -> str | None:
     return None
 
 
-def is_open_elsewhere(file: Path) -> bool:
-    """A pipe, a device or one of this process's own files (`/dev/stdout`): another file in its place serves nobody."""
+def is_special_file(file: Path) -> bool:
+    """Whether `file` is a pipe, a device or an open file of this process (`/dev/stdout`): it must not be replaced."""
     name = str(file.absolute())
-    # What is kept in memory there are files like others.
+    # Files in shared memory are ordinary files.
     named = name.startswith(("/dev/", "/proc/")) and not name.startswith("/dev/shm/")
     return file.exists() and not file.is_dir() and (named or not file.is_file())
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write values to a file that `output_file` gave; numbers that are not finite become null.
+    """Write values to a path from `output_file`; numbers that are not finite become null.
 
     Raises:
-        UserError: the disk is full, say.
+        UserError: for example, the disk is full.
     """
-    text = json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Bytes of a file's name that are no UTF-8 stay JSON's escapes.
+    text = json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Bytes of a file name that are not UTF-8 are written as JSON escapes.
     encoded = text.encode(errors="backslashreplace")
     try:
-        if is_open_elsewhere(file):
+        if is_special_file(file):
             file.write_bytes(encoded)
         else:
-            with whole(file) as temporary:
+            with atomic_write(file) as temporary:
                 temporary.write_bytes(encoded)
     except OSError as error:
         raise UserError(f"output: {file} could not be written ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Weights of other projects, and of runs with other classes or sizes, made to fit a network."""
+"""Adapt weights of other projects, and of runs with different classes or sizes, to a network."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def fit_weights(
     allow: Sequence[str] = (),
     for_training: bool = True,
 ) -> foreign.Fitted:
-    """Tensors for the network's names and shapes; what does not fit by its size is adapted or left out.
+    """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out.
 
     Args:
-        read: what a source holds.
+        read: the source's contents.
         network: neither its values nor its memory are touched.
         classes: names of the data's classes, in the order of the outputs.
         allow: see `foreign.fit`.
-        for_training: other classes than the file's get a fresh head; else nothing may be left fresh.
+        for_training: if the file's classes differ, initialise the head newly; otherwise every tensor must be filled.
 
     Raises:
         UserError: weights that do not fit.
@@ -34,7 +34,7 @@ def fit_weights(
     place = other_class(read.classes, classes)
     if place is not None and not for_training:
         raise UserError(
-            f"weights: {source} was trained on other classes than data.root has: output {place} was "
+            f"weights: {source} was trained on different classes than data.root has: output {place} was "
             f"{_named(read.classes or (), place)} and is {_named(classes, place)}"
         )
     head: str = network.head_name
@@ -45,18 +45,18 @@ def fit_weights(
     if place is not None:
         for name in fitted.fresh:
             if name.startswith(f"{head}."):
-                fitted.fresh[name] = f"{len(classes)} classes, {len(read.classes or ())} others in the file"
+                fitted.fresh[name] = f"{len(classes)} classes, {len(read.classes or ())} different ones in the file"
     if fitted.fresh and not for_training:
         name, reason = next(iter(fitted.fresh.items()))
         raise UserError(
             f"weights: {source} leaves {len(fitted.fresh)} tensors of the model without values ({name}: {reason}), so "
-            "there is nothing to score; train first, or choose the model that it is of"
+            "it cannot be scored; train first, or choose the model that it belongs to"
         )
     return fitted
 
 
 def other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:
-    """The first output that stands for another class than when the weights were saved; None if there is none."""
+    """The first output whose class differs from when the weights were saved; None if there is none."""
     if saved is None or tuple(saved[: len(now)]) == tuple(now):
         return None
     pairs = enumerate(zip(saved, now, strict=False))

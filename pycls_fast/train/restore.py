@@ -1,4 +1,4 @@
-"""A network for use, made from saved weights and what they say of themselves: no dataset, no configuration file."""
+"""Rebuild a network for inference from saved weights and their metadata: no dataset, no configuration file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import World, place_model
 from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint_tensors import differing
 from pycls_fast.train.weights import Origin, Weights, find_checkpoint, open_weights
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
-"""Levels that need no setting of the whole process and no special hardware."""
+"""Levels that need neither process-wide settings nor special hardware."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,9 @@ class Restored:
     """A network in evaluation mode on its device, and what it was trained with.
 
     Attributes:
-        config: of the run, but for what is of no use here: the device, the precision and the switches are those that
-            were asked for.
-        classes: names of the outputs, in their order.
-        world: this process alone, on the device.
+        config: the run's, but with the requested device, precision and switches.
+        classes: names of the outputs, in order.
+        world: this process only, on the device.
     """
 
     config: RunConfig
@@ -49,17 +48,17 @@ class Restored:
 def restore(
     source: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
 ) -> Restored:
-    """Build the network that saved weights belong to, and fill it.
+    """Build the network that saved weights belong to, and load them.
 
     Args:
         source: a run folder, a checkpoint, or a file of `tools/export_net.py`.
-        which: "auto" (the average where there is one), "model" or "ema".
+        which: "auto" (the average if there is one), "model" or "ema".
         device: "auto", "cpu" or "cuda".
         precision: one of `PRECISIONS`.
-        fast: take the fast kernels; else those that are written out.
+        fast: use the fast kernels, else the reference ones.
 
     Raises:
-        UserError: no such weights, weights that do not say what they are of, or a device that is not there.
+        UserError: no such weights, weights that do not name their model, or a device that is not available.
     """
     one_of("which", which, ("auto", "model", "ema"))
     one_of("device", device, ("auto", "cpu", "cuda"))
@@ -74,12 +73,12 @@ def restore(
     assert classes is not None
     with build.world(config) as world:
         switches = build.switches(config, world.device)
-        # The caller's generator is not ours to move; initial values are overwritten below.
+        # Do not advance the caller's generator; the initial values are overwritten below.
         with torch.random.fork_rng(devices=[]):
             network = build.model(config, config.model.num_classes or len(classes), switches)
         _fill(network, weights)
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        build.lower(config, network, world.device)
+        network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        build.apply_precision(config, network, world.device)
     return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
 
 
@@ -87,18 +86,18 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
     path = weights.origin.path
     if weights.config is None or weights.classes is None:
         raise UserError(
-            f"weights: {path} does not say which model and classes it is of; give a run folder, a checkpoint, or a "
-            "file that tools/export_net.py has written"
+            f"weights: {path} does not say which model and classes it belongs to; give a run folder, a checkpoint, or "
+            "a file that tools/export_net.py has written"
         )
     saved = weights.config
-    # Where files are decoded by another library their pixels differ a little: as in the run, then.
+    # Decode as the run did: the pixels of different libraries differ a little.
     decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
     changes: Mapping[str, Any] = {
         "run_dir": None,
         "weights": None,
         "precision": {"name": precision},
         "parallel": {"name": "single"},
-        # The maps and the features that are asked for are those of whole batches without padding.
+        # Maps and features need whole batches without padding.
         "speed": {"preset": preset, "decode": decode, "normalize_on": "device", "sequence_padding": "none",
                   "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
         "runtime": {"device": device},
@@ -111,6 +110,6 @@ def _fill(network: nn.Module, weights: Weights) -> None:
     saved = {name: spec.shape for name, spec in weights.specs.items()}
     wrong = differing(saved, {name: value.shape for name, value in state.items()})
     if wrong is not None:
-        raise UserError(f"weights: {weights.origin.path} is not of the model that it names: {wrong} in the model")
+        raise UserError(f"weights: {weights.origin.path} does not fit the model that it names: {wrong} in the model")
     with torch.no_grad():
         weights.fill(state)

@@ -1,4 +1,4 @@
-"""Where a run lives and where it goes on from: folders, restarts, and what may differ from the run that saved."""
+"""Run folders and resuming: which checkpoint a run starts from, and which settings may differ from the saved run's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pycls_fast.train.run_folder import RunFolder
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
 
-# What a checkpoint has to have in common with the run that goes on from it: the position in the data depends on it.
+# Settings that must equal the checkpoint's: the position in the data and the saved tensors depend on them.
 _SAME_ON_RESUME = (
     "seed",
     "model",
@@ -34,12 +34,12 @@ _SAME_ON_RESUME = (
     "optim.min_factored",
     "optim.trainable",
 )
-# What may differ without a word.
+# Settings that may differ without a note.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
 
 
 def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
-    """The run's folder, and whether torchrun started this run before: then it is the folder of that time."""
+    """The run's folder, and whether torchrun restarted this run: then it is the folder of the first start."""
     return world.from_main(_choose(config) if world.is_main else (Path(), False))
 
 
@@ -47,7 +47,7 @@ def _choose(config: RunConfig) -> tuple[Path, bool]:
     path = _new_folder(config.config_name) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-    # The token tells a given folder of this start from the same one of an earlier start.
+    # The token distinguishes this start from an earlier one with the same given folder.
     text, restarted = first_of_launch(f"run_dir/{name}", f"{secrets.token_hex(4)} {path}")
     if restarted and config.run_dir is None:
         path.rmdir()
@@ -55,7 +55,7 @@ def _choose(config: RunConfig) -> tuple[Path, bool]:
 
 
 def _new_folder(experiment: str) -> Path:
-    """Made here, so that of two runs that start in the same second each has its own."""
+    """Make a new folder, so that two runs that start in the same second get different ones."""
     time_of_start = timestamp()
     for suffix in ("", *(f"~{number}" for number in range(2, 10_000))):
         path = Path("runs") / experiment / f"{time_of_start}{suffix}"
@@ -72,47 +72,48 @@ def _new_folder(experiment: str) -> Path:
 def find_start(
     config: RunConfig, folder: RunFolder, world: World, display: Display, *, restarted: bool = False
 ) -> checkpoint.Checkpoint | None:
-    """The checkpoint that the configuration says to go on from, open; None where the run begins. All ranks call this.
+    """Open the checkpoint that the configuration says to resume from; None for a new run. All ranks call this.
 
-    A run that went on from a checkpoint of another folder goes on from its own newest one when it is started again, so
-    that the same command can be given after every stop. A checkpoint of its own, named, is where it goes back to.
+    A run that was resumed from another folder's checkpoint resumes from its own newest one when it is started again, so
+    that the same command works after every stop. If `resume` names a checkpoint of the run's own folder, the run goes
+    back to that one.
 
     Args:
-        config: of the run.
-        folder: of the run, kept for it alone if it is there.
+        config: the run's.
+        folder: the run's folder, locked if it exists.
         world: the ranks.
-        display: told of what is passed over.
-        restarted: by torchrun, after a rank failed. Then the newest checkpoint of this run comes first, whatever
-            the configuration says of the first start.
+        display: reports checkpoints that are skipped.
+        restarted: torchrun restarted the run after a rank failed. Then this run's newest checkpoint takes precedence,
+            whatever the configuration says about the first start.
 
     Raises:
-        UserError: a checkpoint that is missing or damaged, or a folder that has a run where it must have none.
+        UserError: a checkpoint is missing or damaged, or the folder holds a run although `resume=never`.
     """
     setting, named = config.resume, _named(config)
     opened = None
     if restarted or setting == "auto":
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
-    # Asked of rank 0: by the time another rank looks, this run's own files may be there.
+    # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
     elif setting == "never" and world.from_main(folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
-    elif named is not None and _has_gone_on_from(folder, world, named):
+    elif named is not None and _was_resumed_from(folder, world, named):
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
         if opened is not None:
-            display.note(f"resume: this run has gone on from {named} before; now from its own newest checkpoint")
+            display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
     if opened is None and named is not None:
         opened = checkpoint.open_checkpoint(named, world)
     return opened
 
 
 def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
-    """Go on from what `find_start` gave.
+    """Resume from what `find_start` returned.
 
     Raises:
-        UserError: a checkpoint of another run.
+        UserError: the checkpoint does not fit this run.
     """
     if opened is None:
         if run.world.is_main and run.folder.has_run:
-            # Killed before its first checkpoint: all of it is done again.
+            # Killed before its first checkpoint: start again from step 0.
             run.folder.create()
             run.folder.forget_after(0)
         return
@@ -124,10 +125,10 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
         run.saved_step = run.start_step
     run.seconds_before = opened.plain["seconds"]
     if run.world.is_main:
-        # A checkpoint named by its path may go on in a new folder.
+        # A checkpoint named by its path may be resumed in a new folder.
         run.folder.create()
         for aside in checkpoint.set_aside(run.folder.checkpoints, run.start_step):
-            run.display.warn(f"{aside.name}: a later checkpoint that this run does not go on from; set aside")
+            run.display.warn(f"{aside.name}: a later checkpoint than the one resumed from; set aside")
         run.folder.forget_after(run.start_step)
         run.folder.add_record(
             "event",
@@ -144,8 +145,8 @@ def _named(config: RunConfig) -> Path | None:
     return None if config.resume in ("auto", "never") else user_path(config.resume).absolute()
 
 
-def _has_gone_on_from(folder: RunFolder, world: World, named: Path) -> bool:
-    """Whether a process before this one opened a checkpoint of another folder by this name; the same on all ranks."""
+def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
+    """Whether an earlier process of this run resumed from this checkpoint of another folder; the same on all ranks."""
     if named.parent.resolve() == folder.checkpoints.resolve():
         return False
     asked = (record.get("asked") for record in folder.records() if record.get("event") == "resumed")
@@ -156,9 +157,9 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
     before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     wrong = [
-        f"{key}: {new} now, but {old} when {path} was saved; set it back, or start anew in another run_dir"
+        f"{key}: {new} now, but {old} when {path} was saved; set it back, or start again in another run_dir"
         for key, (old, new) in sorted(changed.items())
-        # A key that is younger than the checkpoint says nothing.
+        # A key that was added after the checkpoint was saved is not compared.
         if _under(key, _SAME_ON_RESUME) and key in before
     ]
     if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:

@@ -1,4 +1,4 @@
-"""A training run from its configuration to its summary: puts the parts together and keeps their state."""
+"""A training run from configuration to summary: assembles its parts and keeps their state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
-from pycls_fast.train.building import Parts, build_parts
+from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment, versions
 from pycls_fast.train.introduction import introduce
@@ -25,7 +25,7 @@ from pycls_fast.train.saving import Saver
 
 
 @dataclass(kw_only=True)
-class Run(Parts):
+class Run(TrainingParts):
     """Everything that training reads and changes."""
 
     world: World
@@ -36,7 +36,7 @@ class Run(Parts):
     start_step: int = 0
     saved_step: int | None = None
     damaged: dict[str, str] = field(default_factory=dict)
-    # Wall time of the processes before this one.
+    # Wall time of earlier processes of this run.
     seconds_before: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -47,29 +47,29 @@ class Run(Parts):
 
     @property
     def weights(self) -> Network | MasterWeights | FlatShards:
-        """What checkpoints hold and the optimizer owns: the masters of a network in a half format, the flat shards of
-        one that was flattened, else the network."""
+        """What checkpoints hold and the optimizer owns: the master weights of a network in a half format, the flat
+        shards of a flattened one, else the network."""
         return self.step.wrapped.weights or self.step.masters or self.network
 
     def epoch(self, step: int) -> float:
-        """Steps as epochs."""
+        """A number of steps in epochs."""
         return step / self.steps_per_epoch
 
     def sync_buffers(self) -> None:
-        """Give all ranks the same BatchNorm statistics, those of the average included."""
+        """Average BatchNorm statistics over the ranks, those of the weight average included."""
         buffers = floating_buffers(self.network)
         if self.step.ema is not None:
             found = {id(buffer) for buffer in buffers}
-            # FairScale's wrappers put themselves into the names; the average has plain ones.
+            # FairScale's wrappers add prefixes to the names; the average has plain names.
             names = {plain_name(name) for name, buffer in self.network.named_buffers() if id(buffer) in found}
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
     def state(self) -> checkpoint.State:
-        """Everything that the next step depends on: tensors under the network's names and in their logical shapes,
-        replicated or as DTensors, which share memory with what training changes where that is possible.
+        """Everything that the next step depends on: tensors under the network's names in their logical shapes,
+        replicated or as DTensors, sharing memory with the tensors that training changes where possible.
 
-        All ranks call this: what compression carries is averaged over them.
+        All ranks call this: the compression error is averaged over them.
         """
         compression, flat, ema = self.step.wrapped.compression, self.step.wrapped.weights, self.step.ema
         average = None if ema is None else dict(ema.values)
@@ -87,10 +87,10 @@ class Run(Parts):
         }
 
     def save(self, step: int) -> None:
-        """Begin to write a checkpoint, after the one that is on its way; all ranks call this.
+        """Start writing a checkpoint, after any that is still being written; all ranks call this.
 
         Raises:
-            UserError: the one before could not be written (or this one, where saving is not asynchronous).
+            UserError: the previous one could not be written (or this one, if saving is not asynchronous).
         """
         self.finish_saving()
         if step == self.saved_step:
@@ -112,7 +112,7 @@ class Run(Parts):
             self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is on its way, if any, and note it down; all ranks call this.
+        """Wait for the checkpoint that is being written, if any, and record it; all ranks call this.
 
         Raises:
             UserError: it could not be written; the same on all ranks.
@@ -134,7 +134,7 @@ class Run(Parts):
         return self.seconds_before + time.monotonic() - self.started
 
     def load_state(self, opened: checkpoint.Checkpoint) -> None:
-        """Restore model, average, optimizer and loss scale in place, whatever number of ranks saved them."""
+        """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = checkpoint.split(own)
         into |= opened.like(own["model"])
@@ -145,7 +145,7 @@ class Run(Parts):
         flat = self.step.wrapped.weights
         if self.step.ema is not None:
             self.step.ema.load(state["ema"] if flat is None else flat.join(state["ema"]))
-        # The groups keep this run's settings (decay, implementation); only what was learned is taken.
+        # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
         if flat is None:
             load_named_state(self.step.optimizer, self.weights.named_parameters(), state["optimizer"])
         else:
@@ -157,24 +157,24 @@ class Run(Parts):
 
 
 def start_run(config: RunConfig, world: World, display: Display) -> Run:
-    """Find the checkpoint to go on from, build every part, and write down what the run is; its folder is kept for it.
+    """Find the checkpoint to resume from, build every part, and describe the run in its folder, which stays locked.
 
     Raises:
-        UserError: anything in the configuration, the data or the machine that stands in the way.
+        UserError: any obstacle in the configuration, the data or the machine.
     """
-    # Named after what was asked for: a restart with fewer ranks finds it, whatever else they change.
+    # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
     folder = RunFolder(run_dir)
     with ExitStack() as stack:
         if world.is_main and config.run_dir is None:
             stack.callback(folder.remove_if_unused)
-        # Given back where starting fails.
+        # The lock is released if starting fails.
         stack.enter_context(folder)
         _occupy(folder, world)
         opened = find_start(config, folder, world, display, restarted=restarted)
         run = _build(config, world, display, folder, opened)
         resume(run, opened)
-        # A lower schedule.max_steps takes nothing back.
+        # A lower schedule.max_steps does not undo steps.
         run.total_steps = max(run.total_steps, run.start_step)
         if world.is_main:
             folder.create()
@@ -206,10 +206,10 @@ def _build(
 
 
 def _occupy(folder: RunFolder, world: World) -> None:
-    """Keep other runs out of the folder, once it is there.
+    """Lock the folder against other runs, if it exists.
 
     Raises:
-        UserError: one is in there, or it cannot be written to; the same on all ranks.
+        UserError: another run uses it, or it cannot be written to; the same on all ranks.
     """
     problem = world.from_main(_problem(folder) if world.is_main else None)
     if problem is not None:
@@ -227,7 +227,7 @@ def _problem(folder: RunFolder) -> str | None:
 
 
 def summary(
-    run: Run, evaluations: list[dict[str, Any]], rate: float, step_seconds: float, memory: int
+    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
@@ -252,17 +252,17 @@ def summary(
 
 
 def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations that count: those of the average where there is one."""
+    """The evaluations that count: those of the average if there is one, else of the model."""
     weights = "ema" if run.step.ema is not None else "model"
     return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    """The place of the first of the best evaluations; None where there is none.
+    """Index of the first best evaluation; None without any.
 
     Args:
         evaluations: records of `metrics.jsonl`.
-        metric: "top1" (the highest is best) or "loss" (the lowest; one that is no number is the worst).
+        metric: "top1" (highest is best) or "loss" (lowest is best, NaN and null are worst).
     """
     scores = [-record["top1"] if metric == "top1" else record["loss"] for record in evaluations]
     scores = [math.inf if score is None or math.isnan(score) else score for score in scores]

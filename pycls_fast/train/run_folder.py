@@ -1,4 +1,4 @@
-"""What a run leaves behind: configuration, environment, metrics, summary. Written by rank 0 alone."""
+"""The run folder: configuration, environment, metrics, summary. Only rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ import yaml
 
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment_command
-from pycls_fast.train.output_file import finite, whole
+from pycls_fast.train.output_file import atomic_write, nan_to_none
 
 
 class RunFolder:
     """The files of one run. Made on rank 0; on other ranks only the path is used.
 
-    A context at whose end other processes are let in again (see `occupy`).
+    A context manager that releases the folder's lock at its end (see `occupy`).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
-        # Of each image in the latest evaluation.
+        # For each image in the latest evaluation.
         self.predictions = path / "predictions.npz"
         self._lock_file = path / ".lock"
         self._lock: int | None = None
 
     @property
     def has_run(self) -> bool:
-        """Whether a run has been here."""
+        """Whether the folder holds a run."""
         return self.metrics.is_file() or self.checkpoints.is_dir()
 
     def create(self) -> None:
@@ -55,10 +55,10 @@ class RunFolder:
             raise self._cannot_be_written(error) from error
 
     def remove_if_unused(self) -> None:
-        """Take `runs/EXPERIMENT/TIME` away again where no step was taken in it, as far as nothing else is in it."""
+        """Remove `runs/EXPERIMENT/TIME` if no step was trained in it, except for files that are not the run's."""
         with suppress(OSError):
             if not self.metrics.exists():
-                # Fails where there is a checkpoint.
+                # Fails if there is a checkpoint.
                 self.checkpoints.rmdir()
                 for name in ("config.yaml", "environment.json"):
                     (self.path / name).unlink(missing_ok=True)
@@ -70,10 +70,10 @@ class RunFolder:
         return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
 
     def occupy(self, wait_seconds: float = 30.0) -> str | None:
-        """Keep other processes out of a folder that is there, until the context ends; who is in it already, or None.
+        """Lock an existing folder until the context ends; returns the process that already holds it, or None.
 
-        The lock is the process's: a kill leaves nothing of it, and loader workers do not inherit it. A run that is on
-        its way out, saving its last step, is waited for.
+        The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
+        run that is about to end, saving its last step.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -88,13 +88,13 @@ class RunFolder:
             file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Who left in the meantime has taken the file along.
+                # A process that left in the meantime has removed the file.
                 ours = _same_file(self._lock_file, file)
             except BlockingIOError:
                 ours = False
             except OSError as error:
                 # A file system without locks.
-                warnings.warn(f"{self.path}: cannot be kept for one run ({error.strerror})", stacklevel=2)
+                warnings.warn(f"{self.path}: cannot be locked ({error.strerror})", stacklevel=2)
                 ours = True
             if ours:
                 self._lock = file
@@ -118,23 +118,23 @@ class RunFolder:
             self._lock = None
 
     def write_config(self, values: dict[str, Any]) -> None:
-        """`config.yaml`: every value that the run uses, defaults included."""
+        """Write `config.yaml`: every value that the run uses, defaults included."""
         header = f"# {environment_command()}\n"
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
-        """Write a JSON file whole or not at all; a value that is not finite is written as null, which JSON has."""
-        self._write(name, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
+        """Write a JSON file atomically; values that are not finite are written as null."""
+        self._write(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
-        """One line of `metrics.jsonl`; a value that is not finite is written as null, which JSON has."""
+        """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+            file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         return record
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; a last line cut off by a kill is left out."""
+        """The records of `metrics.jsonl`; a last line cut off by a kill is left out."""
         if not self.metrics.is_file():
             return
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
@@ -144,7 +144,7 @@ class RunFolder:
                 continue
 
     def forget_after(self, step: int) -> None:
-        """Drop records of steps that a resumed run does again (events are kept: they happened)."""
+        """Drop records of steps that a resumed run repeats (events are kept: they did happen)."""
         self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
 
     def forget_evaluation(self, step: int) -> None:
@@ -156,22 +156,22 @@ class RunFolder:
         self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 
     def _write(self, name: str, text: str) -> None:
-        with writing(self.path / name), whole(self.path / name) as temporary:
+        with writing(self.path / name), atomic_write(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file of the run folder.
+    """Turn the system's errors while writing a file of the run folder into a `UserError`.
 
     Raises:
-        UserError: the disk is full, or whatever else the system says.
+        UserError: the disk is full, or any other `OSError`.
     """
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"run_dir: {path} cannot be written ({error.strerror or error}); mend it, and the same command goes on "
+            f"run_dir: {path} cannot be written ({error.strerror or error}); fix this, then the same command resumes "
             "from the newest checkpoint"
         ) from error
 

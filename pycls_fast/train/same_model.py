@@ -1,4 +1,4 @@
-"""Settings that no tensor shows: the same names and shapes, and another function of them."""
+"""Model settings that tensors do not reveal: same names and shapes, different function."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TIMM_SIZES = ("num_classes", "in_chans", "img_size")
 
 
 def check_same_model(network: Network, model: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
-    """See that a network computes what saved weights were trained to compute.
+    """Check that a network computes what saved weights were trained to compute.
 
     Args:
-        network: that they are for.
-        model: the section `model` of the configuration that they were trained with; a key that it lacks says nothing.
-        source: of the weights.
-        fresh_head: their head is not taken.
+        network: the network to load them into.
+        model: the section `model` of the configuration they were trained with; missing keys are not compared.
+        source: where the weights come from.
+        fresh_head: their head is not loaded.
 
     Raises:
         UserError: a line for each setting that differs.
@@ -39,7 +39,7 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
 
 
 def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:
-    """What the final norm of a vision transformer was trained on; None where the section `model` does not say."""
+    """Where a vision transformer's final norm is applied; None if the section `model` does not say."""
     if "classifier" not in model:
         return None
     after = _classifier_norm(model["classifier"], model.get("classifier_norm")) == "after_pool"
@@ -63,7 +63,7 @@ def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
 
 
 def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
-    """The same, as a configuration says it; of a network of another kind the tensors differ."""
+    """The settings of `_now`, from a configuration; a different kind of network is detected by its tensors."""
     if model.get("kind") == "timm":
         return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
     found = dict(model)
@@ -75,18 +75,18 @@ def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
 
 
 def _classifier_norm(classifier: Classifier, classifier_norm: ClassifierNorm | None) -> ClassifierNorm | None:
-    """None where the two are the same function."""
+    """The place of the norm; None for the class token, where both places give the same function."""
     return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)
 
 
 def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
-    """A tag is of the weights alone, and what drops something does so in training alone."""
+    """A timm model's settings, without the name's tag (it selects weights) and dropout (active only in training)."""
     left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
     computing = {key: value for key, value in options.items() if "drop" not in key and key not in left_out}
     return {"name": name.partition(".")[0], "options": computing}
 
 
 def _way_out(key: str, before: Mapping[str, Any]) -> str:
-    # Other classifiers than the token's leave it away unless told.
+    # With any other classifier the class token is left out unless it is set.
     beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
     return f"model.{key}={as_typed(before[key])}{beside}"

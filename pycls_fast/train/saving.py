@@ -1,4 +1,4 @@
-"""Who waits for whom while a checkpoint is written: the run for a copy of its state, the disk for nobody."""
+"""Asynchronous checkpoint writing: training waits only for a copy of its state, a thread writes it to disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pycls_fast.train.checkpoint import State
 
 @dataclass
 class Saved:
-    """A checkpoint on its way; `path` when it is published."""
+    """A checkpoint that is being written; `path` is set when it is published."""
 
     step: int
     path: Path | None = None
     blocked_seconds: float = 0.0
-    """That the run waited for the copy (all of the time where nothing is asynchronous)."""
+    """How long training was blocked: for the copy, or for the whole save when it is not asynchronous."""
     seconds: float = 0.0
     failure: BaseException | None = None
     thread: threading.Thread | None = None
@@ -37,11 +37,11 @@ class Saved:
 class Saver:
     """Writes checkpoints of a run, one at a time; all ranks call the same methods in the same order.
 
-    Asynchronous: `save` copies this rank's share of the state into the host's memory (pinned on CUDA) and returns; a
-    thread writes it. The copy cannot change with the training, and costs as much memory as the share.
+    Asynchronous: `save` copies this rank's share of the state into host memory (pinned on CUDA) and returns; a thread
+    writes it. Training does not change the copy, which takes as much memory as the share.
 
     Args:
-        folder: of the run's checkpoints.
+        folder: the run's checkpoint folder.
         world: the ranks.
         keep: how many checkpoints to keep.
         asynchronous: write in a thread.
@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(self, folder: Path, world: World, *, keep: int, asynchronous: bool) -> None:
         self._folder = folder
-        # A group of its own: the thread's messages must not mix with those of the training.
+        # A separate group: the thread's messages must not mix with those of training.
         self._world = dataclasses.replace(world, host_group=world.saving_group)
         self._keep = keep
         self._asynchronous = asynchronous
@@ -58,17 +58,17 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """Whether a save has ended that `finish` was not called for."""
+        """Whether a save has ended for which `finish` has not been called."""
         saving = self._saving
         return saving is not None and (saving.thread is None or not saving.thread.is_alive())
 
     @property
     def failed(self) -> bool:
-        """Whether a save has ended badly; `finish` raises what it was."""
+        """Whether a save has failed; `finish` raises its error."""
         return self.done and self._saving is not None and self._saving.failure is not None
 
     def save(self, state: State, step: int) -> None:
-        """Begin to write; `finish` has to have been called for the save before it."""
+        """Start writing; `finish` must have been called for the previous save."""
         assert self._saving is None
         saving = Saved(step)
         self._saving = saving
@@ -80,12 +80,12 @@ class Saver:
             return
         share = self._copy(share)
         saving.blocked_seconds = time.monotonic() - saving.started
-        # A daemon: a process that has lost the other ranks must not wait for them at its end.
+        # A daemon: a process that has lost the other ranks must not wait for them when it exits.
         saving.thread = threading.Thread(target=self._write, args=(saving, share, plain), daemon=True, name="saving")
         saving.thread.start()
 
     def finish(self) -> Saved | None:
-        """Wait for the save that is on its way, if any.
+        """Wait for the save in progress, if any.
 
         Raises:
             UserError: it could not be written; the same on all ranks.
@@ -103,7 +103,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """A run that ends with an error of its own still gets the checkpoint that is on its way."""
+        """Complete the save in progress, also if the run ends with a `UserError`."""
         saving, self._saving = self._saving, None
         if saving is not None and saving.thread is not None and (error is None or isinstance(error, UserError)):
             saving.thread.join()
@@ -115,7 +115,7 @@ class Saver:
             use_async_staging=False,
             use_non_blocking_copy=self._pinned,
         )
-        # One for each copy: torch 2.11 closes it behind the first, and one that is kept holds its memory between saves.
+        # A new one per copy: torch 2.11 closes it after the first, and a kept one would hold its memory between saves.
         with closing(DefaultStager(options)) as stager:
             staged = stager.stage(share)
         assert isinstance(staged, dict)
@@ -126,6 +126,6 @@ class Saver:
             if self._pinned:
                 torch.cuda.set_device(self._world.device)
             saving.path = checkpoint.write(share, plain, self._folder, saving.step, keep=self._keep, world=self._world)
-        except BaseException as error:  # noqa: BLE001  # raised by `finish`, where somebody can act on it
+        except BaseException as error:  # noqa: BLE001  # raised by `finish`, in the main thread
             saving.failure = error
         saving.seconds = time.monotonic() - saving.started

@@ -1,4 +1,4 @@
-"""Scoring saved weights on a split, without training."""
+"""Score saved weights on a split, without training."""
 
 from __future__ import annotations
 
@@ -21,66 +21,26 @@ from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate
-from pycls_fast.train.memory import enough_to_score
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
+from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
 
-def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
-    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
-    if config.data.eval_set is not None:
-        classes = _classes(config, found, world)
-        return build.eval_set(config, classes, world)
-    sources = build.sources(config, world)
-    if split not in sources:
-        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
-    return EvalSet(sources[split], "best of all classes")
-
-
-def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
-    """Names of the outputs, which the further sets go by."""
-    ours = opened(found, world)
-    if ours is not None and ours.classes is not None:
-        return ours.classes
-    # Other projects' files do not name classes; with as many outputs as ImageNet-1k has they are its, in its order.
-    if config.model.num_classes in (None, 1000):
-        return build.imagenet_wnids()
-    raise UserError(
-        f"weights: {found} does not name its classes, which data.eval_set goes by, and model.num_classes="
-        f"{config.model.num_classes} is not ImageNet-1k's 1000"
-    )
-
-
-def _beside(about: foreign.Preprocessing | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The published number and ours minus it, as rows and as a record; nothing where none is known."""
-    known = published.WEIGHTS.get(about.weights) if about is not None else None
-    if about is None or known is None:
-        return [], {}
-    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
-    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
-    return rows, {"published": {"weights": about.weights, **asdict(known)}}
-
-
-def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
-    return None if values is None else torch.from_numpy(values).to(world.device)
-
-
 def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
-    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print what it scored.
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
-        split: "train", "val", or "test" where the data has one.
+        split: "train", "val", or "test" if the data has one.
         output: a JSON file for the numbers.
-        own_preprocessing: weights of other projects that say how images are prepared for them get theirs so.
+        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or a split that do not exist or do not fit, an `output` that cannot be written, or images
-            that are too many for the memory.
+        UserError: weights or split do not exist or do not fit, `output` cannot be written, or out of memory.
     """
     if config.weights is None:
-        raise UserError("weights: not set; give a run folder, a file of weights or timm:NAME as weights=SOURCE")
+        raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
     found = find_weights(config.weights)
     about = foreign.described(found)
     if about is not None and own_preprocessing:
@@ -92,7 +52,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         switches = build.switches(config, world.device)
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
-        config = build.for_scoring(normalized(build.by_size(config, len(source), world), world))
+        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(source), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, found, source, world, switches, for_training=False)
             with display:
@@ -109,13 +69,54 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 )
         if world.is_main:
             taken = about if own_preprocessing else None
-            comparison = _tell(display, config, split, scored, origin, result, taken)
+            comparison = _print_result(display, config, split, scored, origin, result, taken)
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
         return DONE
 
 
-def _tell(
+def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
+    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
+    if config.data.eval_set is not None:
+        classes = _classes(config, found, world)
+        return build.eval_set(config, classes, world)
+    sources = build.sources(config, world)
+    if split not in sources:
+        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
+    return EvalSet(sources[split], "best of all classes")
+
+
+def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
+    """Class names of the outputs, by which evaluation sets are matched."""
+    ours = opened(found, world)
+    if ours is not None and ours.classes is not None:
+        return ours.classes
+    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
+    if config.model.num_classes in (None, 1000):
+        return build.imagenet_wnids()
+    raise UserError(
+        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
+        f"{config.model.num_classes} is not ImageNet-1k's 1000"
+    )
+
+
+def _published_comparison(
+    about: foreign.Preprocessing | None, top1: float
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The published number and our difference from it, as rows and as a record; empty if none is known."""
+    known = published.WEIGHTS.get(about.weights) if about is not None else None
+    if about is None or known is None:
+        return [], {}
+    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
+    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
+    return rows, {"published": {"weights": about.weights, **asdict(known)}}
+
+
+def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values).to(world.device)
+
+
+def _print_result(
     display: Display,
     config: RunConfig,
     split: str,
@@ -124,14 +125,14 @@ def _tell(
     result: Evaluation,
     taken: foreign.Preprocessing | None,
 ) -> dict[str, Any]:
-    """Show what was scored; the published number where there is one for this, as a record.
+    """Print the result; returns the published number as a record, if there is one for this.
 
-    `taken` is the preprocessing that the weights say, where images were prepared so.
+    `taken` is the weights' own preprocessing if it was used.
     """
     for name, reason in result.damaged:
         display.warn(f"{name}: {reason}; not counted")
-    # The numbers are those of the plain validation images, prepared as published.
-    rows, comparison = _beside(taken if split == "val" else None, result.top1)
+    # Published numbers are for the original validation images with the published preprocessing.
+    rows, comparison = _published_comparison(taken if split == "val" else None, result.top1)
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")
     if origin.fitted.adapted or origin.fitted.left_out:
@@ -155,7 +156,7 @@ def _tell(
 def _record(
     config: RunConfig, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, world: World
 ) -> dict[str, Any]:
-    """What the file says."""
+    """The values of the JSON file."""
     return {
         "split": split,
         "weights": origin.kind,

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the step in progress ends, everything is saved, and the run leaves with a message."""
+"""Signals that ask a run to stop: it finishes the step, saves everything, prints a message and exits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycls_fast.errors import UserError
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop; `name` is the first one's.
+    """Whether a signal has asked this process to stop; `name` is the first signal's.
 
     Set `training` as soon as there is something to save. Before that a signal ends the process at once.
     """
@@ -22,35 +22,35 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self.training = False
-        self.owed: Callable[[], object] | None = None
+        self.launcher_handler: Callable[[], object] | None = None
 
     def __bool__(self) -> bool:
         return self.name is not None
 
-    def hand_on(self) -> None:
-        """Give the launcher of a scheduler's task the signal that was caught in its place, if one was.
+    def call_launcher(self) -> None:
+        """Call the scheduler launcher's own signal handler, if we intercepted its signal.
 
-        It puts the job into the queue again and ends the process.
+        It requeues the job and ends the process.
 
         Raises:
-            UserError: it will not, for the job has run out of its time too often.
+            UserError: it refuses, because the job has timed out too often.
         """
-        if self.owed is None:
+        if self.launcher_handler is None:
             return
         try:
-            self.owed()
-        except Exception as error:  # the launcher's own, which may not be installed here
+            self.launcher_handler()
+        except Exception as error:  # the launcher's own class, which may not be importable here
             reason = str(error).rstrip(".")
             raise UserError(
-                f"hydra.launcher.max_num_timeout: {reason}; everything is saved, and the same run_dir goes on"
+                f"hydra.launcher.max_num_timeout: {reason}; everything is saved: resume with the same run_dir"
             ) from error
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` has it ignored) and what a scheduler's launcher waits for.
+    """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the signal of a scheduler's launcher.
 
-    A second Ctrl-C interrupts at once, as without this.
+    A second Ctrl-C interrupts at once, as usual.
     """
     request = StopRequest()
     warning = scheduler.warning_signal()
@@ -65,13 +65,13 @@ def stop_requests() -> Iterator[StopRequest]:
             if callable(former):
                 former(number, frame)
             elif former != signal.SIG_IGN:
-                # As the signal alone would, but what was begun is cleared away.
+                # Exit as the bare signal would, but run the cleanup.
                 raise SystemExit(128 + number)
             return
         if request and number == signal.SIGINT:
             raise KeyboardInterrupt
         if number == warning and callable(former):
-            request.owed = partial(former, number, None)
+            request.launcher_handler = partial(former, number, None)
         if not request:
             request.name = signal.Signals(number).name
             _answer(request.name)
@@ -86,11 +86,11 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def _answer(name: str) -> None:
-    """At once, for a step may take long: who hears nothing presses Ctrl-C again."""
+    """Print an answer at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        # torchrun passes on the first one alone.
+        # torchrun forwards only the first one.
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""
-        # Not `print`: a signal may come in the middle of another one's; and the terminal may be gone.
+        # Not `print`: the signal may interrupt another `print`, and the terminal may be gone.
         with suppress(OSError):
             os.write(2, f"\n{name}: stopping after this step, then saving{again}\n".encode())

@@ -1,4 +1,4 @@
-"""One training step. No rank checks, no timing, no printing, and nothing that waits for the device."""
+"""One training step: no rank checks, no timing, no printing, and nothing that waits for the device."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Step:
         return loss
 
     def _take_gradients(self, is_last: bool = True) -> None:
-        if self.masters is not None and (is_last or self.wrapped.adds_up):
+        if self.masters is not None and (is_last or self.wrapped.reduced_every_microbatch):
             self.masters.take_gradients()
 
     def _update(self) -> Tensor:
-        """Change the weights by the gradients and let go of these; returns their norm."""
+        """Update the weights and free the gradients; returns the gradients' norm."""
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.wrapped.clip(self.parameters, self.clip_norm, foreach=self.clip_foreach)
         self.scaler.step(self.optimizer)

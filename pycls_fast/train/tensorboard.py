@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of `metrics.jsonl` once more, under `tensorboard/` of the run folder."""
+"""TensorBoard: the numbers of `metrics.jsonl`, under `tensorboard/` in the run folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TRAIN = (
 
 
 class Board:
-    """Writes event files where enabled, nothing elsewhere.
+    """Writes event files if enabled.
 
     Args:
         run_dir: the run folder.
-        start_step: steps from here on that an earlier process wrote are dropped from view.
+        start_step: later steps that an earlier process wrote are purged from the view.
         enabled: whether this rank writes.
     """
 
@@ -46,7 +46,7 @@ class Board:
                 self._writer.close()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """A `train` or `eval` record."""
+        """Write a `train` or `eval` record."""
         if self._writer is None:
             return
         if record["kind"] == "train":

@@ -1,4 +1,4 @@
-"""Finds the module that first gave a value that is not finite, in the forward or in the backward pass."""
+"""Find the module that produced the first non-finite value, in the forward or the backward pass."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pycls_fast.parallel import plain_name
 
 
 class Watchdog:
-    """Looks at every module's output and at the gradient that comes back to it; waits for the device once a pass.
+    """Checks every module's output and its gradient; waits for the device once per microbatch.
 
     Args:
-        network: hooks are put on all its modules; those inside a compiled part are not seen.
-        scaled: the loss is scaled. Gradients that overflow are then a matter of the scale, which is lowered: they are
-            remembered in `last`, and only a forward pass that is not finite stops the run.
+        network: gets hooks on all its modules; modules inside a compiled part are not seen.
+        scaled: the loss is scaled. Overflowing gradients then only lower the scale: they are remembered in `last`, and
+            only a non-finite forward pass stops the run.
     """
 
     def __init__(self, network: nn.Module, *, scaled: bool) -> None:
         self.last: str | None = None
-        """What was found last, for the message of whoever stops the run."""
+        """The last finding, for the message of the code that stops the run."""
         self._network = network
         self._scaled = scaled
         self._forward: list[tuple[str, Tensor]] = []
@@ -35,10 +35,10 @@ class Watchdog:
             module.register_forward_hook(self._watch(place, type(module).__name__))
 
     def check(self, step: int, loss: Tensor) -> None:
-        """After the backward pass of a microbatch of `step`, counted from 0.
+        """Check the values of a microbatch of `step` (from 0), after its backward pass.
 
         Raises:
-            UserError: names the first module whose output, or gradient where the loss is not scaled, is not finite.
+            UserError: names the first module whose output (or gradient, if the loss is not scaled) is not finite.
         """
         forward = [*self._forward, ("the loss", _finite(loss))]
         weights = [
@@ -63,7 +63,7 @@ class Watchdog:
 
     def _watch(self, name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            # A forward pass that is done again within the backward pass was looked at before.
+            # A forward pass that is recomputed within the backward pass was checked before.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
             for value in tree_leaves(output):
@@ -82,7 +82,7 @@ class Watchdog:
 
 
 def _finite(value: Tensor) -> Tensor:
-    """A flag on the device; of what this rank holds."""
+    """Whether this rank's values are all finite, as a flag on the device."""
     return torch.isfinite(local(value.detach())).all()
 
 

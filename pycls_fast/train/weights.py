@@ -1,4 +1,4 @@
-"""Weights from files: a checkpoint, the best one of a run folder, a file or a model of another project."""
+"""Load weights from a checkpoint, a run folder's best checkpoint, or a file or model of another project."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from pycls_fast.train.same_model import check_same_model, norm_place
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights came from: the file or the hub's name, "model" or "ema", and the step they were saved at (None: the
-    source is mute)."""
+    """Where weights came from: the file or hub name, "model" or "ema", and the step at which they were saved (None if
+    the source does not say)."""
 
     path: Path | str
     kind: str
@@ -36,13 +36,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights in a file: what they are, and a function that fills tensors, or this rank's parts of them, by name."""
+    """Weights in a file: their description, and a function that fills tensors, or this rank's shards, by name."""
 
     origin: Origin
     specs: Mapping[str, Spec]
     classes: tuple[str, ...] | None
     config: Mapping[str, Any] | None
-    """Of the run that they are from."""
+    """The configuration of the run that they come from."""
     fill: Callable[[Mapping[str, Tensor]], None]
 
 
@@ -63,10 +63,10 @@ def load_weights(
     world: World = ALONE,
     into: FlatShards | None = None,
 ) -> Loaded:
-    """Load weights into the network, the average (EMA) where there is one; all ranks call this.
+    """Load weights into the network, the average (EMA) if there is one; all ranks call this.
 
-    Of our checkpoints and safetensors files that fit as they are each rank reads its part alone. All else is read whole
-    by every rank, and adapted.
+    From our checkpoints and safetensors files that fit as they are, each rank reads only its part. Everything else is
+    read completely by every rank, and adapted.
 
     Args:
         network: changed in place; its tensors may be sharded.
@@ -74,10 +74,10 @@ def load_weights(
             another project, `timm:NAME` or `torchvision:NAME`.
         classes: class names of the data, in the order of the outputs.
         allow: names of tensors that need not fit; see `foreign.fit`.
-        for_training: other classes than the source's get a fresh head; else they are an error.
+        for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         world: the ranks.
-        into: what holds the weights instead, if they were flattened; the network, of which the shapes alone are taken,
-            may then be without memory.
+        into: the flat shards that hold the weights, if they were flattened; `network` then only gives the shapes, and
+            may be on the meta device.
 
     Raises:
         UserError: no such source, or weights that do not fit the model or the data.
@@ -100,15 +100,15 @@ def load_weights(
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
     if into is not None:
-        # What it gave were copies.
+        # `into.state_dict()` returned copies.
         into.load_state_dict(state)
     return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted)
 
 
 def find_weights(source: str | Path) -> Path | str:
-    """The checkpoint or file that a source means, or the source itself if it is a hub's name.
+    """The checkpoint or file that a source names, or the source itself if it is a hub name.
 
-    A folder is a run's, a checkpoint's or one of timm's (`config.json` beside `model.safetensors`).
+    A folder is a run folder, a checkpoint or a timm model (`config.json` beside `model.safetensors`).
 
     Raises:
         UserError: there is none.
@@ -117,7 +117,7 @@ def find_weights(source: str | Path) -> Path | str:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """What a path means: a checkpoint, a file of weights, or the best (else the newest) checkpoint of a run folder.
+    """What a path names: a checkpoint, a weights file, or the best (else the newest) checkpoint of a run folder.
 
     Raises:
         UserError: there is none.
@@ -125,14 +125,14 @@ def find_checkpoint(path: Path) -> Path:
     if path.is_file() or (path / ".metadata").is_file():
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
-        # A model as timm and its hub keep it.
+        # A model folder as saved by timm and its hub.
         return (path / "model.safetensors").resolve()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     candidates = (folder / "best", *checkpoint.checkpoints(folder))
     found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is None:
         raise UserError(
-            f"weights: {path} is no file of weights and no run folder with a checkpoint; give a run folder, a "
+            f"weights: {path} is neither a weights file nor a run folder with a checkpoint; give a run folder, a "
             "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME or "
             "torchvision:NAME"
         )
@@ -140,10 +140,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def opened(found: Path | str, world: World = ALONE) -> Weights | None:
-    """A checkpoint of ours, or a safetensors file of anyone's; None: a hub's name, or a file that is read whole anyway.
+    """Open a checkpoint or a safetensors file lazily; None for a hub name or a file type that must be read whole.
 
     Args:
-        found: by `find_weights`.
+        found: from `find_weights`.
         world: the ranks, which all call this.
 
     Raises:
@@ -161,7 +161,7 @@ def _fits_as_it_is(weights: Weights, state: Mapping[str, Tensor], classes: tuple
 
 
 def _has_head(weights: Weights, network: Network, classes: tuple[str, ...]) -> bool:
-    """Whether the head of the weights is of the data's classes."""
+    """Whether the weights have a head for the data's classes."""
     head: Any = network.get_submodule(network.head_name)
     saved = weights.specs.get(f"{network.head_name}.weight")
     return saved is not None and saved.shape[0] == head.out_features and other_class(weights.classes, classes) is None
@@ -183,15 +183,15 @@ def _read_whole(weights: Weights) -> foreign.ReadWeights:
 
 
 def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Weights:
-    """Look into what `find_checkpoint` found.
+    """Open what `find_checkpoint` found, without reading its tensors.
 
     Args:
         path: a checkpoint's folder or a `.safetensors` file.
-        kind: "model", "ema", or "auto": the average where there is one.
+        kind: "model", "ema", or "auto": the average if there is one.
         world: the ranks, which all call this.
 
     Raises:
-        UserError: a file that cannot be read, or that has no weights of this kind.
+        UserError: a file that cannot be read, or without weights of this kind.
     """
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
@@ -220,7 +220,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no dictionary
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
             kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
@@ -242,7 +242,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
 
 
 def _dtype(path: Path, name: str) -> torch.dtype:
-    """Of the names that safetensors uses: F32, BF16, I64, BOOL, ..."""
+    """The torch dtype for a safetensors name: F32, BF16, I64, BOOL, ..."""
     kinds = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool"}
     letters = name.rstrip("0123456789")
     found = getattr(torch, kinds.get(letters, "") + name.removeprefix(letters), None)

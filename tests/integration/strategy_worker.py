@@ -32,10 +32,10 @@ from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import start_run
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda
 
 

@@ -93,7 +93,7 @@ def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path
     given = [f"data.root={images}", f"weights={weights}", "model=vit_b16", *TINY, f"run_dir={run}"]
     given += ["schedule.epochs=6", "optim.lr=5e-3"]
     done = run_process(command(*given, config_name="finetune"), cwd=tmp_path)
-    assert "head.weight, head.bias: 3 classes, 7 others in the file" in done.stdout
+    assert "head.weight, head.bias: 3 classes, 7 different ones in the file" in done.stdout
     assert "3 classes, " in done.stdout
     assert "36 (6 epochs of 6)" in done.stdout
     summary = json.loads((run / "summary.json").read_text())
@@ -224,7 +224,7 @@ def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weig
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["weights=nothing.pth"], "weights: nothing.pth is no file of weights"),
+        (["weights=nothing.pth"], "weights: nothing.pth is neither a weights file"),
         (["optim.trainable=[head,bloks]"], "optim.trainable: bloks names nothing in this network"),
         (["optim.trainable=[all,head]"], "optim.trainable: all includes everything; remove head or all"),
         (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: frozen parts do not work with"),

@@ -147,7 +147,7 @@ def test_signal_saves_and_says_how_to_go_on(
     saved = newest_checkpoint(run_dir)["step"]
     assert saved >= 12
     assert f"stopped by {number.name}; everything up to step {saved} is saved" in out
-    (how,) = [line for line in out.splitlines() if line.startswith("go on with: ")]
+    (how,) = [line for line in out.splitlines() if line.startswith("resume with: ")]
     assert f"run_dir={run_dir}" in how
     run_process(arguments(run_dir, digits), cwd=tmp_path)
     assert_same_run(run_dir, uninterrupted)
@@ -163,7 +163,7 @@ def test_nobody_reads_the_output(tmp_path: Path, digits: Path) -> None:
     status, _, err = start_and_interrupt(arguments(run_dir, digits), run_dir, 12, interrupt, closed=True)
     assert status == 3, err
     failed, _, answer = err.splitlines()
-    assert failed == "warning: nothing more is shown: standard output failed (Broken pipe)"
+    assert failed == "warning: standard output failed (Broken pipe); nothing more is shown"
     assert answer.startswith("SIGINT: stopping after this step")
     (event,) = (record for record in records(run_dir, "event") if record["event"] == "stopped")
     assert newest_checkpoint(run_dir)["step"] == event["step"] >= 12
@@ -291,7 +291,7 @@ def test_the_command_that_goes_on_resumes_the_folder(
     for setting, added in (("never", " resume=auto"), ("auto", "")):
         run_dir = tmp_path / setting
         assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
-        (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on with: ")]
+        (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume with: ")]
         assert how.endswith(f"{environment_command()}{added}")
 
 
@@ -311,8 +311,8 @@ def test_the_command_that_goes_on_with_a_run_of_a_sweep(
     assert train(load_config("vit_digits", [*TINY, f"data.root={digits}", "schedule.max_steps=1"])) == 3
     lines = capsys.readouterr().out.splitlines()
     (run_dir,) = Path("runs/vit_digits").iterdir()
-    assert f"go on with: python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
-    assert any("start the others again" in line for line in lines)
+    assert f"resume with: python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
+    assert any("restart the other unfinished runs" in line for line in lines)
 
 
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
@@ -334,7 +334,7 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     for path in checkpoint.checkpoints(tmp_path / "checkpoints"):
         (path / "state.json").unlink()
     before = (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match=r"run_dir: none of the checkpoints in .* can be gone on from; mend one"):
+    with pytest.raises(UserError, match=r"run_dir: none of the checkpoints in .* can be resumed from; repair one"):
         train(load_config("vit_digits", overrides))
     assert (tmp_path / "metrics.jsonl").read_text() == before
     # Who was refused keeps nobody out.

@@ -167,7 +167,7 @@ def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     packed = run(tmp_path / "run", tmp_path / "packed")
     assert packed != run(tmp_path / "other", root)
     again = prepare(*pack, capsys=capsys).splitlines()
-    added = [f"{tmp_path}/packed/{name}: packed before, nothing done; remove it to pack anew" for name in CONTENT]
+    added = [f"{tmp_path}/packed/{name}: packed before, nothing done; remove it to pack again" for name in CONTENT]
     assert [line for line in again if line not in added] == printed.splitlines()
     assert set(added) <= set(again)
 

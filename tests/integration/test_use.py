@@ -71,7 +71,7 @@ def test_looking_and_comparing(runs: tuple[Path, Path], digits: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "arguments", "line"),
     [
-        ("predict", ["nowhere", "setup.py"], "error: images: setup.py is no file, no folder and no pattern that finds"),
+        ("predict", ["nowhere", "setup.py"], "error: images: setup.py is not a file, a folder or a pattern"),
         ("compare", ["nowhere", "nothing"], "error: nowhere: not a run folder (it has no config.yaml)"),
         ("compare", ["a", "b", "c"], "error: c: one argument too many; the keys are run_a, run_b, output, images"),
         (

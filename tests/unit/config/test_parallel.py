@@ -56,7 +56,7 @@ def test_batch_norm_over_ranks_needs_batch_norm() -> None:
         load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])
     for name, why in [
         ("vit_digits", "model.kind=vit has no batch norm with model.stem=patch"),
-        ("regnety_4gf", "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an"),
+        ("regnety_4gf", "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may include an"),
     ]:
         with pytest.raises(UserError) as caught:
             load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])

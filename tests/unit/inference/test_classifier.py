@@ -180,7 +180,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_scores_that_are_no_numbers(tmp_path: Path, pixels: np.ndarray) -> None:
     classifier = pycls_fast.load(make_run(tmp_path / "run"))
     classifier.network.head.bias[0] = torch.nan  # type: ignore[index,union-attr]
-    with pytest.raises(UserError, match="gives scores that are no numbers"):
+    with pytest.raises(UserError, match="gives scores that are not finite"):
         classifier.predict(pixels)
 
 
@@ -189,9 +189,9 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     state = json.loads((run_dir / "checkpoints" / "step_000000007" / "state.json").read_text())
     assert state["classes"] == list(CLASSES)
     for source, settings, line in (
-        (tmp_path / "nowhere", {}, "is no file of weights and no run folder"),
+        (tmp_path / "nowhere", {}, "is neither a weights file nor a run folder"),
         ("timm:vit_tiny_patch16_224", {}, "names weights of another project"),
-        (tmp_path / "other.safetensors", {}, "does not say which model and classes it is of"),
+        (tmp_path / "other.safetensors", {}, "does not say which model and classes it belongs to"),
         (run_dir, {"which": "ema"}, "has no average"),
         (run_dir, {"which": "best"}, "which: must be one of auto, model, ema; got best"),
         (run_dir, {"device": "tpu"}, "device: must be one of auto, cpu, cuda; got tpu"),

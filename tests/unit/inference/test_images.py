@@ -45,8 +45,8 @@ def test_words_that_mean_nothing_are_told_at_once(tree: Path, monkeypatch: pytes
     with pytest.raises(UserError) as caught:
         find_images(["b.jpg", "nowhere.png", "*.gif", "empty"])
     assert [line.partition(" (")[0] for line in caught.value.lines] == [
-        "images: nowhere.png is no file, no folder and no pattern that finds images",
-        "images: *.gif is no file, no folder and no pattern that finds images",
+        "images: nowhere.png is not a file, a folder or a pattern that matches images",
+        "images: *.gif is not a file, a folder or a pattern that matches images",
         "images: empty holds no images",
     ]
 
@@ -68,7 +68,7 @@ def test_names_that_no_file_can_have(tree: Path, monkeypatch: pytest.MonkeyPatch
     long = f"{'x' * 300}.png"
     with pytest.raises(UserError) as caught:
         find_images(["~nobody.jpg", long])
-    nothing = "is no file, no folder and no pattern that finds images"
+    nothing = "is not a file, a folder or a pattern that matches images"
     assert caught.value.lines == (f"images: ~nobody.jpg {nothing}", f"images: {long} {nothing} (File name too long)")
     Path("~nobody.jpg").touch()
     assert find_images(["~nobody.jpg"]) == [Path("~nobody.jpg")]
@@ -121,7 +121,7 @@ def test_a_name_in_no_encoding_can_be_printed(tmp_path: Path) -> None:
         ([np.zeros((2, 4, 4, 3), np.uint8)], "images[0]: must be .*; got uint8 (2, 4, 4, 3)"),
         (torch.zeros(8, 8, dtype=torch.bfloat16), "images: must be .*; got bfloat16 (8, 8)"),
         ([[None]], "images[0][0]: must be .*; got NoneType"),
-        ("nowhere.png", "images: nowhere.png is no file, no folder and no pattern that finds images"),
+        ("nowhere.png", "images: nowhere.png is not a file, a folder or a pattern that matches images"),
     ],
 )
 def test_what_is_no_image(images: Any, line: str) -> None:

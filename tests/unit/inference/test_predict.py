@@ -18,8 +18,8 @@ from PIL import Image
 import pycls_fast
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
-from pycls_fast.inference import report
-from pycls_fast.inference.report import check_output, percent
+from pycls_fast.inference import predict
+from pycls_fast.inference.predict import check_output, percent
 from pycls_fast.inference.sheet import Cell
 from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
@@ -111,7 +111,7 @@ def test_each_picture_on_the_sheet_has_its_own_words(
 ) -> None:
     """Also behind one that could not be read."""
     drawn: list[Cell] = []
-    monkeypatch.setattr(report, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
+    monkeypatch.setattr(predict, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
     files = [bad / name for name in ("1.png", "bad[red].png", "3.png", "more/4.png")]
     arguments = ["format=sheet", f"output={tmp_path / 'sheet.png'}", "topk=4"]
     assert run_tool("predict", run_dir, *files, *arguments) == 0
@@ -148,15 +148,15 @@ def test_when_nothing_can_be_read(
     ("tool", "arguments", "line"),
     [
         ("predict", [], "run: missing; set it with run=VALUE"),
-        ("predict", ["RUN"], "images: none were given; give files, folders or patterns behind the run"),
-        ("predict", ["RUN", "nowhere.png"], "images: nowhere.png is no file, no folder and no pattern"),
+        ("predict", ["RUN"], "images: none were given; give files, folders or patterns after the run"),
+        ("predict", ["RUN", "nowhere.png"], "images: nowhere.png is not a file, a folder or a pattern"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         ("predict", ["RUN", "IMAGES", "format=xml"], 'format: must be one of table, json, csv, sheet; got "xml"'),
         ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
         ("predict", ["RUN", "IMAGES", "--topk"], "--topk: not a key=value; the keys are run, images, format"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
-        ("predict", ["RUN", "IMAGES", "output=no/x.json"], "output: no is no folder; make it, or give another"),
-        ("predict", ["nowhere", "IMAGES"], "weights: nowhere is no file of weights and no run folder"),
+        ("predict", ["RUN", "IMAGES", "output=no/x.json"], "output: no is not a folder; make it, or give another"),
+        ("predict", ["nowhere", "IMAGES"], "weights: nowhere is neither a weights file nor a run folder"),
         ("feature_maps", ["RUN"], "images: none were given"),
         ("feature_maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
         (
@@ -166,7 +166,7 @@ def test_when_nothing_can_be_read(
         ),
         ("feature_maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
         ("feature_maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
-        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at a time"),
+        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
 def test_mistakes_get_a_line(
@@ -196,7 +196,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     # What is there is not touched by looking, and nothing is left behind.
     (tmp_path / "kept.png").write_text("kept")
     for name in ("kept.png", "new.png"):
-        with pytest.raises(UserError, match=r"^weights: nowhere is no file"):
+        with pytest.raises(UserError, match=r"^weights: nowhere is neither a weights file"):
             run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
     assert (tmp_path / "kept.png").read_text() == "kept"
     assert not (tmp_path / "new.png").exists()

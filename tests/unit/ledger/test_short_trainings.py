@@ -35,7 +35,7 @@ def configured(digits: Path, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("measure", [gradients, numerics])
 def test_weights_that_are_not_there(measure: Measure, tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"weights: .*nowhere is no file of weights"):
+    with pytest.raises(UserError, match=r"weights: .*nowhere is neither a weights file"):
         measure(configured(digits, f"weights={tmp_path / 'nowhere'}"), tmp_path)
 
 

@@ -243,7 +243,7 @@ def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
     first, second, last = caught.value.lines
     assert first.startswith(f"{tmp_path / 'step_000001000'}: the checkpoint is damaged")
     assert second.startswith(f"{tmp_path / 'step_000000900'}: the checkpoint is damaged")
-    assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be gone on from; mend one, or begin")
+    assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be resumed from; repair one, or use")
 
 
 def test_ranks_share_the_checking(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     later = checkpoint.save(state(1), tmp_path, 1, keep=2)
     values = json.loads((later / "state.json").read_text()) | {"format": 3}
     (later / "state.json").write_text(json.dumps(values))
-    listing = checkpoint_files.list_files(later, (later / name for name in (".metadata", "__0_0.distcp", "state.json")))
+    listing = checkpoint_files.list_files([later / name for name in (".metadata", "__0_0.distcp", "state.json")])
     (later / "files.json").write_text(json.dumps({"format": 3, "files": listing}))
     with pytest.raises(UserError, match="or one of a later version"):
         checkpoint.load(later)
@@ -345,7 +345,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
     path = checkpoint.save(state(1), tmp_path, 1, keep=2)
     (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
     # Whoever makes a file that runs code can make its checksum as well.
-    listing = checkpoint_files.list_files(path, (path / name for name in (".metadata", "__0_0.distcp", "state.json")))
+    listing = checkpoint_files.list_files([path / name for name in (".metadata", "__0_0.distcp", "state.json")])
     (path / "files.json").write_text(json.dumps({"format": 2, "files": listing}))
     with pytest.raises(UserError, match=r"not a checkpoint that can be read \(posix.system has no place"):
         checkpoint.load(path)

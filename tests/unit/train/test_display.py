@@ -46,7 +46,7 @@ def test_output_that_fails(
         display.warn("text")
         display.note("text")
     (line,) = capfd.readouterr().err.splitlines()
-    assert line == f"warning: nothing more is shown: standard output failed ({os.strerror(number)})"
+    assert line == f"warning: standard output failed ({os.strerror(number)}); nothing more is shown"
 
 
 def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,23 +128,23 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     again = write(tmp_path / "net.safetensors", tmp_path / "half.safetensors", dtype="bfloat16")
     assert all(torch.equal(again[name], value.bfloat16()) for name, value in first.items())
     other = tuple("abcdefghij")
-    with pytest.raises(UserError, match="was trained on other classes"):
+    with pytest.raises(UserError, match="was trained on different classes"):
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["weights=nowhere"], "weights: nowhere is no file of weights and no run folder with a checkpoint"),
-        (["format=onnx"], "output: format=onnx writes a file net.onnx; call it so"),
-        (["format=program", "output=net.pt"], "output: format=program writes a file net.pt2; call it so"),
+        (["weights=nowhere"], "weights: nowhere is neither a weights file nor a run folder with a checkpoint"),
+        (["format=onnx"], "output: format=onnx writes a file net.onnx; use that name"),
+        (["format=program", "output=net.pt"], "output: format=program writes a file net.pt2; use that name"),
         (["format=timm"], "output: format=timm writes a folder; call it net"),
         (["format=timm", "output=run"], "output: run exists; give another name, or overwrite=true"),
-        (["format=timm", "output=run", "overwrite=true"], "output: run holds something else than a model of timm"),
+        (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
         (["format=onnx", "output=n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
         (["format=pickle"], 'format: must be one of safetensors, timm, onnx, program; got "pickle"'),
         (["output=net.pt"], "output: the file is in the safetensors format; call it net.safetensors"),
-        (["output=no/folder/net.safetensors"], "output: no/folder is no folder"),
+        (["output=no/folder/net.safetensors"], "output: no/folder is not a folder"),
         (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),

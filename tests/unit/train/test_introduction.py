@@ -22,7 +22,7 @@ from pycls_fast.train.introduction import _notes
             ["precision=fp32", "speed.compile=model", "speed.gelu=polynomial"],
             [
                 "speed.compile: the first step compiles",
-                "speed.gelu: polynomial is for 16 bits; with precision=fp32 GELU is torch's",
+                "speed.gelu: polynomial is for 16 bits; with precision=fp32 torch's GELU is used",
             ],
         ),
         (["precision=amp_bf16", "speed.compile=off"], []),

@@ -22,7 +22,7 @@ from pycls_fast.ledger.numerics import measure_numerics
 from pycls_fast.train import score as scoring
 from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test
-from pycls_fast.train.output_file import output_file, whole, write_json
+from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
 TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
     "score": lambda config, output: scoring.score(config, "val", output),
@@ -105,7 +105,7 @@ def test_a_file_in_memory_is_replaced_whole() -> None:
 
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
-    with pytest.raises(UnicodeEncodeError), whole(tmp_path / "a") as temporary:
+    with pytest.raises(UnicodeEncodeError), atomic_write(tmp_path / "a") as temporary:
         temporary.write_text("half\ud800", encoding="utf-8")
     assert (tmp_path / "a").read_text() == "before"
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]

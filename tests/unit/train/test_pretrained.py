@@ -60,7 +60,7 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     origin = load_weights(network, file, classes=("cat", "fox"))
     assert origin.fitted.fresh.keys() == {"head.weight", "head.bias"}
     assert torch.equal(network.head.weight, before)
-    with pytest.raises(UserError, match=r"trained on other classes than data\.root has: output 1 was dog and is fox"):
+    with pytest.raises(UserError, match=r"on different classes than data\.root has: output 1 was dog and is fox"):
         load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
 
 
@@ -116,5 +116,5 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
 
 
 def test_no_such_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no file of weights and no run folder .* timm:NAME or torchvision:NAME"):
+    with pytest.raises(UserError, match=r"is neither a weights file nor a run folder .* timm:NAME or torchvision:NAME"):
         load_weights(vit(2), tmp_path / "nowhere", classes=("a", "b"))

@@ -66,7 +66,7 @@ def test_what_must_stay(name: str) -> None:
     keys = [line.partition(":")[0] for line in caught.value.lines]
     # Another optimizer has other keys, too.
     assert key in keys if name == "optim.name" else keys == [key]
-    assert all("when step_000000003 was saved; set it back, or start anew" in line for line in caught.value.lines)
+    assert all("when step_000000003 was saved; set it back, or start again" in line for line in caught.value.lines)
 
 
 def test_other_images() -> None:

@@ -26,11 +26,11 @@ from pycls_fast.parallel import ALONE
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.evaluations import Evaluations
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_evaluation import CPU
 
 
@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, write: Callable[[RunFolder], No
     """/dev/full takes a name, and no byte."""
     for file in ("metrics.jsonl", f".summary.json.{os.getpid()}.tmp"):
         (tmp_path / file).symlink_to("/dev/full")
-    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); mend it, and the same command"
+    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); fix this, then the same"
     with pytest.raises(UserError, match=line):
         write(RunFolder(tmp_path))
 

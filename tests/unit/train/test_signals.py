@@ -92,7 +92,7 @@ def test_the_warning_of_a_scheduler_is_handed_on(monkeypatch: pytest.MonkeyPatch
         send(signal.SIGUSR2)
         send(signal.SIGUSR2)
         assert (stop.name, calls) == ("SIGTERM", [signal.SIGUSR2])
-    stop.hand_on()
+    stop.call_launcher()
     assert calls == [signal.SIGUSR2] * 2
 
 
@@ -106,7 +106,7 @@ def test_a_scheduler_that_requeues_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         stop.training = True
         send(signal.SIGUSR2)
     with pytest.raises(UserError, match=r"^hydra.launcher.max_num_timeout: .*too many times; everything is saved"):
-        stop.hand_on()
+        stop.call_launcher()
 
 
 @pytest.mark.parametrize("at", ["pycls_fast.train.run.build_parts", "pycls_fast.train.run.introduce"])

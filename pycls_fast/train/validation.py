@@ -1,4 +1,4 @@
-"""The evaluations of a run: when they are due, what they leave behind, and whether they say that it may end."""
+"""Validation during a run: when it is due, the files it writes, early stopping."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Evaluations:
     """The evaluations of the validation split between training steps.
 
     Args:
-        run: what is evaluated.
-        board: gets the numbers.
-        on_batch: called after each batch on every rank; may raise, to stop.
+        run: the run to evaluate.
+        board: receives the numbers.
+        on_batch: called after each batch on every rank; may raise to stop.
     """
 
     def __init__(self, run: Run, board: Board, on_batch: Callable[[], None]) -> None:
@@ -33,25 +33,25 @@ class Evaluations:
         self.on_batch = on_batch
 
     def due(self, done: int) -> bool:
-        """Whether there is one after this many steps."""
+        """Whether an evaluation is due after this many steps."""
         every = self.run.steps_per_epoch * self.run.config.runtime.eval_every_epochs
         return done > 0 and (done % every == 0 or done == self.run.total_steps)
 
     def has(self, step: int) -> bool:
-        """Whether the one of this step has been written down to its end; the same on all ranks."""
+        """Whether the records of this step's evaluation are complete; the same on all ranks."""
         return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run, self.records())))
 
     def forget(self, step: int) -> None:
-        """Drop what was written down of one that did not come to its end: the model's half, before the average's."""
+        """Drop the records of an interrupted evaluation (the model was scored, its average was not)."""
         if self.run.world.is_main and any(r["step"] == step for r in self.records()):
             self.run.folder.forget_evaluation(step)
 
     def records(self) -> list[dict[str, Any]]:
-        """All of them so far; on the main rank."""
+        """The records of all evaluations so far; on the main rank."""
         return [record for record in self.run.folder.records() if record["kind"] == "eval"]
 
     def stop_early(self, done: int) -> bool:
-        """Whether the best one is so old that the run ends here, which is then said; the same on all ranks."""
+        """Whether early stopping ends the run here (then it is announced); the same answer on all ranks."""
         run, schedule = self.run, self.run.config.schedule
         if schedule.early_stopping_evals is None:
             return False
@@ -69,7 +69,7 @@ class Evaluations:
         return True
 
     def take(self, done: int) -> dict[str, str]:
-        """Evaluate the model and, where there is one, its average; returns the damaged images and why."""
+        """Evaluate the model and its average, if there is one; returns the damaged images with the reasons."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
         damaged = self._take(done, "model")
@@ -101,8 +101,8 @@ class Evaluations:
             run.step.autocast,
             run.world,
             on_batch,
-            together=wrapped.together,
-            settle=wrapped.settle,
+            forward_is_collective=wrapped.forward_is_collective,
+            free_gathered=wrapped.free_gathered,
         )
         if run.world.is_main:
             self._write_down(done, weights, result)
@@ -110,7 +110,7 @@ class Evaluations:
 
     def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
-        # Those of the average where there is one: it is evaluated last.
+        # The average is evaluated last, so the file ends up with its predictions if there is one.
         with writing(run.folder.predictions):
             result.predictions.save(run.folder.predictions)
         by_class = class_scores(result.predictions, run.classes)
@@ -121,7 +121,7 @@ class Evaluations:
         self.board.add(record)
 
     def keep_if_best(self) -> None:
-        """Keep the newest checkpoint if it is of the newest evaluation and that is the best; on the main rank."""
+        """Link the newest checkpoint as best if its evaluation is the latest and the best; on the main rank."""
         run = self.run
         evaluations = primary_records(run, self.records())
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
@@ -133,13 +133,13 @@ class Evaluations:
     def _keep_as_best(self, newest: Path) -> None:
         try:
             checkpoint.keep_as_best(newest)
-            # The best before it.
+            # Removes the previous best.
             checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
         except OSError as error:
             self.run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
 
     def draw(self, *, whole: bool = False) -> None:
-        """The pictures of the run folder: the curves and, of the whole run, the latest confusion; on the main rank."""
+        """Draw the curves and, if `whole`, the latest confusion matrix into the run folder; on the main rank."""
         run = self.run
         curves, matrix = run.folder.path / "curves.png", run.folder.path / "confusion.png"
         with writing(curves):

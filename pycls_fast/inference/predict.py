@@ -1,4 +1,4 @@
-"""Predictions for people and for programs: a table, JSON, CSV, a contact sheet."""
+"""Predict images and write the result as a table, JSON, CSV or a contact sheet."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
-from pycls_fast.inference.records import Prediction
+from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
 # Lines under a picture, besides the one on it.
@@ -42,11 +42,11 @@ def predict(
     batch_size: int | None,
     num_workers: int | None,
 ) -> int:
-    """Predict, write, and name what could not be read; returns the exit status.
+    """Predict, write, and list the images that could not be read; returns the exit status.
 
     Args:
-        run: see `inference.load`, for `which`, `device` and `precision` as well.
-        images: files, folders, patterns; "-" reads a list of files from standard input, one a line.
+        run, which, device, precision: see `inference.load`.
+        images: files, folders, patterns; "-" reads a list of files from standard input, one per line.
         format: "table", "json", "csv" or "sheet".
         output: a file; None: standard output, for "sheet" `predictions.png`.
         topk, batch_size, num_workers: see `Classifier.predict`.
@@ -54,7 +54,7 @@ def predict(
     Raises:
         UserError: no such weights or images, or a file that cannot be written.
     """
-    # An argument that means nothing is told before seconds of loading; a file that is no image is told at the end.
+    # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images))
     path = user_path(output or "predictions.png") if output or format == "sheet" else None
     if path is not None:
@@ -94,35 +94,35 @@ def predict(
 
 
 def collect(images: Sequence[str]) -> list[Path]:
-    """Files that the command line means; those of a list on standard input need not be there.
+    """The files that the command line names; those listed on standard input need not exist.
 
     Raises:
-        UserError: nothing was named, or a word that means nothing.
+        UserError: nothing was named, or an argument matches nothing.
     """
     listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()] if "-" in images else []
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
-        raise UserError("images: none were given; give files, folders or patterns behind the run")
+        raise UserError("images: none were given; give files, folders or patterns after the run")
     return [*named, *listed]
 
 
 def check_output(path: Path, *, is_sheet: bool) -> None:
-    """See that a file can be written, before the work is done; what is in it stays.
+    """Check before the work that a file can be written; its contents are not changed.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be written.
     """
     if is_sheet and path.suffix.lower() != ".png":
         raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
     try:
         if not path.parent.is_dir():
-            raise UserError(f"output: {path.parent} is no folder; make it, or give another")
+            raise UserError(f"output: {path.parent} is not a folder; make it, or give another")
         if path.is_dir():
             raise UserError(f"output: {path} is a folder; give the path of a file")
         if path.is_file():
             path.open("ab").close()
         elif not path.exists():
-            # Where a link leads to nothing, the link is not what is made.
+            # For a dangling link, test its target.
             place = Path(os.path.realpath(path))
             place.touch()
             place.unlink()
@@ -136,7 +136,7 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        # What is no UTF-8 in a class's name becomes an escape, which JSON reads back.
+        # Parts of a class name that are not UTF-8 become escapes, which JSON readers decode.
         with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
             yield stream
     except OSError as error:
@@ -188,13 +188,13 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
 
 
 def percent(probability: float) -> str:
-    """Of a probability: two digits that matter at either end."""
+    """A probability in percent, with two decimals near 0 and 1 and one elsewhere."""
     return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
 
 
 def _cell(source: GivenImages, each: Prediction) -> Cell:
     picture = decode(source.read(each.position)[0])
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
-    # The number first: what is cut off of a long line is its end.
+    # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"
     return Cell(picture, title, [Path(each.image).name, *more])

@@ -13,7 +13,7 @@ Switches = Mapping[SwitchName, str]
 """The resolved value of every performance switch."""
 
 
-def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
+def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
     """Yield one line for each conflict between a switch's resolved value and another setting."""
     mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":

@@ -1,4 +1,4 @@
-"""What a classifier says of an image."""
+"""A classifier's predictions for an image."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Guess:
     Attributes:
         label: the output's index.
         class_name: its name.
-        probability: softmax of the scores; of a network trained with binary cross-entropy the class's own sigmoid, so
-            that those of an image need not add up to 1.
+        probability: softmax of the scores; for a network trained with binary cross-entropy the class's sigmoid, so
+            that an image's probabilities need not sum to 1.
     """
 
     label: int
@@ -23,12 +23,12 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found in one image.
+    """The prediction for one image.
 
     Attributes:
-        image: its path, or "image 3" for one that was given as pixels.
-        position: in what was given.
-        top: the likeliest classes, the first of them first.
+        image: its path, or "image 3" if it was given as pixels.
+        position: index in the input.
+        top: the likeliest classes, best first.
     """
 
     image: str
@@ -47,5 +47,5 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """Of the likeliest class."""
+        """Probability of the likeliest class."""
         return self.top[0].probability

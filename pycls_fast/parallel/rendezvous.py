@@ -11,12 +11,12 @@ from torch.distributed.rendezvous import rendezvous
 _ROUND = "pycls_fast/round"
 
 
-def meet(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+def open_store(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     """The store of this launch, and a part of it that only the current processes use.
 
     torchrun's agent keeps one store for all its attempts (torch 2.11 to 2.15), so that keys of earlier processes are
     still there: gloo would try to connect to dead ranks. A failed attempt changes the restart count; an attempt that
-    ended because the number of ranks changed has called `met`.
+    ended because the number of ranks changed has called `finish_round`.
     """
     if size == 1:
         # One rank needs no launcher.
@@ -27,7 +27,7 @@ def meet(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     return store, dist.PrefixStore(f"restart {restarts}, round {store.add(_ROUND, 0)}", store)
 
 
-def met(store: dist.Store) -> None:
+def finish_round(store: dist.Store) -> None:
     """End the rendezvous round, so that later processes do not read this round's keys; one rank calls it."""
     store.add(_ROUND, 1)
 

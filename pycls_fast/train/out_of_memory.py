@@ -1,4 +1,4 @@
-"""A device whose memory does not suffice is told in one line."""
+"""Out-of-memory errors as one-line messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from pycls_fast.train.environment import device_name
 
 @contextmanager
 def enough_memory(mistake: str) -> Iterator[None]:
-    """Work that may need more memory than the device has; then `mistake` says so, with the words `OUT_OF_MEMORY`.
+    """Turn torch's out-of-memory error into a `UserError`.
+
+    Args:
+        mistake: the message, which must contain `OUT_OF_MEMORY`.
 
     Raises:
-        UserError: `mistake`, in place of torch's error.
+        UserError: out of memory.
     """
     try:
         yield
@@ -28,7 +31,7 @@ def enough_memory(mistake: str) -> Iterator[None]:
 
 
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
-    """The same for a network that is scored (`config` is that of `build.for_scoring`)."""
+    """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
     return enough_memory(
         f"data.eval_batch_size: {device_name(world.device)} is {OUT_OF_MEMORY} with {config.data.eval_batch_size} "
         "images at a time; use a smaller one, or runtime.device=cpu"
