@@ -81,6 +81,7 @@ class _Table:
             build=lambda: self._read(path_column, label_column, class_names, stamp),
             count=lambda index: len(index.arrays["labels"]),
             is_fresh=lambda kept: kept == stamp,
+            columns=(path_column, label_column),
         )
         names = Texts(index.arrays["names"], index.arrays["name_ends"])
         self.source: LabelledSource = FileSource(base, index.more["classes"], names, index.arrays["labels"])

@@ -132,6 +132,7 @@ def _open_split(
         build=lambda: _build(root, shards, label_field, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
+        columns=(label_field,),
     )
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
