@@ -226,8 +226,9 @@ class RandAugment(Section):
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
-    After the flip comes at most one of `rand_augment`, `auto_augment` (torchvision's, by the dataset of its policy),
-    `trivial_augment` and `three_augment` (DeiT III), then `color_jitter` (brightness, contrast, saturation, hue).
+    `quarter_turns` rotates by 0, 90, 180 or 270 degrees. After flips and rotation comes at most one of `rand_augment`,
+    `auto_augment` (torchvision's, by the dataset of its policy), `trivial_augment` and `three_augment` (DeiT III), then
+    `color_jitter` (brightness, contrast, saturation, hue).
     `mix_mode`: one mixing ratio for the whole batch, per pair, or per element. With `repeats` each image of an epoch
     appears that many times, augmented differently, and an epoch has a `repeats`-th of the images.
     """
@@ -239,6 +240,8 @@ class Augment(Section):
     pad_mode: Literal["constant", "reflect"] = "constant"
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     hflip: Probability = 0.5
+    vflip: Probability = 0.0
+    quarter_turns: bool = False
     rand_augment: RandAugment | None = None
     auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
     trivial_augment: bool = False
