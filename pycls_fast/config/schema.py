@@ -165,6 +165,9 @@ class Data(Section):
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
+    Without a validation split, `val_fraction` of each class is held out at random (`split_seed`). With `folds` each
+    class is cut into that many parts instead, and `fold`, counted from 0, is the part held out.
+
     `image_size_schedule` holds pairs of a first epoch and the size of training images from then on; before the first
     pair and in evaluation it is `image_size`.
 
@@ -199,6 +202,8 @@ class Data(Section):
     prefetch_factor: PositiveInt = 2
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     split_seed: Seed = 0
+    folds: Annotated[int, Field(ge=2)] | None = None
+    fold: Annotated[int, Field(ge=0)] = 0
     normalization: Literal["configured", "weights"] = "configured"
     mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)

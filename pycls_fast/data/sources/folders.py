@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.layout import SPLIT_OF
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import like_train, split_at_random
+from pycls_fast.data.sources.splits import like_train, refuse_folds, split_at_random
 from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("val", "valid", "validation")
@@ -37,7 +38,13 @@ _TIME_STEP_NS = 2 * 10**9
 
 
 def open_folder(
-    root: str | Path, *, val_fraction: float, split_seed: int, cache: CachePolicy | None = None
+    root: str | Path,
+    *,
+    val_fraction: float,
+    split_seed: int,
+    folds: int | None = None,
+    fold: int = 0,
+    cache: CachePolicy | None = None,
 ) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
 
@@ -51,6 +58,7 @@ def open_folder(
         val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
             a class goes to each side. Not used if the folders define the split.
         split_seed: seed of the random split, which otherwise depends only on class names and the order of file names.
+        folds, fold: see `split_at_random`.
         cache: where indexes of large datasets are kept.
 
     Raises:
@@ -58,20 +66,24 @@ def open_folder(
     """
     root = Path(root)
     try:
-        return _open_folder(kaggle_root(root), val_fraction, split_seed, cache or CachePolicy())
+        split = partial(split_at_random, val_fraction=val_fraction, split_seed=split_seed, folds=folds, fold=fold)
+        return _open_folder(kaggle_root(root), split, folds, cache or CachePolicy())
     except PermissionError as error:
         raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _open_folder(root: Path, val_fraction: float, split_seed: int, cache: CachePolicy) -> dict[str, Source]:
+def _open_folder(
+    root: Path, split: Callable[..., dict[str, Source]], folds: int | None, cache: CachePolicy
+) -> dict[str, Source]:
     folders = _list_root(root)
     _refuse_other_splits(root, folders)
     if not _has_split_folders(root, folders):
-        return split_at_random(scan_classes(root, cache), val_fraction, split_seed, where=str(root))
+        return split(scan_classes(root, cache), where=str(root))
     train = scan_classes(root / "train", cache)
     val_name, test_name = _choose_validation(root, folders)
     if val_name is None:
-        return split_at_random(train, val_fraction, split_seed, where=str(train.root))
+        return split(train, where=str(train.root))
+    refuse_folds(str(root), folds)
     sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
     if test_name is not None:
         sources["test"] = _scan_like(root / test_name, train, cache)

@@ -18,6 +18,7 @@ from pycls_fast.data.sources.manifest import open_manifest
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
 from pycls_fast.data.sources.parquet import open_parquet
+from pycls_fast.data.sources.splits import refuse_folds
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
@@ -67,8 +68,16 @@ def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source
             "(data/README.md); rename them, and use data.train=null data.val=null"
         )
     if kind == "folder":
-        return open_folder(root, val_fraction=options.val_fraction, split_seed=options.split_seed, cache=options.cache)
+        return open_folder(
+            root,
+            val_fraction=options.val_fraction,
+            split_seed=options.split_seed,
+            folds=options.folds,
+            fold=options.fold,
+            cache=options.cache,
+        )
     if kind == "cifar":
+        refuse_folds(root, options.folds)
         return open_cifar(root)
     return _OPEN[kind](root, options)
 

@@ -101,6 +101,41 @@ def test_random_split_is_stratified_and_complete(tmp_path: Path, write_tree: Wri
     assert names(open_plain(tmp_path, split_seed=1)["val"]) != val
 
 
+def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
+    """Each image is held out once; classes are spread evenly, and so are the larger parts."""
+    counts = {f"c{number}": 6 for number in range(20)} | {"few": 2, "many": 33}
+    write_tree(tmp_path, counts)
+    held_out: list[str] = []
+    sizes = []
+    for fold in range(5):
+        sources = open_folder(tmp_path, val_fraction=0.25, split_seed=0, folds=5, fold=fold)
+        train, val = names(sources["train"]), names(sources["val"])
+        assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
+        for name, count in counts.items():
+            own = sum(Path(file).parent.name == name for file in val)
+            assert own in (count // 5, count // 5 + 1)
+        held_out += val
+        sizes.append(len(val))
+    assert sorted(held_out) == sorted(str(path) for path in tmp_path.rglob("*.png"))
+    assert max(sizes) - min(sizes) < 10
+    other = open_folder(tmp_path, val_fraction=0.25, split_seed=1, folds=5, fold=0)
+    assert names(other["val"]) != held_out[: len(other["val"])]
+
+
+def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "one", {"a": 2})
+    found = []
+    for fold in range(3):
+        try:
+            found.append(len(open_folder(tmp_path / "one", val_fraction=0.25, split_seed=0, folds=3, fold=fold)["val"]))
+        except UserError as error:
+            assert "use fewer than data.folds=3" in str(error)  # noqa: PT017  # one fold of three has no image
+    assert found == [1, 1]
+    write_tree(tmp_path / "two", {"train/a": 2, "val/a": 2})
+    with pytest.raises(UserError, match=r"data.folds: .* has a validation split; use data.folds=null"):
+        open_folder(tmp_path / "two", val_fraction=0.25, split_seed=0, folds=3)
+
+
 def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path / "here", {"a": 9, "b": 9})
     # Other place, other order of creation, one more class.

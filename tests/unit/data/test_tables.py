@@ -251,6 +251,18 @@ def test_splits_that_cannot_be_named(tmp_path: Path, kind: str, monkeypatch: pyt
     assert says.startswith(f"data.train: {tmp_path} is read as data.source={kind}, whose folders of splits have fixed")
 
 
+def test_folds_of_a_table(tmp_path: Path) -> None:
+    (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,x\n" for n in range(9)))
+    held_out = []
+    for fold in range(3):
+        val = opened("manifest", tmp_path, folds=3, fold=fold)["val"]
+        held_out += [val.name(index) for index in range(len(val))]
+    assert sorted(held_out) == [f"{tmp_path}/{n}.jpg" for n in range(9)]
+    (tmp_path / "all.csv").rename(tmp_path / "train.csv")
+    (tmp_path / "val.csv").write_text("path,label\na.jpg,x\n")
+    assert mistake("manifest", tmp_path, folds=3).startswith(f"data.folds: {tmp_path} has a validation split")
+
+
 def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,cat\n")
     (tmp_path / "val.csv").write_text("path,label\na.jpg,dog\n")
