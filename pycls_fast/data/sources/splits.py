@@ -178,7 +178,7 @@ def split_at_random(
 ) -> dict[str, Source]:
     """Split class by class; at least one image of a class goes to each side.
 
-    With `folds` each image is in the validation split of one fold; a class with fewer images is in fewer of them.
+    With `folds` each image is held out in exactly one fold, so a class with fewer images is missing from some.
 
     Args:
         val_fraction: the share of each class that is kept for validation, in (0, 1); not used with `folds`.
@@ -214,7 +214,7 @@ def split_at_random(
         seed = counter_seed(split_seed, zlib.crc32(os.fsencode(name)))
         drawn = frozen_generator(seed).permutation(count)
         size = min(max(int(count * val_fraction + 0.5), 1), count - 1)
-        # The part that is one larger if the images cannot be divided is another one for each class.
+        # Shifted by the class, so that the parts with one image more are not all in the first folds.
         held_out = drawn[:size] if folds is None else drawn[(fold + seed) % folds :: folds]
         chosen = end - count + held_out
         is_val[chosen if by_class is None else by_class[chosen]] = True
