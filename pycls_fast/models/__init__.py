@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pycls_fast.models.attention import ATTENTION
 from pycls_fast.models.complexity import Complexity, complexity
-from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, SinCos2dPositions
+from pycls_fast.models.drop_path import DropPath
+from pycls_fast.models.layers import ClassToken
+from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer

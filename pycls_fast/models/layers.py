@@ -1,4 +1,4 @@
-"""The layers of vision transformers, and drop-path, which residual networks use too.
+"""The layers of vision transformers; those that only some of them have are in `vit_parts`.
 
 Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D)
 or batch-second (N, B, D); tensors are named as in the first. Only `PatchStem`, `ClassToken`, the positions, `Attention`
@@ -11,7 +11,6 @@ on the meta device can get memory from `to_empty` and be initialised in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
@@ -28,8 +27,6 @@ from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 Layout = Literal["batch_first", "batch_second"]
 Qkv = Literal["separate", "fused"]
 Patches = Literal["convolution", "product"]
-DropPathCompute = Literal["multiply", "skip"]
-DropPathRule = Literal["linear", "constant"]
 
 
 def batch_dimension(layout: Layout) -> int:
@@ -40,105 +37,6 @@ def batch_dimension(layout: Layout) -> int:
     """
     one_of("layout", layout, get_args(Layout))
     return 1 if layout == "batch_second" else 0
-
-
-class DropPath(nn.Module):
-    """Stochastic depth: in training, zeroes a residual branch for randomly chosen samples.
-
-    Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep
-    Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
-    of at test time). Identity in evaluation and at rate 0.
-
-    Each sample is drawn separately from the CPU's default generator, whatever the input's device: the host then knows
-    which samples are kept, and how many, without waiting for the device. A compiled `multiply` draws from the device's
-    generator instead, and so does one with `draws_on_device` set.
-
-    Args:
-        rate: probability that a sample's branch is dropped, in [0, 1).
-        batch_dim: the dimension that holds the samples; the draws are the same for each.
-        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by zero for
-            some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
-            "Efficient stochastic depth"; DINOv2 keeps a fixed number of samples, this the same samples as "multiply").
-            Only for branches that treat every sample separately: no BatchNorm.
-
-    Raises:
-        UserError: rate outside [0, 1), or an unknown `compute`.
-    """
-
-    def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
-        super().__init__()
-        if not 0.0 <= rate < 1.0:
-            raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
-        one_of("drop_path_compute", compute, get_args(DropPathCompute))
-        self.rate = rate
-        self.batch_dim = batch_dim
-        self.compute = compute
-        # For steps that are replayed without the host (CUDA graphs).
-        self.draws_on_device = False
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """Any shape with the samples in `batch_dim`; returns the same shape and dtype."""
-        if self.rate == 0.0 or not self.training:
-            return branch
-        if torch.compiler.is_compiling() or self.draws_on_device:
-            return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
-        return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
-
-    def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
-        if self.compute == "multiply" or self.rate == 0.0 or not self.training:
-            return features + self(branch(features))
-        kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
-        if len(indices) in (0, len(kept_B)):
-            # If no sample is kept, the branch's parameters still get (zero) gradients, and no kernel sees an empty
-            # batch.
-            return features + self._multiply(branch(features), _to(features.device, kept_B))
-        indices = _to(features.device, indices)
-        part = branch(features.index_select(self.batch_dim, indices)) / (1.0 - self.rate)
-        dtype = torch.promote_types(features.dtype, part.dtype)
-        return features.to(dtype).index_add(self.batch_dim, indices, part.to(dtype))
-
-    def _draw(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        # Drawn in float32 whatever the branch's dtype, so that runs in different precisions drop the same samples.
-        return torch.rand(count, device=device, dtype=torch.float32) < 1.0 - self.rate
-
-    def _draw_indices(self, count: int) -> tuple[Tensor, Tensor]:
-        """The kept samples as booleans and as indices, both on the host."""
-        kept_B = self._draw(count)
-        return kept_B, kept_B.nonzero().squeeze(1)
-
-    def _multiply(self, branch: Tensor, kept_B: Tensor) -> Tensor:
-        shape = [1] * branch.ndim
-        shape[self.batch_dim] = -1
-        # Not branch * (kept / keep): 1 / keep rounded to bfloat16 would scale every kept sample wrongly.
-        return branch * kept_B.view(shape) / (1.0 - self.rate)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
-
-
-def _to(device: torch.device, host: Tensor) -> Tensor:
-    """Copy a small host tensor to the device without waiting for the device (CUDA reads it before it returns)."""
-    return host.to(device, non_blocking=True)
-
-
-def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> list[float]:
-    """One rate per block; the last block's is `rate`.
-
-    Args:
-        rate: the last block's probability.
-        depth: number of blocks.
-        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
-            timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
-            `models_v2.py` of its code).
-
-    Raises:
-        UserError: an unknown rule.
-    """
-    one_of("drop_path_rule", rule, get_args(DropPathRule))
-    if rule == "constant":
-        return [rate] * depth
-    return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
 class PatchStem(nn.Module):
@@ -214,88 +112,6 @@ class ClassToken(nn.Module):
         token_dim = 1 - self.batch_dim
         token_B1D = self.value.expand_as(features_BND.narrow(token_dim, 0, 1))
         return torch.cat([token_B1D, features_BND], dim=token_dim)
-
-
-class LearnedPositions(nn.Module):
-    """Adds a learned vector to each token, the class token included (Dosovitskiy et al. 2021, equation 1).
-
-    Args:
-        count: tokens, the class token included.
-        width: D.
-        layout: layout of the features.
-    """
-
-    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
-        super().__init__()
-        self.batch_dim = batch_dimension(layout)
-        self.value = nn.Parameter(torch.empty(count, width))
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.value, std=0.02)
-
-    def forward(self, features_BND: Tensor) -> Tensor:
-        return features_BND + self.value.unsqueeze(self.batch_dim)
-
-
-class SinCos2dPositions(nn.Module):
-    """Adds fixed sines and cosines of each patch's column and row; other tokens get zeros.
-
-    `value` is not saved in checkpoints: it follows from the arguments, and `reset_parameters` sets it.
-
-    Args:
-        rows, columns: the grid of patches.
-        width: D, a multiple of 4 and at least 8.
-        extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
-        layout: layout of the features.
-
-    Raises:
-        UserError: a width that does not fit.
-    """
-
-    value: Tensor
-
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        width: int,
-        *,
-        extra_tokens: int = 0,
-        layout: Layout = "batch_first",
-    ) -> None:
-        super().__init__()
-        self.batch_dim = batch_dimension(layout)
-        if width % 4 or width < 8:
-            raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
-        self.rows, self.columns = rows, columns
-        self.extra_tokens = extra_tokens
-        self.register_buffer("value", torch.empty(rows * columns + extra_tokens, width), persistent=False)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        grid = sincos2d(self.rows, self.columns, self.value.shape[1])
-        self.value.copy_(F.pad(grid, (0, 0, self.extra_tokens, 0)))
-
-    def forward(self, features_BND: Tensor) -> Tensor:
-        # Not cast: under autocast the sum, and with it the residual stream, is float32, as with learned positions.
-        return features_BND + self.value.unsqueeze(self.batch_dim)
-
-
-def sincos2d(rows: int, columns: int, width: int) -> Tensor:
-    """Positions (rows * columns, width), float64 on the CPU: [sin x, cos x, sin y, cos y], a quarter each.
-
-    Frequencies fall geometrically from 1 to 1/10000 inclusive. Same as `posemb_sincos_2d` of big_vision (Beyer et al.,
-    Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) except for the inclusive
-    end.
-    """
-
-    def count(n: int) -> Tensor:
-        return torch.arange(n, device="cpu", dtype=torch.float64)
-
-    frequencies = 10_000.0 ** (-count(width // 4) / (width // 4 - 1))
-    x_angles = count(columns).repeat(rows)[:, None] * frequencies
-    y_angles = count(rows).repeat_interleave(columns)[:, None] * frequencies
-    return torch.cat([x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()], dim=1)
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
-from pycls_fast.models.layers import DropPath, drop_path_rates
+from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.max_pool import MaxPool2d
 from pycls_fast.network import Network, Units
 

@@ -15,24 +15,11 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.attention import AttentionName
+from pycls_fast.models.drop_path import DropPath, DropPathCompute, DropPathRule, drop_path_rates
 from pycls_fast.models.gelu import GeluName
 from pycls_fast.models.init import lecun_normal_
-from pycls_fast.models.layers import (
-    Attention,
-    ClassToken,
-    DropPath,
-    DropPathCompute,
-    DropPathRule,
-    Layout,
-    LearnedPositions,
-    Mlp,
-    Patches,
-    PatchStem,
-    Qkv,
-    SinCos2dPositions,
-    batch_dimension,
-    drop_path_rates,
-)
+from pycls_fast.models.layers import Attention, ClassToken, Layout, Mlp, Patches, PatchStem, Qkv, batch_dimension
+from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
 from pycls_fast.models.products import LinearName
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Network, Units
@@ -134,13 +121,13 @@ class VisionTransformer(Network):
             "before_pool": on every token, as in the released JAX code and pycls. None: "before_pool" for "map", else
             "after_pool". For "token" the two are the same function.
         pre_logits: width of a layer with tanh before the head, None for none (big_vision's `rep_size`).
-        positions: "learned", or fixed "sincos2d"; see `layers`.
+        positions: "learned", or fixed "sincos2d"; see `positions`.
         position_tokens: "all" tokens get a position, or only the "patches" (DeiT III, big_vision; timm's
             `no_embed_class`).
         layer_scale: initial value of the branches' learned factors (`vit_parts.LayerScale`), None for none.
         qk_norm: normalise queries and keys; see `layers.Attention`.
         drop_path: probability that the last block's branches are dropped for a sample.
-        drop_path_rule: rates of the blocks before it; see `layers.drop_path_rates`.
+        drop_path_rule: rates of the blocks before it; see `drop_path.drop_path_rates`.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
         init: scheme of the initial values, "jax" or "trunc_normal"; see `initialisers`.
         attention: kernel that computes the attention; all compute the same function.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.layers import DropPath, drop_path_rates
+from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
 from tests.unit.models.conftest import fill_random

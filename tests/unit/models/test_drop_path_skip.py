@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.layers import DropPath, Mlp
+from pycls_fast.models.drop_path import DropPath
+from pycls_fast.models.layers import Mlp
 from pycls_fast.models.vit import VisionTransformer
 from tests.unit.models.conftest import fill_random
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pycls_fast.models import VisionTransformer
-from pycls_fast.models.layers import ClassToken, DropPath, LearnedPositions, PatchStem, SinCos2dPositions
+from pycls_fast.models.drop_path import DropPath
+from pycls_fast.models.layers import ClassToken, PatchStem
+from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
 from pycls_fast.parallel.recompute import recompute_units
 from tests.unit.models.conftest import fill_random
 

@@ -1,0 +1,113 @@
+"""Stochastic depth: residual branches dropped at random in training, and the blocks' rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.errors import UserError, one_of
+
+DropPathCompute = Literal["multiply", "skip"]
+DropPathRule = Literal["linear", "constant"]
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, zeroes a residual branch for randomly chosen samples.
+
+    Kept samples are divided by the keep probability, so the expectation is the input (Huang et al., Deep
+    Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
+    of at test time). Identity in evaluation and at rate 0.
+
+    Each sample is drawn separately from the CPU's default generator, whatever the input's device: the host then knows
+    which samples are kept, and how many, without waiting for the device. A compiled `multiply` draws from the device's
+    generator instead, and so does one with `draws_on_device` set.
+
+    Args:
+        rate: probability that a sample's branch is dropped, in [0, 1).
+        batch_dim: the dimension that holds the samples; the draws are the same for each.
+        compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by zero for
+            some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
+            "Efficient stochastic depth"; DINOv2 keeps a fixed number of samples, this the same samples as "multiply").
+            Only for branches that treat every sample separately: no BatchNorm.
+
+    Raises:
+        UserError: rate outside [0, 1), or an unknown `compute`.
+    """
+
+    def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
+        super().__init__()
+        if not 0.0 <= rate < 1.0:
+            raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
+        one_of("drop_path_compute", compute, get_args(DropPathCompute))
+        self.rate = rate
+        self.batch_dim = batch_dim
+        self.compute = compute
+        # For steps that are replayed without the host (CUDA graphs).
+        self.draws_on_device = False
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """Any shape with the samples in `batch_dim`; returns the same shape and dtype."""
+        if self.rate == 0.0 or not self.training:
+            return branch
+        if torch.compiler.is_compiling() or self.draws_on_device:
+            return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
+        return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
+
+    def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
+        if self.compute == "multiply" or self.rate == 0.0 or not self.training:
+            return features + self(branch(features))
+        kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
+        if len(indices) in (0, len(kept_B)):
+            # If no sample is kept, the branch's parameters still get (zero) gradients, and no kernel sees an empty
+            # batch.
+            return features + self._multiply(branch(features), _to(features.device, kept_B))
+        indices = _to(features.device, indices)
+        part = branch(features.index_select(self.batch_dim, indices)) / (1.0 - self.rate)
+        dtype = torch.promote_types(features.dtype, part.dtype)
+        return features.to(dtype).index_add(self.batch_dim, indices, part.to(dtype))
+
+    def _draw(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        # Drawn in float32 whatever the branch's dtype, so that runs in different precisions drop the same samples.
+        return torch.rand(count, device=device, dtype=torch.float32) < 1.0 - self.rate
+
+    def _draw_indices(self, count: int) -> tuple[Tensor, Tensor]:
+        """The kept samples as booleans and as indices, both on the host."""
+        kept_B = self._draw(count)
+        return kept_B, kept_B.nonzero().squeeze(1)
+
+    def _multiply(self, branch: Tensor, kept_B: Tensor) -> Tensor:
+        shape = [1] * branch.ndim
+        shape[self.batch_dim] = -1
+        # Not branch * (kept / keep): 1 / keep rounded to bfloat16 would scale every kept sample wrongly.
+        return branch * kept_B.view(shape) / (1.0 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+def _to(device: torch.device, host: Tensor) -> Tensor:
+    """Copy a small host tensor to the device without waiting for the device (CUDA reads it before it returns)."""
+    return host.to(device, non_blocking=True)
+
+
+def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> list[float]:
+    """One rate per block; the last block's is `rate`.
+
+    Args:
+        rate: the last block's probability.
+        depth: number of blocks.
+        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
+            timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
+            `models_v2.py` of its code).
+
+    Raises:
+        UserError: an unknown rule.
+    """
+    one_of("drop_path_rule", rule, get_args(DropPathRule))
+    if rule == "constant":
+        return [rate] * depth
+    return [rate * index / max(depth - 1, 1) for index in range(depth)]
