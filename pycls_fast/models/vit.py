@@ -17,10 +17,10 @@ from pycls_fast.errors import UserError, one_of
 from pycls_fast.models.attention import AttentionName
 from pycls_fast.models.drop_path import DropPath, DropPathCompute, DropPathRule, drop_path_rates
 from pycls_fast.models.gelu import GeluName
-from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.layers import Attention, ClassToken, Layout, Mlp, Patches, PatchStem, Qkv, batch_dimension
 from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
 from pycls_fast.models.products import LinearName
+from pycls_fast.models.vit_init import FILLS, Init
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Network, Units
 
@@ -29,7 +29,6 @@ Classifier = Literal["token", "pooled", "map"]
 ClassifierNorm = Literal["before_pool", "after_pool"]
 Positions = Literal["learned", "sincos2d"]
 PositionTokens = Literal["all", "patches"]
-Init = Literal["jax", "trunc_normal"]
 
 
 class Block(nn.Module):
@@ -271,7 +270,7 @@ class VisionTransformer(Network):
         patches and other convolutions as torch draws them by default. There it is called truncated: at +-2, which is
         100 standard deviations. Registers are those of "jax", as in timm.
         """
-        fill, fill_pre_logits, fill_head = _FILLS[self.init]
+        fill, fill_pre_logits, fill_head = FILLS[self.init]
         tokens = (self.class_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
@@ -343,43 +342,6 @@ class VisionTransformer(Network):
 def default_classifier_norm(classifier: Classifier) -> ClassifierNorm:
     """The default place of the final norm."""
     return "before_pool" if classifier == "map" else "after_pool"
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters()
-
-
-def _lecun_normal(linear: nn.Linear) -> None:
-    lecun_normal_(linear.weight)
-    nn.init.zeros_(linear.bias)
-
-
-def _zero(head: nn.Linear) -> None:
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-
-
-def _trunc_normal(module: nn.Module) -> None:
-    part: Any
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
-            nn.init.zeros_(part.bias)
-        elif isinstance(part, ClassToken | LearnedPositions):
-            nn.init.normal_(part.value, std=0.02)
-        elif isinstance(part, MapPooling):
-            part.reset_probe()
-        elif hasattr(part, "reset_parameters") and not list(part.children()):
-            # A parent's would draw its children's values.
-            part.reset_parameters()
-
-
-# Initialisers of the body, `pre_logits` and the head.
-_Fill = Callable[[Any], None]
-_FILLS: dict[Init, tuple[_Fill, _Fill, _Fill]] = {
-    "jax": (_reset, _lecun_normal, _zero),
-    "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
-}
 
 
 def _check_name(key: str, value: str | None, names: object, *, optional: bool = False) -> None:
