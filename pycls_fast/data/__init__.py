@@ -1,10 +1,12 @@
 """Images from disk to the device: sources, decoding, augmentation, sampling, loading, copy, mixing."""
 
 from pycls_fast.data.augment import EvalTransform, TrainTransform, TransformByEpoch
+from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.class_sampling import class_order
+from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
-from pycls_fast.data.loading import Batch, HostStage, ImageDataset, ImageLoader, make_loader
+from pycls_fast.data.loading import ImageLoader, make_loader
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.mix_elements import ElementMixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost

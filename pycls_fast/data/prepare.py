@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pycls_fast.counter import counter_seed
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.boxes import box_mask
-from pycls_fast.data.loading import Batch
 from pycls_fast.data.mix import Mixed, Mixer
 from pycls_fast.data.mix_elements import ElementMixer, MixedElements
 

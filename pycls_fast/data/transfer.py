@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from pycls_fast.data.loading import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 
 _IN_FLIGHT = 2

@@ -275,7 +275,7 @@ def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.Monkey
     made: list[Batch] = []
     dataset = ImageDataset(SyntheticSource(8, 20, 2, seed=0), TRAIN, training=True)
     for is_worker in (False, True):
-        monkeypatch.setattr("pycls_fast.data.loading.get_worker_info", lambda: object() if is_worker else None)  # noqa: B023
+        monkeypatch.setattr("pycls_fast.data.dataset.get_worker_info", lambda: object() if is_worker else None)  # noqa: B023
         batch = dataset.__getitems__([(0, 3), (0, 5)])
         assert isinstance(batch, Batch)
         assert batch.images_BHWC.is_shared() == is_worker

@@ -1,0 +1,133 @@
+"""The dataset that workers run: an image is read, decoded and augmented, and its batch collated."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from copy import copy
+
+from torch.utils.data import Dataset, get_worker_info
+
+from pycls_fast.counter import counter_seed
+from pycls_fast.data.augment import Transform, TransformByEpoch
+from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
+from pycls_fast.data.decode import DamagedImage
+from pycls_fast.data.pictures import Decoder, open_with_pillow
+from pycls_fast.data.sampling import Key, Keys
+from pycls_fast.data.sources import Source
+from pycls_fast.errors import UserError
+
+# Damaged images in a row after which training gives up.
+_MOST_REPLACED = 16
+
+# The machine ran out of resources; the image may be fine.
+_OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class ImageDataset(Dataset[Sample]):
+    """Reads, decodes and augments the images of a source; the keys are (epoch, index).
+
+    A sample depends only on (seed, epoch, index) and the files, not on the worker or the order of visits.
+
+    An image that cannot be read or decoded is reported in `damaged`. In training the next image of the source
+    takes its place (in a class folder most likely of the same class) with this sample's own augmentation, so
+    that batches keep their size. In evaluation it is left out, so that it can't count as right or wrong.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform | TransformByEpoch,
+        *,
+        seed: int = 0,
+        training: bool,
+        host: HostStage | None = None,
+        repeats: int = 1,
+        open_picture: Decoder = open_with_pillow,
+    ) -> None:
+        """
+        Args:
+            seed: the augmentation's.
+            host: a stage for the whole batch before it leaves the worker.
+            training: replace damaged images instead of leaving them out.
+            repeats: how often each image of an epoch is seen (`TrainSampler`).
+            open_picture: how images are decoded (`pictures.DECODERS`).
+        """
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.training = training
+        self.host = host
+        self._repeats = repeats
+        self._open_picture = open_picture
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def instrumented(
+        self, around_source: Callable[[Source], Source], around_decoder: Callable[[Decoder], Decoder]
+    ) -> ImageDataset:
+        """The same dataset with its source and its decoder wrapped, to measure their time."""
+        other = copy(self)
+        other.source = around_source(self.source)
+        other._open_picture = around_decoder(self._open_picture)
+        return other
+
+    def __getitem__(self, key: Key) -> Sample:
+        """One sample.
+
+        Raises:
+            UserError: in training, when too many images in a row are damaged.
+        """
+        epoch, position = key
+        count = len(self.source)
+        if not 0 <= position < count * self._repeats:
+            raise IndexError(f"image {position} of {count}")
+        repeat, index = divmod(position, count)
+        seed = counter_seed(self.seed, epoch, index, repeat) if repeat else counter_seed(self.seed, epoch, index)
+        transform = self.transform.at(epoch)
+        damaged: list[Damage] = []
+        for offset in range(min(_MOST_REPLACED + 1, count) if self.training else 1):
+            try:
+                return self._load((index + offset) % count, transform, seed, tuple(damaged))
+            except DamagedImage as error:
+                damaged.append((self.source.name((index + offset) % count), error.reason))
+        if self.training:
+            raise UserError(
+                f"{len(damaged)} images in a row are damaged, so probably the whole dataset is; the first ones:",
+                *(f"{name}: {reason}" for name, reason in damaged[:3]),
+            )
+        return Sample(None, label=-1, index=index, damaged=tuple(damaged))
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch | UserError:
+        """One batch, collated. DataLoader's workers call this.
+
+        A `UserError` is returned, not raised: raised in a worker, it would arrive inside a traceback.
+        """
+        # Batches have images of one epoch, which is all that a transform depends on.
+        transform = self.transform.at(keys[0][0] if keys else 0)
+        try:
+            batch = collate(
+                (self[key] for key in keys),
+                count=len(keys),
+                image_size=transform.image_size,
+                erases=transform.erases,
+                # The host stage's result is in other memory anyway.
+                shared=self.host is None and get_worker_info() is not None,
+            )
+        except UserError as error:
+            return error
+        if self.host is None:
+            return batch
+        return self.host(batch, keys.seed if isinstance(keys, Keys) else None)
+
+    def _load(self, index: int, transform: Transform, seed: int, damaged: tuple[Damage, ...]) -> Sample:
+        try:
+            data, label = self.source.read(index)
+        except OSError as error:
+            if error.errno in _OUR_OWN_ERRORS:
+                raise
+            raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
+        picture = self._open_picture(data)
+        image_HWC, erase = transform(picture, seed)
+        return Sample(image_HWC, label, index, erase, damaged)
