@@ -36,10 +36,19 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was when it last said so: what it does, for how many seconds, in which function; the beat counts."""
+    """Where a rank was at its monitor's last beat.
+
+    Attributes:
+        doing: what it does, from `Monitor.at`.
+        seconds: since it began that.
+        waited: seconds of these for which every beat found it waiting for other ranks; 0 if the last one did not.
+        function: where its main thread was.
+        beat: number of the beat.
+    """
 
     doing: str
     seconds: float
+    waited: float
     function: str
     beat: int
 
@@ -51,8 +60,9 @@ class Monitor:
         store: shared by the ranks; used by the monitor's thread alone.
         rank: of this process.
         size: number of ranks.
-        timeout_seconds: without progress, while the ranks are at different places. Ranks that are all at the same one
-            may be compiling; whether they hang is for the backend's own timeout to say.
+        timeout_seconds: without progress on any rank, while they are at different places or some wait for the others.
+            Ranks that are all at the same one may be compiling; whether they hang is for the backend's own timeout to
+            say.
         end: called when all is said; ends the process.
     """
 
@@ -67,6 +77,8 @@ class Monitor:
         self._end = end or (lambda: os._exit(1))
         self._main = threading.get_ident()
         self._doing = ("starting", time.monotonic())
+        # The last beat that did not find the main thread waiting for other ranks.
+        self._not_waiting = time.monotonic()
         self._beat = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
@@ -102,10 +114,12 @@ class Monitor:
 
     def _say(self) -> Place:
         doing, since = self._doing
-        seconds = time.monotonic() - since
-        function = _function(sys._current_frames().get(self._main)) if seconds > 4 * self._interval else ""
+        now = time.monotonic()
+        function = _function(sys._current_frames().get(self._main))
+        if not function.endswith(_FOR_OTHERS):
+            self._not_waiting = now
         self._beat += 1
-        place = Place(doing, seconds, function, self._beat)
+        place = Place(doing, now - since, now - max(since, self._not_waiting), function, self._beat)
         self._store.set(f"place/{self._rank}", json.dumps(place.__dict__))
         return place
 
@@ -114,9 +128,15 @@ class Monitor:
         return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _differ(self) -> bool:
+        """Whether the ranks hang: none gets on, and they are at different places or some wait for the others."""
         places = self._places()
-        kinds = {place and (place.doing, place.function.endswith(_FOR_OTHERS)) for place in places}
-        return len(kinds) > 1 or bool(self._silent(places))
+        stuck = [place for place in places if place is not None and place.seconds >= self._timeout]
+        if len(stuck) < self._size:
+            # A rank that gets on is slow, not lost; the ranks that wait for it are ended by the backend's timeout.
+            return None in places or bool(self._silent(places))
+        waited = [place.waited for place in stuck]
+        waits_for_others = max(waited) >= self._timeout and min(waited) == 0
+        return waits_for_others or len({place.doing for place in stuck}) > 1 or bool(self._silent(places))
 
     def _silent(self, before: Sequence[Place | None]) -> list[int]:
         """The ranks whose monitor says nothing any more."""
