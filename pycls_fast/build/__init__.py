@@ -1,5 +1,9 @@
-"""The edge: configuration values become plain keyword arguments, names become functions. Configuration stops here."""
+"""From configuration to objects: values become keyword arguments, names become functions.
 
+models, data, optim and parallel never see a configuration.
+"""
+
+from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
     check_mixing,
     eval_loader,
@@ -16,25 +20,24 @@ from pycls_fast.build.data import (
 )
 from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
 from pycls_fast.build.network import (
+    apply_precision,
     counted_model,
     draw_on_device,
     freeze,
     is_sharded,
-    lower,
     model,
     num_classes,
     save_activation_memory,
     wrap,
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
-from pycls_fast.build.processor import cores
-from pycls_fast.build.sizes import by_size
+from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
 
 __all__ = [
     "Switches",
+    "apply_precision",
     "autocast",
-    "by_size",
     "check_mixing",
     "class_counts",
     "compute_dtype",
@@ -51,7 +54,6 @@ __all__ = [
     "level",
     "loss",
     "loss_scaler",
-    "lower",
     "microbatch_size",
     "mixer",
     "model",
@@ -63,6 +65,7 @@ __all__ = [
     "prepare",
     "prepare_on_host",
     "preprocessing",
+    "resolve_auto",
     "save_activation_memory",
     "schedule",
     "set_backend",

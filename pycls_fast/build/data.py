@@ -1,4 +1,4 @@
-"""From the data's configuration to sources, loaders and what happens to a batch."""
+"""From the data's configuration to loaders, transforms and batch preparation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
+from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, Switches, level
-from pycls_fast.build.processor import cores_per_rank
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
@@ -35,14 +35,14 @@ from pycls_fast.models.foreign import Preprocessing
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 
-# Enough to keep a GPU busy without gradients, and few enough for a laptop.
+# Large enough to keep a GPU busy without gradients, and small enough for a laptop.
 _SCORING_BATCH = 128
 
 
 def train_loader(
     config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
 ) -> ImageLoader:
-    """Microbatches of this rank from `start_step` up to `steps`."""
+    """The loader of this rank's microbatches from `start_step` up to `steps`."""
     sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
     transforms = {epoch: train_transform(config, size) for epoch, size in sorted(sizes.items())}
     transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)
@@ -58,7 +58,7 @@ def train_loader(
         order=order(config, source),
         repeats=config.augment.repeats,
     )
-    # An image of a rare class may take up the whole epoch.
+    # A single image of a rare class may fill a whole epoch.
     times = 1 if config.data.sampling == "uniform" else len(source)
     dataset = ImageDataset(
         source,
@@ -73,7 +73,7 @@ def train_loader(
 
 
 def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
-    """The augmentation of training images of this size."""
+    """The augmentation of training images at this size."""
     augment = config.augment
     return TrainTransform(
         image_size=image_size,
@@ -122,7 +122,7 @@ def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
 def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
     name = chosen[SwitchName.DECODE]
     if name == "region":
-        # Compiled here if need be, not in every worker.
+        # Compiled here if necessary, not in every worker.
         native.library()
     if name == "simplejpeg" and find_spec("simplejpeg") is None:
         raise UserError(
@@ -132,10 +132,10 @@ def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
 
 
 def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
-    """This rank's share of a split, every image once over all ranks.
+    """The loader of this rank's share of a split, every image once over all ranks.
 
     Raises:
-        UserError: no `data.eval_batch_size`, and a global batch that cannot be divided.
+        UserError: there is no `data.eval_batch_size`, and the global batch cannot be divided.
     """
     augment = config.augment
     transform = EvalTransform(
@@ -157,9 +157,9 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
 
 
 def for_scoring(config: RunConfig) -> RunConfig:
-    """The configuration (numbers, no `auto`) with an `eval_batch_size` where it has none.
+    """The configuration (numbers, no `auto`) with an `eval_batch_size` if it had none.
 
-    Training's batch is for its own ranks and their memory, and it does not change what an image scores.
+    The training batch was chosen for that run's ranks and memory; the batch size does not change an image's scores.
     """
     data = config.data
     if data.eval_batch_size is not None:
@@ -180,14 +180,14 @@ def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | Ev
 
 
 def num_workers(config: RunConfig) -> int:
-    """Loading processes of this rank: as configured, else its share of the cores that the run may use, 16 at most."""
+    """Loader workers of this rank: as configured, else its share of the cores that the run may use, at most 16."""
     if config.data.num_workers is not None:
         return config.data.num_workers
     return min(cores_per_rank(), 16)
 
 
 def microbatch_size(config: RunConfig, world: World) -> int:
-    """Images of one forward pass on one rank.
+    """Number of images in one forward pass on one rank.
 
     Raises:
         UserError: the global batch cannot be divided.
@@ -203,10 +203,10 @@ def microbatch_size(config: RunConfig, world: World) -> int:
 
 
 def steps_per_epoch(config: RunConfig, images: int) -> int:
-    """Whole global batches of a training set of so many images.
+    """Number of whole global batches in a training set of so many images.
 
     Raises:
-        UserError: not even one.
+        UserError: there is not even one.
     """
     batch = config.data.global_batch_size
     if images < batch:
@@ -217,10 +217,10 @@ def steps_per_epoch(config: RunConfig, images: int) -> int:
 
 
 def check_mixing(config: RunConfig, world: World) -> None:
-    """Whether there is something to mix with: the other images of a forward pass on one rank.
+    """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
 
     Raises:
-        UserError: a single image, or an odd number of them that mixes in pairs.
+        UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
     """
     if mixer(config) is None:
         return
@@ -240,7 +240,7 @@ def check_mixing(config: RunConfig, world: World) -> None:
 
 
 def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:
-    """Batches on the device, prepared or not, to the model's input."""
+    """The transform from batches on the device, prepared on the host or not, to the model's input."""
     return Prepare(
         config.data.mean,
         config.data.std,
@@ -252,7 +252,7 @@ def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepar
 
 
 def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None:
-    """What the loader's workers do to whole batches, or None where the device does it all."""
+    """The batch preparation in the loader's workers, or None if the device does it all."""
     if chosen[SwitchName.NORMALIZE_ON] == "device":
         return None
     prepare = Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value)
@@ -264,7 +264,7 @@ def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None
 
 
 def preprocessing(config: RunConfig) -> str:
-    """What is done to an image before it is scored, in one line: numbers mean little without it."""
+    """One line that describes the preprocessing of scored images: accuracies mean little without it."""
     data, augment = config.data, config.augment
     short_side = round(data.image_size / augment.eval_crop_ratio)
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
@@ -275,13 +275,13 @@ def preprocessing(config: RunConfig) -> str:
 
 
 def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
-    """The configuration that prepares images for scoring as the weights' own description says.
+    """The configuration that preprocesses images for scoring as the weights' own description says.
 
     Raises:
-        UserError: a size that does not go with the model.
+        UserError: the image size does not fit the model.
     """
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
-    # A ratio of two whole pixel counts: `EvalTransform`'s rounding gives back exactly `short_side`.
+    # A ratio of two whole pixel counts, so that `EvalTransform`'s rounding gives exactly `short_side`.
     augment = {"eval_crop_ratio": about.image_size / about.short_side, "interpolation": about.interpolation}
     changed = config.model_copy(
         update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
@@ -293,7 +293,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
 
 
 def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
-    """Mixup and CutMix, or None when both are off. Batches that come mixed from the host are left alone."""
+    """Mixup and CutMix, or None when both are off. Batches that were mixed on the host are left unchanged."""
     augment = config.augment
     if augment.mix_probability == 0 or (augment.mixup_alpha == 0 and augment.cutmix_alpha == 0):
         return None

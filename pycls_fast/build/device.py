@@ -1,4 +1,4 @@
-"""Where and in which formats a run computes: ranks, switches, precision, torch's settings."""
+"""Device settings of a run: ranks, switches, precision, torch's process-wide settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.build.impossible import Switches, impossible
-from pycls_fast.build.processor import cores_per_rank, cpu_limit
+from pycls_fast.build.conflicts import Switches, conflicts
+from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
@@ -43,7 +43,7 @@ def world(config: RunConfig) -> AbstractContextManager[World]:
 
 
 def strategy(config: RunConfig, world: World) -> str:
-    """The name of the strategy in force, a key of `parallel.wrap.STRATEGIES`."""
+    """The name of the resolved strategy, a key of `parallel.wrap.STRATEGIES`."""
     name = config.parallel.name
     if name in ("auto", "ddp"):
         return "ddp" if world.size > 1 else "single"
@@ -54,7 +54,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     """The value of every performance switch.
 
     Raises:
-        UserError: a switch that this device cannot run, or that does not go together with the rest.
+        UserError: this device cannot run a switch's value, or the value conflicts with another setting.
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
     resolved = speed.resolve(
@@ -67,32 +67,34 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     )
     _give_way(config, resolved)
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
-        # The preset gives way to what was asked for.
+        # Explicit settings win over the preset's.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
-        in_the_way = set(impossible(config, resolved, kind)) - set(impossible(config, uncompiled, kind))
+        in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
         if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
             resolved = uncompiled
-    lines = list(impossible(config, resolved, kind))
+    lines = list(conflicts(config, resolved, kind))
     if lines:
         raise UserError(*lines)
     return resolved
 
 
 def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
-    """Take what there is in place of the preset's values, as it does with optimizers, so that the start table says what
-    is in force; in place."""
+    """Replace preset values that are not available here by the best that is, in place, so that the start table is true.
+
+    `speed.resolve` does the same with optimizers.
+    """
     if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
         resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
     if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
         resolved[SwitchName.CONVOLUTION] = "torch"
     written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
     if written_out and config.model.kind == "timm":
-        # timm's own, which gains as much over the fused kernel's backward pass.
+        # timm's own attention, which is as much faster than the fused kernel's backward pass.
         resolved[SwitchName.ATTENTION] = "reference"
 
 
 def _compiles_once(config: RunConfig) -> bool:
-    """Whether compiled code goes with the run: whole networks, images of one size, nobody looking inside."""
+    """Whether the run can be compiled: unsharded network, one image size, no watchdog hooks."""
     return (
         config.parallel.name in ("auto", "single", "ddp")
         and not config.data.image_size_schedule
@@ -101,8 +103,8 @@ def _compiles_once(config: RunConfig) -> bool:
 
 
 def has_compiler(kind: speed.Device) -> bool:
-    """Whether torch.compile has what it needs: Python.h, and a compiler where Inductor (C++, for a CPU) or Triton (C,
-    for what starts its kernels on CUDA) looks for one."""
+    """Whether torch.compile finds what it needs: Python.h, and a compiler for Inductor (C++, for a CPU) or Triton (C,
+    for its kernel launchers on CUDA)."""
     if kind == "cuda":
         commands = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     else:
@@ -112,10 +114,10 @@ def has_compiler(kind: speed.Device) -> bool:
 
 
 def need_compiler(device: torch.device, what: str, instead: str) -> None:
-    """Refuse what is compiled where nothing can be.
+    """Check that code can be compiled on this machine.
 
     Raises:
-        UserError: `what` needs a compiler, with `instead` as the way out.
+        UserError: `what` needs a compiler; the message proposes `instead`.
     """
     kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
     if has_compiler(kind):
@@ -133,14 +135,14 @@ def level(config: RunConfig) -> precision.Level:
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """What matrix products are computed in (for `fp8`: those of its parts that are not float8)."""
+    """The format of matrix products (for `fp8`: of those that are not in float8)."""
     return DTYPES[level(config).compute]
 
 
 def autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """The context of forward passes.
+    """The context manager of forward passes.
 
-    Each entry is a new context with an empty cache of cast weights, so the optimizer's changes are seen.
+    Each call returns a new context with an empty cache of cast weights, so the optimizer's changes take effect.
     """
     kind = level(config).autocast
     if kind is None:
@@ -150,10 +152,10 @@ def autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractCo
 
 
 def set_backend(config: RunConfig, device: torch.device) -> None:
-    """Process-wide settings: threads, malloc, float32 products in full float32 or TF32, determinism where asked for.
+    """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured.
 
     Raises:
-        UserError: TF32 or determinism that this process cannot have, or switches (see `switches`).
+        UserError: TF32 or determinism is not possible in this process, or as `switches`.
     """
     _set_threads(config.runtime.threads)
     keep_freed_memory(switches(config, device)[SwitchName.ALLOCATOR] == "keep")
@@ -168,18 +170,18 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
             "runtime.deterministic: cuBLAS is deterministic only with a fixed workspace; "
             "start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
         )
-    # Taken back as well: a sweep runs one configuration after another in a process. (The call imports Inductor.)
+    # Also reset: a sweep runs several configurations in one process. (The call imports Inductor.)
     if torch.are_deterministic_algorithms_enabled() != config.runtime.deterministic:
         torch.use_deterministic_algorithms(config.runtime.deterministic)
 
 
-# How many there were before a run of this process chose them.
+# The number of threads before a run of this process set it.
 _threads_before: list[int] = []
 
 
 def _set_threads(count: int | None) -> None:
     if count is None and cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
-        # torch counts cores, and a container's limit is on time: beyond it the kernel stops all threads for a while.
+        # torch counts cores, but a container's limit is on CPU time: beyond it the kernel throttles all threads.
         count = min(_threads_before[0] if _threads_before else torch.get_num_threads(), cores_per_rank())
     if count is None:
         if _threads_before:

@@ -1,4 +1,4 @@
-"""The network, in the precision's format, keeping what the memory switches say."""
+"""From the model's configuration to the network: built, frozen, in its precision, wrapped for the ranks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import SHARDED, FlatShards, Settings, World, Wrapped, use_float8, wrap_model
 from pycls_fast.speed import SwitchName
 
-# The stream of randomness of the initial weights; those of synthetic images are in `data.py`.
+# The random stream of the initial weights; those of synthetic images are in `sources.py`.
 _INITIALISATION = 1
 
 _PADDING = {"none": 1, "8": 8, "64": 64}
 
 
 def num_classes(config: RunConfig, source: Source) -> int:
-    """Outputs of the model: as configured, else as many as the data has classes.
+    """Number of the model's outputs: as configured, else the number of classes in the data.
 
     Raises:
-        UserError: fewer outputs than classes, or one class.
+        UserError: there are fewer outputs than classes, or only one class.
     """
     found = len(source.classes)
     chosen = config.model.num_classes
     if chosen is None and found < 2:
         raise UserError(
-            f"data.root: one class alone ({', '.join(source.classes)}) leaves nothing to tell apart; there must be 2 "
-            "class folders at least"
+            f"data.root: only one class ({', '.join(source.classes)}) leaves nothing to distinguish; there must be at "
+            "least 2 class folders"
         )
     if chosen is not None and chosen < found:
         raise UserError(
@@ -47,7 +47,7 @@ def num_classes(config: RunConfig, source: Source) -> int:
 
 
 def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> Network:
-    """The network with its initial weights, the same on every rank, on the CPU in float32; or without memory."""
+    """The network with its initial weights, the same on every rank, on the CPU in float32; if `empty`, on meta."""
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(_initial_seed(config))
         return _model(config, classes, chosen)
@@ -148,35 +148,35 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
 
 
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:
-    """The network, without memory, whose operations and activations are reported: padding is no work of the model's."""
+    """The network on the meta device, for counting operations and activations, without sequence padding."""
     return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"}, empty=True)
 
 
 def freeze(config: RunConfig, network: Network) -> None:
-    """Leave gradients to the parts of the network that `optim.trainable` names, in place.
+    """Freeze everything that `optim.trainable` does not name, in place.
 
     Raises:
-        UserError: a name that the network does not have.
+        UserError: the network does not have a name.
     """
     optim.freeze(network, config.optim.trainable, head=network.head_name)
 
 
 def draw_on_device(network: Network) -> None:
-    """Let drop-path draw its samples from the device's generator, in place: a replayed step has no host."""
+    """Make drop-path draw from the device's generator, in place: a replayed CUDA graph cannot draw on the host."""
     for module in network.modules():
         if isinstance(module, DropPath):
             module.draws_on_device = True
 
 
-def lower(
+def apply_precision(
     config: RunConfig, network: Network, device: torch.device, *, sharded: bool = False
 ) -> optim.MasterWeights | None:
-    """Put a network that is on its device into the precision's format, in place; its masters where it has any.
+    """Cast a network that is on its device to the precision's format, in place; returns its masters, if any.
 
-    Where it is `sharded` the strategy casts what it gathers, and the shards are the masters.
+    If it is `sharded`, the strategy casts what it gathers, and the shards are the masters.
 
     Raises:
-        UserError: a format that this device does not have.
+        UserError: this device does not have the format.
     """
     chosen = level(config)
     if chosen.float8:
@@ -190,7 +190,7 @@ def lower(
 
 
 def save_activation_memory(config: RunConfig, network: Network, chosen: Switches) -> None:
-    """Let a network that is in its format and layout keep less for the backward pass, in place."""
+    """Apply the activation-memory switches to a network in its final number and memory formats, in place."""
     parallel.save_activation_memory(
         network,
         network.units(),
@@ -208,10 +208,10 @@ def wrap(
     chosen: Switches,
     initialise: Callable[[Network | FlatShards], None] | None = None,
 ) -> Wrapped:
-    """The network under the strategy in force, compiled where asked for; a network without memory gets its values.
+    """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
 
     Args:
-        initialise: called on a network that was without memory, after its initial values, to load others.
+        initialise: called on a network from the meta device, after its initial values are set, to load others.
 
     Raises:
         UserError: it is to be compiled, and there is no compiler.
@@ -245,5 +245,5 @@ def wrap(
 
 
 def is_sharded(config: RunConfig, world: World) -> bool:
-    """Whether each rank holds a part of the weights only; such a network is built without memory."""
+    """Whether each rank holds only a part of the weights; such a network is built on the meta device."""
     return strategy(config, world) in SHARDED

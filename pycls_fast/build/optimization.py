@@ -1,4 +1,4 @@
-"""Loss, schedule, optimizer, average and loss scale."""
+"""From the configuration to loss, schedule, optimizer, weight average and loss scaler."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def loss(
     """The training loss.
 
     Args:
-        class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when random
-            images are timed, all classes weigh the same.
-        classes: outputs of the network, K, which a threshold is checked against.
+        class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when timing
+            random images, all classes have the same weight.
+        classes: number of the network's outputs, K, for checking the threshold.
 
     Raises:
-        UserError: it cannot be compiled on this machine, or its threshold tells no class from another.
+        UserError: it cannot be compiled on this machine, or its threshold gives every class the same target.
     """
     if classes is not None:
         _check_threshold(config.loss, classes)
@@ -48,7 +48,7 @@ def loss(
     plain: Loss = unweighted
     if config.loss.class_weights == "balanced" and class_counts is not None:
         weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
-        # Outputs that no image has are no class.
+        # Outputs beyond the data's classes get the weight 1.
         spare = max((config.model.num_classes or 0) - len(weights_K), 0)
         plain = ClassWeighted(unweighted, F.pad(weights_K, (0, spare), value=1.0))
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
@@ -60,19 +60,19 @@ def loss(
 def _check_threshold(settings: schema.Loss, classes: int) -> None:
     if settings.bce_threshold is None or settings.label_smoothing == 0.0:
         return
-    # Targets after smoothing, of a class that is not there and of the one that is.
+    # Targets after smoothing, of an absent and of the present class.
     absent = settings.label_smoothing / classes
     present = 1.0 - settings.label_smoothing + absent
     if not absent < settings.bce_threshold < present:
         raise UserError(
             f"loss.bce_threshold: {settings.bce_threshold:g} with loss.label_smoothing={settings.label_smoothing:g} "
-            f"makes every class a {int(settings.bce_threshold <= absent)}: of {classes} classes the smoothed targets "
+            f"makes every class a {int(settings.bce_threshold <= absent)}: with {classes} classes the smoothed targets "
             f"are {absent:.3g} and {present:.3g}; use loss.label_smoothing=0, or a threshold between the two"
         )
 
 
 def peak_lr(config: RunConfig) -> float:
-    """`optim.lr`, scaled linearly with the global batch where `optim.lr_batch_size` is set (Goyal et al. 2017)."""
+    """`optim.lr`, scaled linearly with the global batch if `optim.lr_batch_size` is set (Goyal et al. 2017)."""
     reference = config.optim.lr_batch_size
     return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
 
@@ -102,9 +102,9 @@ def optimizer(
     sharded: bool = False,
     groups: list[optim.Group] | None = None,
 ) -> Optimizer:
-    """The optimizer over the network's parameter groups, over the masters of what is in them, or over `groups`.
+    """The optimizer over the network's parameter groups, over their masters, or over `groups`.
 
-    The shards of a `sharded` network are where they are updated, on the host where that was asked for.
+    The shards of a `sharded` network are updated where they are, even if they are offloaded to the host.
     """
     settings = config.optim
     if groups is None:
@@ -113,7 +113,7 @@ def optimizer(
         groups = masters.groups(groups)
 
     def make(groups: list[optim.Group]) -> Optimizer:
-        # Of fairscale_sharded_ddp a rank may own nothing of a group.
+        # Under fairscale_sharded_ddp a rank may own no parameter of a group.
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if isinstance(settings, schema.AdamW8bit):
             need_compiler(device, "optim.name: adamw8bit", "optim=adamw")
@@ -129,8 +129,8 @@ def optimizer(
         return make(groups)
     if masters is not None:
         raise UserError(
-            f"speed.param_offload: cpu keeps float32 weights of its own and precision={config.precision.name} others; "
-            "use speed.param_offload=none or a precision with float32 weights, like amp_bf16"
+            f"speed.param_offload: cpu keeps its own float32 weights, and precision={config.precision.name} other "
+            "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
         )
     return optim.HostOptimizer(groups, make)
 
@@ -190,7 +190,7 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
 
 
 def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:
-    """The average of the weights, or None without `optim.ema_decay`."""
+    """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
         return None
@@ -207,7 +207,7 @@ def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | N
 def loss_scaler(
     config: RunConfig, device: torch.device, ranks: dist.ProcessGroup | None = None
 ) -> torch.amp.GradScaler:
-    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing for the others."""
+    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
     settings = config.precision
     return optim.loss_scaler(
         device.type,

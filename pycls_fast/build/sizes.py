@@ -1,4 +1,4 @@
-"""What is left to the number of training images (`auto`): batch size, epochs and how often to evaluate."""
+"""Settings that are `auto`: batch size, epochs and evaluation interval, chosen from the number of training images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pycls_fast.config.schema import AUTO, RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 
-# Enough images for a head on new classes and a trunk that is there already; more epochs of few images bring little.
+# Enough images to train a new head on a pretrained backbone; more epochs of a small dataset gain little.
 _IMAGES = 100_000
 _EPOCHS = (10, 50)
 _LARGEST_BATCH = 64
@@ -14,21 +14,21 @@ _STEPS_PER_EPOCH = 4
 _EVALUATIONS = 20
 
 
-def by_size(config: RunConfig, images: int, world: World) -> RunConfig:
-    """The configuration with numbers in the place of every `auto`; without any it is returned as it is.
+def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
+    """The configuration with every `auto` replaced by a number; unchanged if there is none.
 
-    - `schedule.epochs`: as many as show 100,000 images, no fewer than 10 and no more than 50.
-    - `data.global_batch_size`: the largest power of two up to 64 that leaves an epoch 4 steps, but 2 images for each
-      rank and microbatch at least, if there are so many. (With 3 ranks 3 times a power of two, and so on.)
-    - `runtime.eval_every_epochs`: 20 evaluations in all at most.
+    - `schedule.epochs`: enough to show 100,000 images, at least 10 and at most 50.
+    - `data.global_batch_size`: the largest power of two up to 64 that gives an epoch at least 4 steps, but at least 2
+      images per rank and microbatch if there are so many. (With 3 ranks 3 times a power of two, and so on.)
+    - `runtime.eval_every_epochs`: at most 20 evaluations in all.
 
     Args:
-        config: of the run.
-        images: in the training split.
+        config: the run's configuration.
+        images: number of images in the training split.
         world: the ranks.
 
     Raises:
-        UserError: a warm-up longer than the epochs.
+        UserError: the warm-up is longer than the training.
     """
     data, schedule, runtime = config.data, config.schedule, config.runtime
     if schedule.epochs == AUTO:

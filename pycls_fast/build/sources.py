@@ -1,4 +1,4 @@
-"""From the data's configuration to its splits and the order they are read in."""
+"""From the data's configuration to its splits and the order in which they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.paths import user_path
 
-# Streams of randomness that must not repeat one another's draws, nor that of the initial weights (1).
+# Random streams that must not repeat each other's draws, nor that of the initial weights (1).
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
 
 
@@ -37,10 +37,10 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict
     """The splits by name, "train" and "val" among them.
 
     Args:
-        index_all: keep the indexes of small datasets, too.
+        index_all: cache the indexes of small datasets, too.
 
     Raises:
-        UserError: data that is missing or in a layout that is not understood.
+        UserError: the data is missing or in an unknown layout.
     """
     data = config.data
     if data.source == "synthetic":
@@ -65,13 +65,13 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict
 
 
 def eval_set(config: RunConfig, classes: tuple[str, ...], world: World) -> EvalSet:
-    """The set that `data.eval_set` names.
+    """The evaluation set that `data.eval_set` names.
 
     Args:
-        classes: of the model, in the order of its outputs.
+        classes: the model's classes in the order of its outputs.
 
     Raises:
-        UserError: files that are missing or do not fit the model.
+        UserError: files are missing or do not fit the model.
     """
     data = config.data
     assert data.eval_set is not None
@@ -118,17 +118,17 @@ def _with_key(line: str) -> str:
 
 
 def order(config: RunConfig, source: Source) -> Order | None:
-    """The order of epochs as `data.shuffle` says; None for any order.
+    """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
 
     Raises:
-        UserError: blocks were asked for of a source that has none, or classes that cannot be drawn.
+        UserError: blocks were requested of a source without them, or classes that cannot be sampled.
     """
     ends, how = block_ends(source), config.data.shuffle
     if config.data.sampling != "uniform":
         if how == "auto" and prefers_blocks(source):
             raise UserError(
                 f"data.sampling: {config.data.sampling} visits images in any order, which is slow with this source; "
-                "use loss.class_weights=balanced, or data.shuffle=full to do it all the same"
+                "use loss.class_weights=balanced, or data.shuffle=full to do it anyway"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
         labels = _labels(source, "data.sampling", "uniform")
@@ -137,8 +137,8 @@ def order(config: RunConfig, source: Source) -> Order | None:
         return None
     if ends is None:
         raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
-    # The sampler repeats images of this order, all of a batch and then all again: with lanes cut to what a batch takes
-    # of the order, a rank reads no more than `repeats` times its share of them.
+    # The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide the number of
+    # images that a batch takes of this order, a rank reads at most `repeats` times its share.
     repeats = config.augment.repeats
     batch = config.data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch
@@ -146,10 +146,10 @@ def order(config: RunConfig, source: Source) -> Order | None:
 
 
 def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
-    """Images of each class, int64, where `loss.class_weights` needs them.
+    """Number of images of each class, int64, if `loss.class_weights` needs them, else None.
 
     Raises:
-        UserError: a source that does not know its labels.
+        UserError: the source does not know its labels.
     """
     if config.loss.class_weights == "none":
         return None
@@ -159,5 +159,5 @@ def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
 def _labels(source: Source, key: str, off: str) -> np.ndarray:
     labels = getattr(source, "labels", None)
     if labels is None:
-        raise UserError(f"{key}: needs all labels ahead, which this source does not know; use {key}={off}")
+        raise UserError(f"{key}: needs all labels in advance, which this source does not know; use {key}={off}")
     return np.asarray(labels, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Configuration: Hydra composes, pydantic decides. Only `build` and what is above it imports this."""
+"""Configuration: Hydra composes, pydantic validates. Only `build` and the layers above it import this."""
 
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config

@@ -1,4 +1,4 @@
-"""What no single key can show: combinations that cannot run, found before anything is built."""
+"""Checks that involve several keys: combinations that cannot run, found before anything is built."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
 
     Args:
         config: the configuration.
-        needs_data: False where no image is read.
-        trains: whether it is trained, and the weights that it begins with matter.
+        needs_data: False if no image is read.
+        trains: whether it is used for training, so that its initial weights matter.
     """
-    # A resumed run has them in its checkpoint.
+    # A resumed run has its weights in its checkpoint.
     if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
-    # Every set but ReaL brings its own images.
+    # Every evaluation set except ReaL has its own images.
     needs_data &= config.data.eval_set in (None, "real")
     if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
         yield (
@@ -41,7 +41,7 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
 
 
 def _fine_tunes(config: RunConfig) -> bool:
-    """Whether training from scratch is certainly not what was meant."""
+    """Whether the settings only make sense with pretrained weights."""
     return config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
 
 
@@ -69,12 +69,12 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
 
 
-# What decides the same thing as an option of timm's models.
+# Our settings that replace options of timm's models.
 _INSTEAD_OF_TIMM_OPTIONS = {
     "num_classes": "the classes of the data, or model.num_classes, decide it",
     "in_chans": "images are read as RGB, so it is 3",
     "drop_path_rate": "model.drop_path sets it",
-    "features_only": "what is trained here ends in classes",
+    "features_only": "models here end in a classification head",
     "pretrained": "weights=timm:NAME brings weights",
     "pretrained_cfg": "weights=timm:NAME brings weights",
     "pretrained_cfg_overlay": "weights=timm:NAME brings weights",
@@ -100,13 +100,13 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.sampling != "uniform" and data.shuffle == "blocks":
         yield (
             "data.sampling",
-            f"{data.sampling} visits images in any order, and data.shuffle=blocks keeps to that of the shards; use "
+            f"{data.sampling} visits images in any order, but data.shuffle=blocks follows the order of shards; use "
             "data.shuffle=full or loss.class_weights=balanced",
         )
     if data.sampling != "uniform" and config.loss.class_weights != "none":
         yield (
             "loss.class_weights",
-            f"rare classes come more often by data.sampling={data.sampling} already; use one of them",
+            f"data.sampling={data.sampling} already shows rare classes more often; use one of the two",
         )
     if data.eval_set is not None and data.eval_root is None:
         yield "data.eval_root", f"not set; give the files of data.eval_set={data.eval_set} as data.eval_root=PATH"
@@ -168,7 +168,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, augment = config.data, config.augment
-    # Each with what it is when it is off.
+    # Each with the value that turns it off.
     policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
     chosen = [name for name in policies if getattr(augment, name)]
     for name in chosen[1:]:
@@ -224,7 +224,7 @@ def _loss(config: RunConfig) -> Iterator[tuple[str, str]]:
     elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
         yield (
             "loss.class_weights",
-            "weighs the shares of a mix, which loss.bce_threshold rounds; use one of them",
+            "weights the shares of a mixed image, which loss.bce_threshold rounds; use one of the two",
         )
 
 
@@ -233,13 +233,13 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
     trainable = config.optim.trainable
     if "all" in trainable and len(trainable) > 1:
-        yield "optim.trainable", f"all is everything; leave {trainable[trainable.index('all') - 1]} or all out"
+        yield "optim.trainable", f"all includes everything; remove {trainable[trainable.index('all') - 1]} or all"
     if trainable == ("all",):
         return
     if config.parallel.name in ("fairscale_fsdp", "fairscale_sharded_ddp"):
         yield (
             "optim.trainable",
-            f"frozen parts do not go with parallel={config.parallel.name}, which flattens or exchanges all weights "
+            f"frozen parts do not work with parallel={config.parallel.name}, which flattens or exchanges all weights "
             "alike; use parallel=ddp or fsdp",
         )
     if config.parallel.sync_batchnorm:
@@ -250,19 +250,19 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """LAMB's step has the norm of the weights times the rate; without decay it has that of Adam (`optim.lamb`)."""
+    """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
     if isinstance(model, ViTModel) and model.init == "jax" and settings.name == "lamb" and settings.weight_decay:
         yield (
             "model.init",
-            "jax begins the head with zeros, which optim=lamb hardly leaves: its steps are in proportion to the "
+            "jax begins the head with zeros, which optim=lamb hardly changes: its steps are in proportion to the "
             "weights; use model.init=trunc_normal",
         )
 
 
 def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
-        yield "precision", "fp8 is for linear layers and model.kind=resnet has but its head; use precision=amp_bf16"
+        yield "precision", "fp8 is for linear layers and model.kind=resnet has only its head; use precision=amp_bf16"
 
 
 def _switches(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -271,13 +271,13 @@ def _switches(config: RunConfig) -> Iterator[tuple[str, str]]:
     if speed.activation_compression == "8bit" and recomputes:
         yield (
             "speed.activation_compression",
-            f"8bit does not go with speed.recompute={speed.recompute}: blocks would run again from rounded inputs; use "
+            f"8bit conflicts with speed.recompute={speed.recompute}: blocks would run again from rounded inputs; use "
             "speed.activation_compression=none or speed.recompute=off",
         )
     if speed.activation_offload == "cpu" and speed.recompute == "selective":
         yield (
             "speed.activation_offload",
-            "cpu does not see what speed.recompute=selective keeps; use speed.recompute=full or "
+            "cpu cannot offload what speed.recompute=selective keeps; use speed.recompute=full or "
             "speed.activation_offload=none",
         )
     if config.parallel.recompute_every > 1 and not recomputes:
@@ -289,12 +289,12 @@ def _switches(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.model, ResNetModel) and speed.drop_path_compute == "skip":
         yield (
             "speed.drop_path_compute",
-            "skip would take BatchNorm's statistics from the kept samples alone; use speed.drop_path_compute=multiply",
+            "skip would take BatchNorm's statistics from the kept samples only; use speed.drop_path_compute=multiply",
         )
     if config.runtime.watchdog and config.speed.compile not in (None, "off"):
         yield (
             "runtime.watchdog",
-            f"does not see into compiled parts (speed.compile={config.speed.compile}); use speed.compile=off with it",
+            f"cannot see inside compiled code (speed.compile={config.speed.compile}); use speed.compile=off with it",
         )
 
 
@@ -310,15 +310,15 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     if chosen.compression == "powersgd" and precision not in ("fp32", "tf32", "amp_bf16", "fp8"):
         yield (
             "parallel.compression",
-            f"powersgd carries what it left out from step to step, which a float16 overflow or a half format would "
-            f"spoil (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
+            f"powersgd carries its compression error from step to step, which a float16 overflow or a half format "
+            f"would corrupt (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
         )
     if chosen.static_graph and not replicates:
         yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
     if chosen.static_graph and chosen.compression == "powersgd" and config.optim.accumulation_steps > 1:
         yield (
             "parallel.static_graph",
-            "is learned by one exchange more than powersgd counts with optim.accumulation_steps above 1; use "
+            "takes one more exchange than powersgd counts with optim.accumulation_steps above 1; use "
             "parallel.static_graph=false",
         )
     for key in ("shard_degree", "replicate_degree"):
@@ -344,14 +344,14 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
         yield (
             "parallel.reshard_after_forward",
-            f"false is for strategies that cut weights; use parallel.reshard_after_forward=true or parallel=fsdp (got "
+            f"false is for strategies that shard; use parallel.reshard_after_forward=true or parallel=fsdp (got "
             f"parallel={name})",
         )
     if chosen.sync_batchnorm and isinstance(config.model, TimmModel):
         yield (
             "parallel.sync_batchnorm",
-            "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an activation, which "
-            "would be lost; use parallel.sync_batchnorm=false",
+            "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may include an activation, "
+            "which would be lost; use parallel.sync_batchnorm=false",
         )
     if chosen.sync_batchnorm and isinstance(config.model, ViTModel) and config.model.stem == "patch":
         yield (
@@ -367,7 +367,7 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-# What FairScale's strategies can do with the weights' formats and their shapes.
+# Optimizers that work on flattened weights; precisions that keep weights apart from the network's.
 _FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
 _HALF_NETWORKS = ("fp16_master", "bf16_params", "fp16", "bf16")
 
@@ -378,16 +378,16 @@ def _fairscale(config: RunConfig) -> Iterator[tuple[str, str]]:
         if name not in _FLAT_OPTIMIZERS:
             yield (
                 "optim.name",
-                f"{name} looks at the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
+                f"{name} needs the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
                 "or lion, or parallel=ddp",
             )
         if precision == "fp8":
-            yield "precision", "fp8 does not go with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
+            yield "precision", "fp8 conflicts with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
     if strategy == "fairscale_sharded_ddp":
         if precision in _HALF_NETWORKS:
             yield (
                 "precision",
-                f"{precision} keeps weights apart from the network's, and fairscale_sharded_ddp shares out the "
+                f"{precision} keeps weights separate from the network's, but fairscale_sharded_ddp shards the "
                 "network's own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
             )
         if name == "adamw8bit":

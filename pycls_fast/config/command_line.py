@@ -1,4 +1,4 @@
-"""The command line that all tools share: Hydra's flags, one line per mistake, exit statuses that mean something."""
+"""The command line that all tools share: Hydra's flags, one line per error, documented exit statuses."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError, first_line
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
-# As shells say it: 128 and the number of SIGINT.
+# The shells' convention: 128 + the number of SIGINT.
 INTERRUPTED = 130
 OUT_OF_MEMORY = "out of memory"
-"""In the line of every tool whose device is."""
+"""In the error line of every tool that ran out of device memory."""
 
 
 class NoOptions(Section):
-    """A tool with no keys of its own."""
+    """The options of a tool without keys of its own."""
 
 
 def command_line(
@@ -59,10 +59,10 @@ def command_line(
     Args:
         run: takes the checked configuration and the tool's own options; returns the exit status.
         default: the experiment when `--config-name` is not given.
-        options: keys that belong to the tool alone (`split=val`), beside those of `RunConfig`.
+        options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
-        needs_data: of the options; where False, `data.root` may be missing.
-        trains: whether what only training cannot do is refused, as fine-tuning without `weights`.
+        needs_data: takes the options; if it returns False, `data.root` may be missing.
+        trains: also refuse what only matters for training, such as fine-tuning without `weights`.
     """
     statuses: list[int] = []
     faults: list[Exception] = []
@@ -72,14 +72,14 @@ def command_line(
             return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
 
         if scheduler.is_task():
-            # In another process than the command: a mistake travels back to it.
+            # The task is not the process of the command; submitit sends an error back to that one.
             scheduler.join()
             action()
             return
         try:
             statuses.append(reporting(action))
             if statuses[-1] in (STOPPED, INTERRUPTED):
-                # Not only this run of a sweep: Hydra would start the next one.
+                # End the whole sweep: Hydra would start the next run.
                 raise SystemExit(statuses[-1])
         except Exception as error:
             faults.append(error)
@@ -93,7 +93,7 @@ def command_line(
         folders = _search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
-        # Hydra would print its errors in its own way and exit with status 1.
+        # Otherwise Hydra prints errors itself and exits with status 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         with _sweep_folder(sys.argv[1:]) as settings:
             sys.argv[1:] = _hydra_arguments(sys.argv[1:], folders, settings)
@@ -101,7 +101,7 @@ def command_line(
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
             except COMPOSE_ERRORS as error:
                 if faults:
-                    raise  # Not from the configuration: ours.
+                    raise  # From the tool, not from composing the configuration.
                 raise explain(error, folders) from error
         return max(statuses, default=DONE)
 
@@ -109,13 +109,13 @@ def command_line(
 
 
 def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
-    """Run, and turn a `UserError` into its lines on standard error (once a node) and status 2, Ctrl-C into 130.
+    """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
 
-    What a rank other than the first of its node alone has met with, it has told (`parallel/mistakes.py`). A device's
-    memory that does not suffice is a line of each rank that meets with it, for which `batch` is what to make smaller.
+    An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
+    device memory is one line from each rank that does; the line proposes to lower `batch`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As on standard error: a file's or class's name that is no UTF-8 can be printed.
+        # As on standard error: names of files and classes that are not UTF-8 can be printed.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return action()
@@ -126,7 +126,7 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         _say("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
     except Exception as error:
-        # Without torch, which takes seconds to import, nothing can have asked for memory of a device.
+        # torch takes seconds to import; if it was not imported, no device memory was allocated.
         if not isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
             raise
         asked = first_line(error).partition(" GPU ")[0].rstrip(".")
@@ -136,7 +136,7 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
 
 
 def show(page: str) -> int:
-    """Print it. A reader who has seen enough (`--help | head`) is no fault."""
+    """Print a page. A closed pipe (`--help | head`) is not an error."""
     try:
         print(page, flush=True)
     except BrokenPipeError:
@@ -145,16 +145,16 @@ def show(page: str) -> int:
 
 
 def discard_output() -> None:
-    """Lead standard output, which takes no more, into nothing: what its buffer holds is tried once more at exit."""
-    # Python code may have put something without a file in its place.
+    """Redirect a broken standard output to /dev/null: Python would flush its buffer again at exit and fail."""
+    # Python code may have replaced it by an object without a file.
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(kind: str, lines: Iterable[str]) -> None:
-    # Once a node, not once a run: data may be missing on one node alone.
+    # Once per node, not once per run: data may be missing on one node only.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        # The terminal may be gone; the exit status still tells.
+        # The terminal may be gone; the exit status still reports the error.
         with suppress(OSError):
             for line in lines:
                 print(f"{kind}: {line}", file=sys.stderr)
@@ -192,10 +192,10 @@ def _run_job(
 
 
 def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
-    """What comes with `weights=`, unless an experiment is named or help asked for; see `saved.of_weights`.
+    """The configuration saved with `weights=`, unless an experiment or help is requested; see `saved.of_weights`.
 
     Raises:
-        UserError: another flag beside it, which would be Hydra's, and Hydra would take another configuration.
+        UserError: there is a flag besides it; flags are Hydra's, which would take a different configuration.
     """
     flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
     if {"--config-name", "-cn", "--help", "-h", "--hydra-help", "--version"} & set(flags):
@@ -203,7 +203,7 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
     found = saved.of_weights([quote_items(argument) for argument in arguments if not argument.startswith("-")])
     if found is not None and flags:
         raise UserError(
-            f"{flags[0]}: does not go with the configuration that weights= brings along ({found.file}); leave it out, "
+            f"{flags[0]}: cannot be combined with the configuration saved with weights= ({found.file}); leave it out, "
             "or name an experiment with --config-name"
         )
     return found
@@ -211,12 +211,12 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
 
 @contextmanager
 def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Settings that keep Hydra's own notes on a `--multirun` out of sight: it insists on a folder for them."""
+    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder."""
     if not {"--multirun", "-m"} & set(arguments):
         yield []
         return
     if any(argument.startswith("hydra/launcher=submitit") for argument in arguments):
-        # What the jobs read and their logs: in a folder that all nodes see, and that stays.
+        # The jobs' inputs and logs belong in a permanent folder that all nodes see.
         yield ["hydra.sweep.dir=multirun", "hydra.sweep.subdir=."]
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -224,10 +224,10 @@ def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _search_path(arguments: Sequence[str]) -> list[Path]:
-    """`configs/` (or `--config-path` instead of it) and the folder of `--config-dir`.
+    """`configs/` (or the folder of `--config-path`) and the folder of `--config-dir`.
 
     Raises:
-        UserError: no such folder.
+        UserError: there is no such folder.
     """
     main, more = CONFIGS, []
     for position, argument in enumerate(arguments):
@@ -244,10 +244,10 @@ def _search_path(arguments: Sequence[str]) -> list[Path]:
 
 
 def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings: Sequence[str]) -> list[str]:
-    """Flags as they are; overrides as `as_hydra_overrides` makes them.
+    """The arguments for Hydra: flags with absolute folders, then overrides as from `as_hydra_overrides`.
 
     Raises:
-        UserError: an argument that is neither.
+        UserError: an argument is neither a flag nor an override.
     """
     flags: list[str] = []
     overrides: list[str] = []
@@ -255,7 +255,7 @@ def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings
     for argument in arguments:
         flag, separator, value = argument.partition("=")
         if waiting:
-            # Hydra would look for a relative --config-path beside its caller.
+            # Hydra resolves a relative --config-path against its caller's folder.
             flags += [waiting, str(Path(argument).resolve()) if waiting in _FOLDER_FLAGS else argument]
             waiting = ""
         elif flag in _FLAGS_WITH_VALUE and not separator:
@@ -276,12 +276,12 @@ def _hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings
         raise UserError(f"{waiting}: needs a value")
     if {"--multirun", "-m"} & set(flags):
         _refuse_shared_folder(overrides)
-    # Hydra's parser takes overrides from one place only. Ours come before the user's, who has the last word.
+    # Hydra's parser takes overrides from one place only. Ours come first, so that the user's win.
     return [*flags, *HYDRA_SETTINGS, *settings, *overrides]
 
 
 def _refuse_shared_folder(overrides: Sequence[str]) -> None:
-    """The second run of a sweep would go on from the first one's last step, and report its result.
+    """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result.
 
     Raises:
         UserError: one `run_dir` for several runs.
@@ -289,7 +289,7 @@ def _refuse_shared_folder(overrides: Sequence[str]) -> None:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException:
-        return  # Hydra's own reading, which comes next, tells of it.
+        return  # Hydra parses the overrides next and reports the error.
     given = [override for override in parsed if override.key_or_group == "run_dir"]
     if not given or given[-1].is_sweep_override() or not any(override.is_sweep_override() for override in parsed):
         return

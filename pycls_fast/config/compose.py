@@ -1,4 +1,4 @@
-"""Hydra composes YAML groups and overrides; what leaves this module is a `RunConfig`. No DictConfig gets past it."""
+"""Composing YAML groups and overrides with Hydra into a `RunConfig`. No DictConfig leaves this module."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
     CONFIGS,
     explain,
-    first_line,
     shown_path,
     unreadable,
+    without_interpolation,
 )
 from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
-# Each rank would make Hydra's folders and log files; the run folder is written by rank 0 alone.
+# Every rank would create Hydra's folders and log files; only rank 0 writes the run folder.
 HYDRA_SETTINGS = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
@@ -38,7 +38,7 @@ HYDRA_SETTINGS = (
     "hydra/hydra_logging=disabled",
 )
 
-# Plans of the ledger, which are no part of a configuration.
+# The folder of the ledger's plans, which are not part of a configuration.
 LADDERS = "ladder"
 
 Options = TypeVar("Options", bound=Section)
@@ -46,7 +46,7 @@ Options = TypeVar("Options", bound=Section)
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra made: plain values, and what is needed to say where one of them was set."""
+    """Hydra's result: plain values, and what is needed to tell where a value was set."""
 
     values: Mapping[str, Any]
     config_name: str
@@ -54,14 +54,14 @@ class Composed:
     choices: Mapping[str, str]
     folders: tuple[Path, ...]
     saved: Path | None = None
-    """The file that holds every key, where the values come from a run."""
+    """The file that holds every key, if the values come from a run."""
 
     @classmethod
     def from_hydra(cls, config: DictConfig, hydra_config: Any) -> Composed:
-        """Resolve interpolations and let go of OmegaConf.
+        """Resolve interpolations and convert to plain values.
 
         Raises:
-            UserError: an interpolation that cannot be resolved, or a value left as `???`.
+            UserError: an interpolation cannot be resolved, or a value is left as `???`.
         """
         sources = [Path(s.path) for s in hydra_config.runtime.config_sources if s.schema == "file" and s.path]
         composed = cls(
@@ -74,10 +74,10 @@ class Composed:
         return dataclasses.replace(composed, values=composed.resolve(config))
 
     def resolve(self, config: Any) -> dict[str, Any]:
-        """Plain values of an OmegaConf configuration, Hydra's own left out.
+        """Plain values of an OmegaConf configuration, without Hydra's own.
 
         Raises:
-            UserError: an interpolation that cannot be resolved, or a value left as `???`.
+            UserError: an interpolation cannot be resolved, or a value is left as `???`.
         """
         try:
             own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
@@ -87,17 +87,18 @@ class Composed:
             raise UserError(f"{key}: left open as ???; set it with {key}=VALUE ({self.where(key)})") from error
         except OmegaConfBaseException as error:
             key = str(error.full_key)
-            raise UserError(f"{key}: {first_line(error)} ({self.where(key)})" if key else first_line(error)) from error
+            what = without_interpolation(error)
+            raise UserError(f"{key}: {what} ({self.where(key)})" if key else what) from error
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
     def where(self, key: str) -> str:
-        """The command line, or the YAML file that set the key, or where it can be set."""
+        """What set the key, "the command line" or a YAML file; else where it can be set."""
         key = re.sub(r"\[\d+\]", "", key)
         for override in reversed(self.overrides):
             name, value = key_of(override), override.partition("=")[2]
             if name in self.choices and not value.startswith("{"):
-                continue  # It chose a file; the value is in there.
+                continue  # This override chose a file, which holds the value.
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
                 return "deleted on the command line" if override.startswith("~") else "the command line"
         group, _, rest = key.partition(".")
@@ -118,7 +119,7 @@ class Composed:
         return f"{shown_path(file)} or the command line" if file is not None else "the command line"
 
     def file(self, name: str) -> Path | None:
-        """Of an experiment, or of a `group/choice`."""
+        """The YAML file of an experiment or of a `group/choice`; None if there is none."""
         files = (folder / f"{name}.yaml" for folder in self.folders)
         return next((file for file in files if file.is_file()), None)
 
@@ -127,7 +128,7 @@ class Composed:
         return file is not None and is_global(file)
 
     def experiments(self, name: str) -> Iterator[str]:
-        """The experiment, and those that its defaults list is based on, later ones first."""
+        """The experiment and those in its defaults list, recursively, later ones first."""
         yield name
         file = self.file(name)
         values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
@@ -137,19 +138,19 @@ class Composed:
 
 
 def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
-    """The command line's overrides as they were typed: an interpolation in one is not resolved."""
+    """The command line's overrides as they were typed, with interpolations unresolved."""
     typed: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     return tuple(typed)
 
 
 def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, also: Iterable[str] = ()) -> RunConfig:
-    """Validate strictly, then check what involves several keys.
+    """Validate strictly, then check combinations of keys.
 
     Args:
         composed: from Hydra or a run.
-        needs_data: False where no image is read, so that `data.root` may be missing.
-        trains: whether what only training cannot do is refused, as fine-tuning without `weights`.
-        also: keys that exist beside those of a run, to be proposed for a misspelt one.
+        needs_data: False if no image is read, so that `data.root` may be missing.
+        trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        also: keys that exist besides those of a run, as suggestions for a misspelt one.
 
     Raises:
         UserError: one line per bad value, all at once.
@@ -159,21 +160,21 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    impossible = problems(config, needs_data=needs_data, trains=trains)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in impossible]
+    wrong = problems(config, needs_data=needs_data, trains=trains)
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in wrong]
     if found:
         raise UserError(*found)
     return config
 
 
 def validate(schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()) -> Options:
-    """Plain values to a section. The JSON text is what is validated, so a YAML list becomes a tuple.
+    """Validate plain values as a section. They are validated as JSON text, so that a YAML list becomes a tuple.
 
     Raises:
         UserError: one line per bad value.
     """
     broken = [
-        f"{key}: {text} is no UTF-8; rename it, or make a link to it and give that ({composed.where(key)})"
+        f"{key}: {text} is not valid UTF-8; rename it, or link to it and give the link ({composed.where(key)})"
         for key, text in _no_utf_8(values)
     ]
     if broken:
@@ -187,7 +188,7 @@ def validate(schema: type[Options], values: Mapping[str, Any], composed: Compose
 
 
 def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of every value that is not valid UTF-8: paths may be, JSON and YAML may not."""
+    """(key, text) of every value that is not valid UTF-8: paths need not be, JSON and YAML must be."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _no_utf_8(value, f"{key}.{name}" if key else str(name))
@@ -206,7 +207,7 @@ def load_config(
     Args:
         config_name: a file of `configs/`, without `.yaml`.
         overrides: as on the command line, e.g. `["optim.lr=1e-3", "model=vit_s16"]`.
-        folder: where configurations are, if not `configs/`.
+        folder: the folder of configurations, if not `configs/`.
 
     Raises:
         UserError: one line per mistake.
@@ -231,17 +232,17 @@ def is_global(file: Path) -> bool:
 
 
 def groups(folders: Sequence[Path]) -> set[str]:
-    """The names that choose a file (`model=vit_b16`) rather than set a value."""
+    """The names of groups, which choose a file (`model=vit_b16`) rather than set a value."""
     return {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")} - {LADDERS}
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """`key=value` becomes `++key=value`, so that pydantic, not the YAML files, decides which keys exist.
+    """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist.
 
-    Left to itself Hydra refuses every key that the chosen files do not spell out, and accepts any name after a `+`.
+    By default Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`.
 
     Raises:
-        UserError: a group that is given something else than a name.
+        UserError: a group is set to something other than a name.
     """
     names = groups(folders)
     return [_as_hydra_override(override, names, folders) for override in overrides]
@@ -252,10 +253,10 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
     if not name:
         raise unreadable(override, folders)
     if name == LADDERS and separator and not value.startswith("{"):
-        # To Hydra every folder is a group, of which it would compose the file; a mapping it leaves alone.
+        # Hydra treats every folder as a group and would compose the file; it leaves a mapping alone.
         return f"++{LADDERS}={{name: {value}}}"
     if name in groups and value.startswith("{") and not override.startswith("+"):
-        # Keys of a group, not its file.
+        # Sets keys of a group, does not choose its file.
         return f"++{override}"
     if name not in groups or not separator or value.startswith("{"):
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups

@@ -1,4 +1,4 @@
-"""Errors of Hydra, OmegaConf and YAML as one line each, with what to write instead."""
+"""Rewording errors of Hydra, OmegaConf and YAML as one line each, with what to write instead."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.config.messages import nearest
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 
 
 def _configs() -> Path:
-    """`configs/`: beside the package in a clone and in an editable install of one, else inside the package."""
+    """The folder `configs/`: beside the package in a clone or its editable install, else inside the package."""
     package = Path(__file__).parents[1]
     beside = package.parent / "configs"
-    # Where packages are installed, others may have put a folder of that name.
+    # In site-packages another package may have a folder of that name.
     return beside if (beside / "vit_digits.yaml").is_file() else package / "configs"
 
 
 CONFIGS = _configs()
 
-# What composing raises when a file or an override is wrong.
+# Raised by composing when a file or an override is wrong.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
-# Beginnings of Hydra's messages, and what to say instead; groups of the pattern fill the places.
+# Patterns for the beginnings of Hydra's messages, and their replacements, which the patterns' groups fill.
 _REWORDED = (
     (
         r"Could not append to config\. An item is already at '(.*)'",
@@ -53,7 +53,7 @@ _REWORDED = (
 
 
 def explain(error: Exception, folders: Sequence[Path]) -> UserError:
-    """The line for an error of `COMPOSE_ERRORS`; `folders` are searched for the nearest name that exists."""
+    """One line for an error of `COMPOSE_ERRORS`; `folders` are searched for similar names."""
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = str(error)
@@ -73,40 +73,40 @@ def explain(error: Exception, folders: Sequence[Path]) -> UserError:
         return unreadable(error.override.removeprefix("++"), folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is no YAML: {error.problem}")
+        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}")
     for pattern, wording in _REWORDED:
         found = re.match(pattern, text)
         if found:
             return UserError(wording.format(*found.groups()))
-    return UserError(first_line(error))
+    return UserError(without_interpolation(error))
 
 
 def no_such_experiment(name: str, folders: Sequence[Path]) -> UserError:
-    """`--config-name` names nothing."""
+    """The error for a `--config-name` that does not exist."""
     return UserError(f"--config-name {name or chr(34) * 2}: no such experiment{_near(Path(name).stem, '', folders)}")
 
 
 def no_such_file(group: str, name: str, folders: Sequence[Path]) -> UserError:
-    """`group=name` names nothing."""
+    """The error for a `group=name` that does not exist."""
     return UserError(f"{group}={name}: no such file in configs/{group}{_near(name, group, folders)}")
 
 
 def unreadable(override: str, folders: Sequence[Path]) -> UserError:
-    """An argument that is no `key=value`."""
+    """The error for an argument that is not a `key=value`."""
     if override in _available("", folders):
         return UserError(f"cannot read '{override}' on the command line; did you mean --config-name {override}?")
     return UserError(f"cannot read '{override}' on the command line; write key=value, quoting lists and spaces")
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, without the lines after it."""
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def without_interpolation(error: Exception) -> str:
+    """The first line of an error's message, without OmegaConf's prefix about interpolations."""
+    message = first_line(error).strip()
     inner = re.match(r"\w+ raised while resolving interpolation: (.*)", message)
     return inner[1].strip("\"'") if inner else message
 
 
 def shown_path(file: Path) -> str:
-    """A file of ours as `configs/...`, any other as it is."""
+    """A file of our `configs/` as `configs/...`, any other path unchanged."""
     try:
         return str(Path("configs") / file.resolve().relative_to(CONFIGS))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`--help`: what the tool does, the experiments there are, and what can be set."""
+"""The `--help` page: what a tool does, the available experiments, and what can be set."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pycls_fast.config.schema import Section
 
 
 def help_text(description: str, options: type[Section], folders: Sequence[Path]) -> str:
-    """The page.
+    """The `--help` page.
 
     Args:
         description: the tool's docstring.
         options: the tool's own keys.
-        folders: where configurations are.
+        folders: the folders of configurations.
     """
     return "\n".join(_lines(description, options, folders))
 

@@ -20,12 +20,12 @@ Overrides = tuple[Text, ...]
 
 
 class Rung(Section):
-    """One change: what it is called and the overrides that make it, as on the command line.
+    """One change: its name and the overrides that make it, as on the command line.
 
-    `ranks` is the number of processes of this rung and, in a cumulative ladder, of those behind it. `needs` is for what
-    does not run elsewhere, or too slowly to be of use. `image_size_ratio` is a larger image, in whole patches.
-    `against` names the rung that this one is one change away from, where the baseline is more: in mode one_at_a_time
-    the two are compared, and who picks this one gets the other, too.
+    `ranks` is the number of processes of this rung and, in a cumulative ladder, of those after it. `needs` names the
+    only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches. `against`
+    names the rung that this one is one change away from, if that is not the baseline: in mode one_at_a_time the two
+    are compared, and selecting this one also selects the other.
     """
 
     name: Text
@@ -38,7 +38,7 @@ class Rung(Section):
 
 
 class Ladder(Section):
-    """A baseline and the changes to it, in order; `mode`: the only one that its rungs can be run in, None: any."""
+    """A baseline and the changes to it, in order; `mode` is the only mode that its rungs can run in (None: any)."""
 
     description: Text
     source: str = ""
@@ -48,10 +48,10 @@ class Ladder(Section):
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
-    """A ladder by its name in `configs/ladder/`, or by the path of a YAML file.
+    """Read a ladder by its name in `configs/ladder/`, or by the path of a YAML file.
 
     Raises:
-        UserError: no such ladder, or one line per mistake in it.
+        UserError: there is no such ladder, or one line per mistake in it.
     """
     file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
     if not file.is_file():
@@ -69,7 +69,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     if twice:
         raise UserError(f"ladder: {file}: more than one rung is called {', '.join(twice)}; give each a name of its own")
     wrong = [
-        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is no other rung"
+        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is not another rung"
         f"{did_you_mean(rung.against, names[1:])}; give the name of one, or leave it out for the baseline"
         for rung in ladder.rungs
         if rung.against is not None and rung.against not in set(names[1:]) - {rung.name}
@@ -80,7 +80,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
 
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
-    """The ladder with image sizes in pixels, whole patches of the experiment's model."""
+    """The ladder with ratios replaced by image sizes in pixels, in whole patches of the experiment's model."""
     patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
 
     def sized(rung: Rung) -> Rung:

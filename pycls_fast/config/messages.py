@@ -1,4 +1,4 @@
-"""From what pydantic found to one line per bad value: the key, what is wrong, where it was set, the way out."""
+"""Rewording pydantic's errors as one line per bad value: the key, what is wrong, what to do, where it was set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Where = Callable[[str], str]
 
 
 def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
-    """Field name -> the section types it may hold (none for a plain value, several for a union by kind)."""
+    """Field name -> the section types that it may hold (none for a plain value, several for a tagged union)."""
     return {name: tuple(_sections(field.annotation)) for name, field in schema.model_fields.items()}
 
 
@@ -29,7 +29,7 @@ def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> set[str]:
-    """Every dotted key that the schema accepts, those of all kinds of a union included."""
+    """Every dotted key that the schema accepts, including those of all members of a tagged union."""
     keys = set()
     for name, sections in section_keys(schema).items():
         keys.add(prefix + name)
@@ -38,7 +38,7 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> set[str]:
     return keys
 
 
-# What other projects call it. By their letters these are nearest to something else.
+# Keys under the names of other projects, for which the nearest key by spelling would be wrong.
 _USUAL_KEYS = {
     "batch_size": "data.global_batch_size",
     "bs": "data.global_batch_size",
@@ -62,7 +62,7 @@ _USUAL_WORDS = {"gpu": "cuda", "ce": "cross_entropy", "float32": "fp32"}
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one that was probably meant: its usual name, its parts in another order, else the nearest by its letters."""
+    """The word that was probably meant: by its usual name, by its parts in a different order, or by spelling."""
     known = sorted(words)
     if _USUAL_WORDS.get(word) in known:
         return _USUAL_WORDS[word]
@@ -76,15 +76,15 @@ def _parts(word: str) -> list[str]:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest of the words, or nothing when none is near."""
+    """`; did you mean X?` for the nearest of the words, or "" if none is near."""
     near = nearest(word, words)
     return f"; did you mean {near}?" if near is not None else ""
 
 
 def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:
-    """One line per bad value, in the order of the schema. `also`: keys beside the schema's that exist at the top."""
+    """One line per bad value, in the order of the schema. `also`: further keys that exist at the top level."""
     found = [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
-    # A list that is two items short is still one mistake.
+    # A list that is two items short gives the same line twice.
     return list(dict.fromkeys(found))
 
 
@@ -112,7 +112,7 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         return f"{key}.{tag}: must be one of {', '.join(allowed)}; got {context['tag']}{near_tag} ({origin})"
     if kind == "literal_error":
         allowed = _literals(context["expected"])
-        # A number is no misspelt other number.
+        # A number is not a misspelling of a different number.
         near_value = _hint(kind, key, value) or (did_you_mean(value, allowed) if isinstance(value, str) else "")
         return f"{key}: must be one of {', '.join(allowed)}; got {_shown(value)}{near_value} ({origin})"
     return f"{key}: {_wrong(kind, key, section, found)}; got {_shown(value)}{_hint(kind, key, value)} ({origin})"
@@ -121,7 +121,7 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
 def _unknown(
     key: str, section: type[BaseModel] | None, schema: type[BaseModel], also: tuple[str, ...], origin: str
 ) -> str:
-    """What to say of a key that does not exist, with the nearest one that does."""
+    """The message for an unknown key, with the nearest one that exists."""
     parent, _, name = key.rpartition(".")
     kinds = section_keys(schema).get(parent, ())
     other = next((kind for kind in kinds if name in kind.model_fields), None)
@@ -167,7 +167,7 @@ _WORDING = {
 }
 
 
-# Kinds of values for which a text that reads like one of them is no misspelling.
+# Kinds of errors for which a text that reads like a number or a boolean was quoted by mistake, not misspelt.
 _FROM_TEXT = ("int_type", "float_type", "bool_type", "literal_error", "or_auto", "loss_scale")
 _NUMBER_OR_BOOL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|true|false", re.IGNORECASE)
 
@@ -201,15 +201,15 @@ def _literals(expected: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    # Infinity and NaN as they are written in YAML and on the command line.
+    # Not JSON's Infinity and NaN, but as written in YAML and on the command line.
     text = str(value) if isinstance(value, float) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted key of a pydantic location, and the section that the last part belongs to.
+    """The dotted key of a pydantic location, and the section that its last part belongs to.
 
-    pydantic puts the tag of a union by kind into the location (`optim.adamw.lr`); the user never wrote it.
+    pydantic puts the tag of a tagged union into the location (`optim.adamw.lr`), which the user did not write.
     """
     parts: list[str] = []
     section: type[BaseModel] | None = schema
@@ -237,6 +237,6 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _tag(section: type[BaseModel]) -> str:
-    """`name=sgd`."""
+    """The tag of a union's member, such as `name=sgd`."""
     name = next(name for name in ("kind", "name") if name in section.model_fields)
     return f"{name}={_tags(section)[0]}"

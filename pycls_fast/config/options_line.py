@@ -1,4 +1,4 @@
-"""The command line of tools that need no run configuration: `key=value` of their own, checked as strictly."""
+"""The command line of tools without a run configuration: their own `key=value` arguments, checked as strictly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def options_line(run: Callable[[Any], int], options: type[Section], *, words: Se
     Args:
         run: takes the checked options; returns the exit status.
         options: the keys that exist.
-        words: keys that arguments without a `=` are for, in their order; a last one that is a list takes all the rest.
+        words: keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
     """
 
     def action() -> int:
@@ -35,7 +35,7 @@ def options_line(run: Callable[[Any], int], options: type[Section], *, words: Se
 
 
 def read_options(arguments: list[str], options: type[Section], words: Sequence[str] = ()) -> Any:
-    """`key=value` arguments as a section; `words` as in `options_line`.
+    """Parse and check `key=value` arguments; `words` as in `options_line`.
 
     Raises:
         UserError: one line per mistake.
@@ -52,7 +52,7 @@ def read_options(arguments: list[str], options: type[Section], words: Sequence[s
         if key not in options.model_fields:
             values[key] = text
         elif _is_text(options, key):
-            # A path may look like a number, or like no YAML at all.
+            # A path may look like a number, or may not be valid YAML.
             texts[key] = text
         else:
             try:
@@ -68,7 +68,7 @@ def read_options(arguments: list[str], options: type[Section], words: Sequence[s
             texts[key], bare = tuple(bare), []
     if bare:
         raise UserError(f"{bare[0]}: one argument too many; the keys are {', '.join(options.model_fields)}")
-    # Files may have names that are no UTF-8, which pydantic does not take: it sees a "?" for what is none.
+    # File names may not be valid UTF-8, which pydantic requires: it sees "?" for the invalid parts.
     seen = json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace")
     try:
         return options.model_validate_json(seen).model_copy(update=texts)
@@ -81,7 +81,7 @@ def _is_text(options: type[Section], key: str) -> bool:
 
 
 def _is_word(argument: str, options: type[Section]) -> bool:
-    """Whether an argument is a value alone; `-` is, and so is a path with a `=` in it."""
+    """Whether an argument is a value without a key; `-` is, and so is an existing path that contains `=`."""
     key, separator, _ = argument.partition("=")
     if not separator:
         return argument == "-" or not argument.startswith("-")

@@ -1,4 +1,4 @@
-"""What an experiment's file sets wins over the file of a group, also over one that was chosen in its place."""
+"""Notes on precedence: an experiment file's values win over a group's file, even one chosen on the command line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pycls_fast.config.schema import Augment
 
 
 def notes(composed: Composed) -> Iterator[str]:
-    """A line for what an experiment keeps although another optimizer or augmentation was chosen than its own.
+    """Yield one line for the values that an experiment keeps although a different `optim` or `augment` was chosen.
 
-    A learning rate or a weight decay that was meant for another optimizer trains nothing, and `augment=none` would mix
-    images, without an error. Values of the other groups do no such harm.
+    A learning rate or weight decay meant for a different optimizer may train nothing, and `augment=none` would still
+    mix images, without an error. Values of the other groups do no such harm.
     """
     optimizer, augmentation = composed.choices.get("optim"), composed.choices.get("augment")
     for origin, kept in _kept(composed, "optim", {}).items():
         yield (
             f"optim={optimizer}: {', '.join(kept)}: the values of {origin}, not those of "
-            f"{_shown(composed, 'optim')}; optim.KEY=VALUE sets others"
+            f"{_shown(composed, 'optim')}; change them with optim.KEY=VALUE"
         )
     defaults = {key: field.default for key, field in Augment.model_fields.items()}
     for origin, kept in _kept(composed, "augment", defaults).items():
@@ -38,12 +38,12 @@ def notes(composed: Composed) -> Iterator[str]:
 
 
 def _kept(composed: Composed, group: str, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """File -> key -> what it would be otherwise, of values that experiments keep against the chosen file of a group."""
+    """File -> key -> the chosen group file's value, for keys whose value an experiment's file overrides."""
     if composed.saved is not None:
         return {}
     experiments = list(composed.experiments(composed.config_name))
     if not any(override.partition("=")[0] == group for override in composed.overrides):
-        # What a file sets that itself chooses, or stands above the one that does, is meant so.
+        # A file that itself chooses the group's file, or is based on one that does, sets its values on purpose.
         chooser = next((i for i, name in enumerate(experiments) if _overrides(composed, name, group)), len(experiments))
         experiments = experiments[chooser + 1 :]
     below = {shown_path(file) for file in map(composed.file, experiments) if file is not None}
@@ -60,7 +60,7 @@ def _kept(composed: Composed, group: str, defaults: dict[str, Any]) -> dict[str,
 
 
 def _overrides(composed: Composed, experiment: str, group: str) -> bool:
-    """Whether an experiment's file chooses another file of the group than what it is based on."""
+    """Whether an experiment's file overrides its base's choice of the group's file."""
     file = composed.file(experiment)
     values = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
     entries = values.get("defaults", []) if isinstance(values, dict) else []

@@ -1,4 +1,4 @@
-"""Keys and values as they are typed: quotes around what Hydra's grammar would not read as it is."""
+"""Quoting of overrides: adds the quotes that Hydra's grammar requires to keys and values as typed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUOTES = ("'", '"')
 
 
 def quote_items(argument: str) -> str:
-    """`key=[a=1 b=2,c=3]` -> `key=["a=1 b=2","c=3"]`: Hydra reads an `=` within a value only in quotes."""
+    """`key=[a=1 b=2,c=3]` -> `key=["a=1 b=2","c=3"]`: Hydra accepts an `=` within a value only in quotes."""
     key, separator, value = argument.partition("=")
     if not separator or not (value.startswith("[") and value.endswith("]")) or "=" not in value:
         return argument
@@ -21,7 +21,7 @@ def quote_items(argument: str) -> str:
 
 
 def quote_value(override: str) -> str:
-    """`data.root=/photos (2024)` -> `data.root="/photos (2024)"`; what Hydra reads stays as it is."""
+    """`data.root=/photos (2024)` -> `data.root="/photos (2024)"`; unchanged if Hydra can parse it."""
     key, separator, value = override.partition("=")
     if not separator or value[:1] in ("[", "{", *_QUOTES) or _is_read(override):
         return override
@@ -35,7 +35,7 @@ def key_of(override: str) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """A plain value as the command line takes it: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
+    """Format a plain value for the command line: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -56,12 +56,12 @@ def _is_read(override: str) -> bool:
 
 
 def _quoted(item: str) -> str:
-    # Hydra takes a backslash for one that escapes only in front of a quote, so one at the end is doubled, too.
+    # To Hydra a backslash escapes only if a quote follows, so one at the end, before our quote, is doubled too.
     return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), item) + '"'
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that are in no bracket and no quotes."""
+    """Split at commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

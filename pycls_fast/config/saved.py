@@ -1,4 +1,4 @@
-"""The configuration that a run was made with: in its folder, in each of its checkpoints, in what was exported of it."""
+"""Saved configurations: in a run's folder, in its checkpoints, and in weights exported from it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from pycls_fast.paths import user_path
 
 @dataclass(frozen=True)
 class Saved:
-    """Plain values as they were written, and the file that they are in."""
+    """A saved configuration: plain values as written, and their file."""
 
     values: Mapping[str, Any]
     file: Path
     name: str
-    """Of the experiment, where the values do not say it."""
+    """The experiment's name if the values do not hold it."""
 
 
 def of_weights(overrides: Sequence[str]) -> Saved | None:
-    """The configuration that comes with what `weights=` names; None where nothing does (files of other projects).
+    """The configuration saved with what `weights=` names; None if there is none (files of other projects).
 
     Raises:
-        UserError: an argument that cannot be read, or a record that is damaged.
+        UserError: the argument or the saved configuration cannot be read.
     """
     given = [override for override in overrides if override.lstrip("+").partition("=")[0] == "weights"]
     if not given:
@@ -61,10 +61,10 @@ def _resolved(value: str) -> Path:
 
 
 def _of_source(source: Path) -> Saved | None:
-    # Where links lead, and where they are: the one named `best` is in its run folder, a folder on another disk is not.
+    # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
     path = source.resolve()
     if not path.exists():
-        return None  # A hub's name, or a mistake that who opens it tells.
+        return None  # A hub name, or an error that is reported when it is opened.
     file = path / "model.safetensors" if (path / "config.json").is_file() else path
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)
@@ -72,11 +72,11 @@ def _of_source(source: Path) -> Saved | None:
             return Saved(values, file, file.stem)
     if (path / "config.yaml").is_file():
         return of_run(path)
-    # A checkpoint; else the one that a folder of checkpoints stands for.
+    # A checkpoint; else the best or newest one in a folder of checkpoints.
     for checkpoint in _checkpoints(path):
         if (checkpoint / "state.json").is_file():
             return Saved(_in_state(checkpoint / "state.json"), checkpoint / "state.json", checkpoint.name)
-    # Something else in a run folder or in its checkpoints/.
+    # Any other file or folder in a run folder or in its checkpoints/.
     nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
     return None if run_dir is None else of_run(run_dir)
@@ -90,14 +90,14 @@ def _checkpoints(path: Path) -> Iterator[Path]:
 
 
 def _in_header(file: Path) -> dict[str, Any] | None:
-    """Of a safetensors file: the length of a JSON text in 8 bytes, and the text."""
+    """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
     try:
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         text = header.get("__metadata__", {}).get("config")
         values = None if text is None else json.loads(text)
     except (OSError, ValueError, AttributeError, OverflowError, MemoryError):
-        return None  # Who reads the tensors tells of it.
+        return None  # Reported when the tensors are read.
     return values if isinstance(values, dict) else None
 
 
@@ -111,7 +111,7 @@ def _in_state(file: Path) -> dict[str, Any]:
 
 
 def of_run(run_dir: Path) -> Saved:
-    """What a run folder's `config.yaml` holds.
+    """The configuration in a run folder's `config.yaml`.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -124,18 +124,18 @@ def of_run(run_dir: Path) -> Saved:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: holds no keys; it is no run's")
+        raise UserError(f"{file}: holds no keys; it is not a run's configuration")
     return Saved(values, file, run_dir.name)
 
 
 def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
-    """A configuration from the plain values that a checkpoint or an exported file holds; no combination is checked.
+    """A configuration from a checkpoint's or exported file's plain values; combinations of keys are not checked.
 
     Args:
         where: the file, for messages.
 
     Raises:
-        UserError: one line per value that this version does not know.
+        UserError: one line per value that this version does not accept.
     """
     try:
         return RunConfig.model_validate_json(json.dumps(values))
@@ -146,22 +146,22 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.
 
-    Of `speed` only the preset: the file has the switches that were in force on the run's device, with its compiler and
-    in training, which another place may not have.
+    Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
+    its compiler, which may not be available here.
 
     Raises:
-        UserError: no such run, or a mistake in an override.
+        UserError: there is no such run, or an override is wrong.
     """
     return check(compose_saved(of_run(run_dir), overrides))
 
 
 def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
-    """What `check` takes, from what was saved: `group=name` replaces a group, `key=value` a value, `~key` takes it out.
+    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
 
     See `load_run_config` for what is left out.
 
     Raises:
-        UserError: an override that cannot be read.
+        UserError: an override cannot be read.
     """
     values = dict(saved.values)
     config_name = str(values.pop("config_name", saved.name))
@@ -192,7 +192,7 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    """By Hydra's grammar, so that a value means the same as where Hydra composes."""
+    """Parse overrides with Hydra's grammar, so that values mean the same as when Hydra composes."""
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise unreadable(override, [])
@@ -215,7 +215,7 @@ def _change(values: DictConfig, override: Override) -> None:
 
 
 def _with_groups(values: Mapping[str, Any], choices: dict[str, str]) -> DictConfig:
-    """Saved values with groups replaced by the chosen files; one of the whole configuration may choose others."""
+    """Saved values with groups replaced by the chosen files; a file of the global package may choose further ones."""
     files = {name: CONFIGS / name / f"{choice}.yaml" for name, choice in choices.items()}
     contents = {name: _plain(name, file) for name, file in files.items()}
     whole = [contents.pop(name) for name, file in files.items() if is_global(file)]

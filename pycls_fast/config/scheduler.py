@@ -1,4 +1,4 @@
-"""Jobs of a cluster's scheduler, through Hydra's submitit launcher (`pip install -e '.[slurm]'`)."""
+"""Tasks of a cluster's scheduler that Hydra's submitit launcher started (`pip install -e '.[slurm]'`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def is_task() -> bool:
 
 
 def warning_signal() -> signal.Signals | None:
-    """What a task gets some minutes before its job is taken off the machine; None where this is no task."""
+    """The signal that a task gets some minutes before its job is preempted; None if this is not a task."""
     return signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"] if is_task() else None
 
 
 def join() -> None:
-    """Tell the tasks of a job apart in torchrun's variables, each task being one rank."""
+    """Set torchrun's environment variables for this task of a job; each task is one rank."""
     if "RANK" in os.environ:
         return
     from submitit.helpers import TorchDistributedEnvironment

@@ -1,7 +1,7 @@
 """The typed configuration of a run: strict, frozen, and the only list of keys that exist.
 
-YAML files and the command line say what differs from the defaults here. Unknown keys, wrong types and values out of
-range are refused (`extra="forbid"`, `strict=True`); what involves several keys at once is in `checks.py`.
+YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
+refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from pycls_fast.speed import SwitchName
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-# Of pixels in 0..1.
+# For pixels in 0..1.
 Mean = Annotated[float, Field(ge=0.0, le=1.0)]
 Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -24,7 +24,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Hue = Annotated[float, Field(ge=0.0, le=0.5)]
 Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-# An unset variable of the shell (`data.root=$DATA`) must not become the current folder.
+# Not empty: an unset shell variable (`data.root=$DATA`) must not become the current folder.
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -37,12 +37,12 @@ def _loss_scale(value: Any) -> Any:
     raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
 
 
-# One line for a bad value, where a union of types would give one for each of them.
+# A plain validator gives one line for a bad value; a union of types would give one for each type.
 LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
 
 
 AUTO = 0
-"""What a whole number that is `auto` is until the training images are known (`build.by_size`)."""
+"""The value that stands for `auto` until the number of training images is known (`build.resolve_auto`)."""
 
 
 def _or_auto(value: Any) -> Any:
@@ -54,21 +54,21 @@ def _or_auto(value: Any) -> Any:
     raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
 
 
-# Typed as the number that it is in every run.
+# Typed as the number that it becomes in every run.
 PositiveIntOrAuto = Annotated[
     int, PlainValidator(_or_auto), PlainSerializer(lambda value: "auto" if value == AUTO else value)
 ]
 
 
 def _as_tuple(value: Any) -> Any:
-    """A text is a list of one."""
+    """Accept a single text as a list of one."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _bare_off(value: Any) -> Any:
-    """YAML reads a bare `off` as false, and a bare `on` as true."""
+    """Accept a bare `off` (and `on` below), which YAML reads as false (true)."""
     return "off" if value is False else value
 
 
@@ -80,7 +80,7 @@ _Off, _OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
 
 
 class Section(BaseModel):
-    """A group of keys; what every part of the configuration inherits."""
+    """The base class of every group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -88,10 +88,10 @@ class Section(BaseModel):
 class ViTModel(Section):
     """Vision Transformer (Dosovitskiy et al., 2021); sizes are in `configs/model/vit_*.yaml`.
 
-    `models.VisionTransformer` says what each key means. `stem: conv` has convolutions of `stem_widths` and
-    `stem_strides`; `layer_scale` is the start of its factors; `pre_logits` the width of a tanh layer before the head.
-    `init` says whose initial values: `jax` are google-research/vision_transformer's, whose head begins with zeros,
-    `trunc_normal` DeiT's and timm's.
+    `models.VisionTransformer` documents each key. `stem: conv` has convolutions of `stem_widths` and `stem_strides`;
+    `layer_scale` is the initial value of its factors; `pre_logits` is the width of a tanh layer before the head.
+    `init: jax` initialises as google-research/vision_transformer, whose head begins with zeros, `trunc_normal` as DeiT
+    and timm.
     """
 
     kind: Literal["vit"]
@@ -137,7 +137,7 @@ class ResNetModel(Section):
 
 
 class TimmModel(Section):
-    """Any model of timm by its name, with new weights; `options` go to its constructor under timm's names."""
+    """Any timm model by its name, newly initialised; `options` go to its constructor under timm's names."""
 
     kind: Literal["timm"]
     name: Text
@@ -149,27 +149,27 @@ class TimmModel(Section):
 class Data(Section):
     """Where images come from and how they are batched.
 
-    `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (left out: that of training; in
-    tools that only score 128 at most), `num_workers` per rank (left out: the rank's share of the cores).
+    `global_batch_size` is over all ranks and microbatches, `eval_batch_size` per rank (default: that of training; in
+    tools that only score, at most 128), `num_workers` per rank (default: the rank's share of the cores).
 
-    `source` is a layout of `data/README.md`; `auto` looks at what is in `root`: a path, for `tar` perhaps an address,
-    for `hub` a dataset's name. `train` and `val` name the files (for `hub`: the splits) where their own names do not
-    tell. Remote shards are kept in `shard_cache`, up to `shard_cache_gib`. Indexes of large datasets are kept beside
-    the data or in the user's cache (`index_cache: auto`), in a folder of your choice, or not (`off`). With
-    `shuffle: blocks` shards are read one after the other, mixing within `shuffle_buffer` images; `auto` does so behind
-    a network.
+    `source` is a layout of `data/README.md`; `auto` detects it from what is in `root`: a path, for `tar` possibly a
+    URL, for `hub` a dataset's name. `train` and `val` name the files (for `hub`: the splits) if their names are not
+    the usual ones. Remote shards are kept in `shard_cache`, up to `shard_cache_gib`. Indexes of large datasets are kept
+    beside the data or in the user's cache (`index_cache: auto`), in a folder of your choice, or not at all (`off`).
+    With `shuffle: blocks` shards are read one after the other, mixing within `shuffle_buffer` images; `auto` does so
+    for remote data.
 
-    With `global_batch_size: auto` it follows the number of training images (`build.by_size`). `normalization: weights`
-    takes mean and standard deviation from what `weights` names, where that says them, in place of `mean` and `std`,
-    which are those of red, green and blue on the scale 0 to 1.
-    `sampling` is how often a class comes in an epoch: as often as it has images, each class equally often, or by the
-    square root of its images (`data.class_order`).
+    `global_batch_size: auto` depends on the number of training images (`build.resolve_auto`). `normalization: weights`
+    takes mean and standard deviation from what `weights` names, if that has them, instead of `mean` and `std`, which
+    are for red, green and blue on the scale 0 to 1.
+    `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
+    square root of it, or each class equally often (`data.class_order`).
 
-    `image_size_schedule` holds pairs of a first epoch and the training images' size from there on; before the first
+    `image_size_schedule` holds pairs of a first epoch and the size of training images from then on; before the first
     pair and in evaluation it is `image_size`.
 
     `eval_set` is what `tools/test_net.py` scores instead of a split, from the files in `eval_root`; `wnids` lists
-    ImageNet's 1,000 WordNet ids in the order of the outputs, where the training classes are not called that.
+    ImageNet's 1,000 WordNet ids in the order of the outputs, if the training classes are not named by these ids.
     """
 
     source: Literal["auto", "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", "digits", "synthetic"] = (
@@ -211,8 +211,8 @@ class Data(Section):
 class RandAugment(Section):
     """RandAugment (Cubuk et al., 2020) as parameterised by `library`.
 
-    torchvision: magnitude 0..30. timm (and DeiT): magnitude 0..10 with a normal spread of `magnitude_std`, each
-    operation taken with `probability` (left out: 0.5), `increasing` in strength with the magnitude or not.
+    torchvision: magnitude 0..30. timm (and DeiT): magnitude 0..10 with a normal spread of `magnitude_std`; each
+    operation is applied with `probability` (default 0.5), its strength `increasing` with the magnitude or not.
     """
 
     library: Literal["torchvision", "timm"] = "torchvision"
@@ -226,10 +226,10 @@ class RandAugment(Section):
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
-    At most one of `rand_augment`, `auto_augment` (torchvision's, by the dataset of its policy), `trivial_augment` and
-    `three_augment` (DeiT III) follows the flip, then `color_jitter` (brightness, contrast, saturation, hue). Mixing is
-    of whole batches, of pairs or of single elements, each with a share of its own (`mix_mode`). With `repeats` an
-    image is in an epoch that many times, augmented differently, and a `repeats`-th of the images are.
+    After the flip comes at most one of `rand_augment`, `auto_augment` (torchvision's, by the dataset of its policy),
+    `trivial_augment` and `three_augment` (DeiT III), then `color_jitter` (brightness, contrast, saturation, hue).
+    `mix_mode`: one mixing ratio for the whole batch, per pair, or per element. With `repeats` each image of an epoch
+    appears that many times, augmented differently, and an epoch has a `repeats`-th of the images.
     """
 
     crop: Literal["random_resized", "pad", "none"] = "random_resized"
@@ -256,10 +256,10 @@ class Augment(Section):
 
 
 class Loss(Section):
-    """`bce` is binary cross-entropy per class, summed over classes as in big_vision or averaged as in timm.
+    """The training loss; `bce` is binary cross-entropy, summed over classes as in big_vision or averaged as in timm.
 
     With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
-    `class_weights: balanced` weighs each image by the mean number of images of a class over that of its own class.
+    `class_weights: balanced` weights each image by the mean number of images per class divided by its own class's.
     """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
@@ -270,11 +270,12 @@ class Loss(Section):
 
 
 class _Optim(Section):
-    """`ema_decay` is per step whatever `ema_every_steps`; `layer_decay` is the rate of a layer to that of the next.
+    """Keys that all optimizers share.
 
-    `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters with * for
-    any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state, and modules without
-    anything to train compute as in evaluation, so that batch norm keeps its statistics and nothing is dropped.
+    `ema_decay` is per step, whatever `ema_every_steps`; `layer_decay` is a layer's learning rate divided by the next
+    layer's. `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters,
+    with * for any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state, and fully
+    frozen modules stay in evaluation mode, so that batch norm keeps its statistics and nothing is dropped.
     """
 
     lr: PositiveFloat
@@ -301,7 +302,7 @@ class SGD(_Optim):
 
 
 class AdamW(_Optim):
-    """AdamW (Loshchilov and Hutter, 2019): decay is `lr * weight_decay` a step, as in torch."""
+    """AdamW (Loshchilov and Hutter, 2019): decay is `lr * weight_decay` per step, as in torch."""
 
     name: Literal["adamw"]
     betas: Betas = (0.9, 0.999)
@@ -309,10 +310,10 @@ class AdamW(_Optim):
 
 
 class LAMB(_Optim):
-    """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio where there is no weight decay.
+    """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio for parameters without weight decay.
 
-    With one a step is in proportion to the weights, and weights of zero stay near it: a ViT needs
-    `model.init: trunc_normal`, whose head does not begin there.
+    With a trust ratio a step is in proportion to the weights, so that weights of zero hardly change: a ViT needs
+    `model.init: trunc_normal`, whose head does not begin with zeros.
     """
 
     name: Literal["lamb"]
@@ -321,7 +322,7 @@ class LAMB(_Optim):
 
 
 class Lion(_Optim):
-    """Lion (Chen et al., 2023): the sign of a momentum; decay is `lr * weight_decay` a step."""
+    """Lion (Chen et al., 2023): the sign of a momentum; decay is `lr * weight_decay` per step."""
 
     name: Literal["lion"]
     betas: Betas = (0.9, 0.99)
@@ -330,7 +331,7 @@ class Lion(_Optim):
 class Adafactor(_Optim):
     """Adafactor (Shazeer and Stern, 2018) as changed for ViTs by Zhai et al. (2022, section 3.4).
 
-    Second moments of tensors with two axes of `min_factored` or more are kept as rows and columns.
+    Second moments of tensors with two axes of `min_factored` or more are factored into rows and columns.
     """
 
     name: Literal["adafactor"]
@@ -345,7 +346,8 @@ class Adafactor(_Optim):
 class Muon(_Optim):
     """Muon (Jordan et al., 2024) for the matrices and convolutions of the blocks, AdamW for the rest.
 
-    Updates have the size of AdamW's (Liu et al., 2025), so one lr and decay serve both; `betas`, `eps` are AdamW's.
+    Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one lr and decay serve both; `betas` and `eps`
+    are AdamW's.
     """
 
     name: Literal["muon"]
@@ -368,15 +370,15 @@ Optim = SGD | AdamW | LAMB | Lion | Adafactor | Muon | AdamW8bit
 
 
 class Schedule(Section):
-    """Learning rate per step: linear warm-up, then a curve. `max_steps` stops early, the curve unchanged.
+    """Learning rate per step: linear warm-up, then a curve. `max_steps` stops early without changing the curve.
 
     `cosine` and `linear` fall to `final_factor`; `step` multiplies by `step_factor` after every `step_epochs` epochs.
-    The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, the warm-up in its place
-    as long as it lasts (timm, pycls).
+    The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, where the warm-up replaces
+    its beginning (timm, pycls).
 
-    With `epochs: auto` they follow the number of training images (`build.by_size`). `early_stopping_evals` ends the run
+    `epochs: auto` depends on the number of training images (`build.resolve_auto`). `early_stopping_evals` ends the run
     when the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`,
-    is the first of the best by `early_stopping_metric`.
+    is the best by `early_stopping_metric`, the first of equal ones.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"
@@ -395,9 +397,9 @@ class Schedule(Section):
 class Precision(Section):
     """Number formats of the step (`pycls_fast/precision.py`).
 
-    The `loss_scale` keys serve the float16 levels: `dynamic`, with start, growth, back-off, interval and floor, or a
-    constant. The `fp8` keys serve `fp8`: layers whose qualified name contains one of `fp8_skip` stay out of it, as do
-    those with a side that is no multiple of 16; `fp8_emulate` rounds to float8 on hardware that has none, slowly.
+    The `loss_scale` keys are for the float16 levels: `dynamic`, with start, growth, back-off, interval and floor, or a
+    constant. The `fp8` keys are for `fp8`: layers whose qualified name contains one of `fp8_skip` are left out, as are
+    those with a side that is not a multiple of 16; `fp8_emulate` rounds to float8 on hardware without it, slowly.
     """
 
     name: Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"] = "fp32"
@@ -415,16 +417,16 @@ class Precision(Section):
 class Parallel(Section):
     """How the ranks share the work; `auto` is `ddp` under torchrun with more than one rank, else `single`.
 
-    `ddp` alone: `compression` of the gradients that ranks exchange (`powersgd`: to matrices of `powersgd_rank`, after
-    `powersgd_start_step` steps without; Vogels et al., 2019), and `static_graph`, a promise to torch that every step
-    uses the same parameters in the same order.
+    Only `ddp`: `compression` of the gradients that ranks exchange (`powersgd`: to matrices of `powersgd_rank`, from
+    step `powersgd_start_step` on; Vogels et al., 2019), and `static_graph`, a promise to torch that every step uses the
+    same parameters in the same order.
 
-    The sharded ones: `reshard_after_forward` gathers weights again in the backward pass (ZeRO-3) instead of keeping
-    them (ZeRO-2); `prefetch_units` blocks are gathered ahead (0: the order is left to torch). `hsdp` alone: shards over
-    `shard_degree` ranks (left out: those of a node), which `replicate_degree` groups repeat (left out: the rest).
+    Sharded strategies: `reshard_after_forward` gathers weights again in the backward pass (ZeRO-3) instead of keeping
+    them (ZeRO-2); `prefetch_units` blocks are prefetched (0: torch's default order). Only `hsdp`: shards over
+    `shard_degree` ranks (default: those of a node), replicated by `replicate_degree` groups (default: the rest).
 
-    `sync_batchnorm` takes batch norm's statistics over all ranks. With `speed.recompute` on, every
-    `recompute_every`-th block is recomputed, the first among them.
+    `sync_batchnorm` computes batch norm's statistics over all ranks. With `speed.recompute` on, every
+    `recompute_every`-th block is recomputed, starting with the first.
     """
 
     name: Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"] = "auto"
@@ -443,7 +445,7 @@ class Parallel(Section):
 
 
 class Speed(Section):
-    """Performance switches; one that is not set takes the preset's value for the device (`pycls_fast/speed/`)."""
+    """Performance switches; an unset one takes the preset's value for the device (`pycls_fast/speed/`)."""
 
     preset: Literal["reference", "fast", "meta2022"] = "reference"
     memory_format: Literal["contiguous", "channels_last"] | None = None
@@ -482,7 +484,7 @@ class Speed(Section):
     @field_validator("sequence_padding", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        # 8 on the command line and in YAML is a number, and a switch's values are names.
+        # 8 is a number on the command line and in YAML, but a switch's values are names.
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     def chosen(self) -> dict[SwitchName, str]:
@@ -492,12 +494,12 @@ class Speed(Section):
 
 
 class Runtime(Section):
-    """The machine, and how often things happen.
+    """The device, and how often to log, evaluate and save.
 
-    `keep_checkpoints` are the newest; the best is kept besides them. With `checkpoint_async` training goes on while a
-    copy of its state is written; the copy takes as much of the host's memory as a rank's share of the state.
-    `eval_every_epochs: auto` makes 20 evaluations in a run at most.
-    `threads` compute on the CPU (left out: torch's choice, but no more than a container's CPU limit).
+    `keep_checkpoints` is the number of newest ones that are kept, besides the best. With `checkpoint_async` training
+    continues while a copy of its state is written; the copy takes as much host memory as a rank's share of the state.
+    `eval_every_epochs: auto` makes at most 20 evaluations in a run.
+    `threads` is the number of CPU threads (default: torch's choice, but at most a container's CPU limit).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     """
 
@@ -515,11 +517,11 @@ class Runtime(Section):
 
 
 class RunConfig(Section):
-    """One run, whole. `run_dir=None` is `runs/<config_name>/<time>`.
+    """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME` or `torchvision:NAME`;
-    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of another shape. A training
-    with `needs_weights` does not begin without `weights`: its recipe is one of fine-tuning.
+    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different shape. With
+    `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
     """
 
     config_name: Text

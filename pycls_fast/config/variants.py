@@ -1,4 +1,4 @@
-"""Several configurations from one command line: the experiment, and it with a few more overrides."""
+"""Further configurations from one command line: the experiment with additional overrides."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pycls_fast.errors import UserError
 def variant(
     overrides: Sequence[str], *, options: type[Section], needs_data: bool = True, trains: bool = False
 ) -> RunConfig:
-    """This process's command line with more overrides behind it; only inside `command_line`'s tool.
+    """The configuration of this process's command line plus more overrides; only inside `command_line`'s tool.
 
     Args:
         overrides: `key=value` and `group=name`, as on the command line.
-        options: the tool's own keys, which are no part of a configuration.
+        options: the tool's own keys, which are not part of a configuration.
         needs_data, trains: as in `command_line`.
 
     Raises:
@@ -49,7 +49,7 @@ def variant(
 
 
 def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
-    """Options and overrides for another tool that make this process's configuration; only inside `command_line`'s tool.
+    """Options and overrides that give another tool this process's configuration; only inside `command_line`'s tool.
 
     Args:
         options: this tool's own keys, which are left out.
@@ -62,16 +62,16 @@ def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
 
 
 def command_alone() -> list[str] | None:
-    """Options and overrides that start this run of a `--multirun` by itself, without its `run_dir`; None elsewhere."""
+    """Options and overrides that start only this run of a `--multirun`, without its `run_dir`; None elsewhere."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return None
     flags, typed = same_command(options=Section)
-    # What Hydra knows of its sweep alone.
+    # Only a sweep's Hydra configuration has a job number.
     number = str(HydraConfig.get().job.num)
     known = [override.removeprefix("++").replace("${hydra:job.num}", number) for override in typed]
     return [*flags, *(override for override in known if key_of(override) != "run_dir")]
 
 
 def config_folders() -> list[Path]:
-    """Where this process's configuration files are; only inside `command_line`'s tool."""
+    """The folders of this process's configuration files; only inside `command_line`'s tool."""
     return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]

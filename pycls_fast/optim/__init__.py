@@ -1,4 +1,4 @@
-"""Parameter groups, schedules, optimizers and the average of the weights."""
+"""Parameter groups, schedules, optimizers, loss scaling and the exponential moving average of the weights."""
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze

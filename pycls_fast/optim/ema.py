@@ -16,10 +16,10 @@ class Live(Protocol):
     """Weights that the optimizer owns in place of the model's own (`MasterWeights`, flat shards)."""
 
     def live(self) -> dict[str, Tensor]:
-        """By name: tensors that training changes in place."""
+        """Tensors by name that training changes in place."""
 
     def refresh_model(self) -> None:
-        """Called after they were changed by hand."""
+        """Update the model after these tensors were changed by hand."""
 
 
 class Ema:
@@ -32,11 +32,10 @@ class Ema:
         decay: `d`, per optimizer step.
         warmup: raise the decay to its value over the first updates.
         implementation: "loop" or "foreach".
-        every: take in the weights after every so many steps only, with `d ** every`, which keeps the average's span in
-            steps (Busbridge et al., How to Scale Your EMA, 2023). Cheaper, and up to `every - 1` steps
-            behind when it is read.
-        masters: of a model in a half format: the average follows the masters where they are kept, and is float32
-            in any case (a half format would round most of its steps away).
+        every: update only every so many steps, with decay `d ** every`, which keeps the average's time span in steps
+            (Busbridge et al., How to Scale Your EMA, 2023). Cheaper, and up to `every - 1` steps behind when read.
+        masters: master weights of a model in a half format: the average follows the masters if they are kept, and is
+            float32 in any case (a half format would round most of its updates away).
     """
 
     def __init__(
@@ -56,25 +55,25 @@ class Ema:
         self._masters = masters
         # state_dict shares storage with the model, so these references stay current.
         named: dict[str, Tensor] = model.state_dict(keep_vars=True) if masters is None else masters.live()
-        # A shared tensor has several names and one average; to swap it twice would be not to swap it.
+        # A shared tensor has several names and one average; swapping it twice would undo the swap.
         first = {id(value): name for name, value in reversed(named.items())}
         self._live = {name: value.detach() for name, value in named.items() if first[id(value)] == name}
         averages = {name: _wide(value).clone() for name, value in self._live.items()}
         self.values: dict[str, Tensor] = {name: averages[first[id(value)]] for name, value in named.items()}
         floating = [name for name, value in self._live.items() if value.is_floating_point()]
-        # Of a sharded model each rank averages its own part: nothing is gathered.
+        # Each rank of a sharded model averages its own part: nothing is gathered.
         self._averages = [local(self.values[name]) for name in floating]
         self._weights = [local(self._live[name]) for name in floating]
         self._copied = [name for name in self._live if name not in set(floating)]
 
     def share(self, step: int) -> float:
-        """Of the weights after optimizer step `step` (from 0) in the new average; 0 where they are left out."""
+        """Share of the weights after `step` (from 0) in the new average: 1 - decay ** every, or 0 if skipped."""
         if (step + 1) % self.every:
             return 0.0
         return 1.0 - (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every
 
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step `step`, counted from 0."""
+        """Update the average with the weights after optimizer step `step`, counted from 0."""
         share = self.share(step)
         if share:
             self._update(share)
@@ -82,7 +81,7 @@ class Ema:
                 self.values[name].copy_(self._live[name])
 
     def update_by(self, share: Tensor) -> None:
-        """`update` with the share in a tensor of no dimension: the same operations in every step, 0 changes nothing."""
+        """`update` with the share in a 0-d tensor: the same operations in every step; a share of 0 changes nothing."""
         self._update(share)
         for name in self._copied:
             self.values[name].copy_(torch.where(share > 0, self._live[name], self.values[name]))
@@ -99,7 +98,7 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model computes with the averages inside the context, with its own weights again after it."""
+        """A context in which the model computes with the averages; its own weights are restored on exit."""
         averages = self._swap()
         try:
             yield
@@ -110,7 +109,7 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> dict[str, Tensor]:
-        """Returns copies of the averages that the model's format cannot hold."""
+        """Swap weights and averages; returns copies of the averages that the model's format cannot hold."""
         averages = {}
         for name, live in self._live.items():
             kept = live.clone()
@@ -133,5 +132,5 @@ class Ema:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Half formats as float32, anything else as it is."""
+    """Convert half formats to float32; anything else is unchanged."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,4 +1,4 @@
-"""Frozen parts of a network: no gradients, no optimizer state, and modules that compute as in evaluation."""
+"""Freezing parts of a network: no gradients, no optimizer state, and modules in evaluation mode."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pycls_fast.errors import UserError
 
 
 def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
-    """Leave gradients to what is named, in place, before the optimizer is made and the network is wrapped.
+    """Freeze everything that is not named, in place, before the optimizer is made and the network is wrapped.
 
-    Of the rest every module that has parameters but none to train stays in evaluation mode, whatever `train()` says:
-    batch norm uses its statistics and keeps them, dropout and drop-path drop nothing.
+    Every module whose parameters are all frozen stays in evaluation mode, whatever `train()` says: batch norm uses its
+    statistics and does not update them, dropout and drop-path drop nothing.
 
     Args:
-        network: any.
+        network: any network.
         trainable: "all", "head", and names of modules or parameters, with * for any part of a name. A module stands for
-            all that is in it.
+            everything in it.
         head: qualified name of the final linear layer.
 
     Raises:
-        UserError: a name that the network does not have.
+        UserError: the network does not have a name.
     """
     if "all" in trainable:
         return
@@ -40,7 +40,7 @@ def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
         inside = list(module.parameters())
         if inside and not any(parameter.requires_grad for parameter in inside):
             module.eval()
-            # On the object: `train()` of the network calls that of each of its parts.
+            # Set on the object: the network's `train()` calls that of each of its modules.
             module.train = partial(_stay, module)  # type: ignore[method-assign]
 
 

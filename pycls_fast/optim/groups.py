@@ -1,7 +1,7 @@
-"""Parameter groups, decided by the module that owns a parameter and its place in the model, never by a part of a name.
+"""Parameter groups, decided by a parameter's owning module and its place in the model, never by a part of its name.
 
-What is decided: weight decay (by the owner's type), the layer and with it the learning rate's scale, and which
-matrices are hidden ones (both by the model's units).
+Decided are: weight decay (by the owner's type), the layer and with it the learning rate's scale, and which matrices
+are hidden ones (both by the model's units).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def parameter_groups(
     """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
 
     Args:
-        model: parameters without a gradient are left out.
-        weight_decay: of the decayed group.
+        model: parameters that do not require a gradient are left out.
+        weight_decay: weight decay of the decayed group.
         decay_norms: decay scales and shifts of normalisations.
         decay_biases: decay biases of other layers.
         decay_embeddings: decay parameters of the `embeddings` modules (class token, positions).
         embeddings: module types that count as embeddings.
-        embedding_names: parameters that do so too, for models whose tokens and positions are no modules of their own.
-        scales: module types that count as normalisations.
-        scale_names: parameters that do so too, for models whose layer scales are no modules of their own.
+        embedding_names: names of further embedding parameters, if tokens and positions are not separate modules.
+        scales: further module types that count as normalisations.
+        scale_names: names of further such parameters, if layer scales are not separate modules.
         units: the model's repeated blocks in forward order (`model.units()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
@@ -76,7 +76,7 @@ def parameter_groups(
 
 
 def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
-    """The groups with the names of their parameters in the parameters' place."""
+    """The groups with their parameters replaced by the parameters' names."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     return [{**group, "params": [name_of[parameter] for parameter in group["params"]]} for group in groups]
 
@@ -84,9 +84,9 @@ def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
 def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
     """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
 
-    What the model holds before its first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, what
-    comes after the last unit (final norm, head) is the last layer, `len(units) + 1`; what stands between two units
-    goes with the one before it. "Before" is the order in which the model holds its modules.
+    Everything before the first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, everything after
+    the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units belongs to the
+    layer of the one before it. "Before" refers to the order in which the model holds its modules.
     """
     unit_of = {id(p): index for index, (_, unit) in enumerate(units) for p in unit.parameters()}
     found: dict[nn.Parameter, int] = {}

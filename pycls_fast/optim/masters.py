@@ -1,8 +1,8 @@
-"""Networks in a half format, and the float32 weights that the optimizer changes instead.
+"""Networks in a half format, and the float32 master weights that the optimizer updates instead.
 
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1: an update smaller than half a unit in the last
-place of a weight is lost when it is added in the weight's own format; added to a float32 master it is kept, and
-enough of them move the rounded weight.
+place of a weight is lost when added in the weight's own format; added to a float32 master it is kept, and enough of
+them change the rounded weight.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
 
 
 class MasterWeights:
-    """Casts a network in place and holds wide copies of the cast parameters, which are what the optimizer owns.
+    """Casts a network in place to a narrow format and holds wide master copies, which the optimizer owns.
 
-    One step: backward fills the network's gradients, `take_gradients` moves them over in the wide format (still
-    multiplied by the loss scale), the optimizer changes the masters, `copy_to_model` rounds them into the network.
+    One step: backward fills the network's gradients, `take_gradients` adds them to the masters' in the wide format
+    (still multiplied by the loss scale), the optimizer updates the masters, `copy_to_model` rounds them into the
+    network.
 
     Args:
         model: on its device, its parameters in `wide`.
-        dtype: what its parameters and floating buffers become.
-        wide_norms: leave normalisation layers in `wide`. Batch norm stays there in any case where masters are kept:
-            its statistics move by small steps, which a half format would round away.
+        dtype: the format of its parameters and floating-point buffers afterwards.
+        wide_norms: leave normalisation layers in `wide`. Batch norm stays in `wide` whenever masters are kept: its
+            statistics change by small steps, which a half format would round away.
         kept: keep the masters from step to step. Otherwise each step starts from the rounded weights, and between
             steps the masters have no memory: full half-precision training with the arithmetic of the update in `wide`.
         wide: the masters' format.
@@ -53,7 +54,7 @@ class MasterWeights:
         _cast(model, dtype, wide_modules)
 
     def groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Optimizer groups of the network's parameters, with the masters in their place."""
+        """Optimizer groups with the network's parameters replaced by their masters."""
         return [{**g, "params": [self._master_of.get(id(p), p) for p in g["params"]]} for g in groups]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -63,7 +64,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Add the network's gradients to the masters' and drop them."""
+        """Add the network's gradients to the masters' and clear them."""
         self._allocate()
         new, added = [], []
         for parameter, master in zip(self._narrow, self.masters, strict=True):
@@ -85,7 +86,7 @@ class MasterWeights:
         """Round the masters into the network."""
         torch._foreach_copy_(self._narrow, self.masters)
         if not self._kept:
-            # Only the update is done in the wide format: the next step starts from what was rounded.
+            # Only the update is in the wide format: the next step starts from the rounded weights.
             for master in self.masters:
                 master.untyped_storage().resize_(0)
 
@@ -96,7 +97,7 @@ class MasterWeights:
             torch._foreach_copy_(self._narrow, self.masters)
 
     def live(self) -> dict[str, Tensor]:
-        """The network's state by name, kept masters in their parameters' place: tensors that training changes."""
+        """The network's state by name, with kept masters in place of parameters: tensors that training changes."""
         state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         return {name: self._master_of.get(id(v), v) if self._kept else v for name, v in state.items()}
 
@@ -110,7 +111,7 @@ class MasterWeights:
         """Restore masters and network from the wide values.
 
         Raises:
-            RuntimeError: names or shapes that are not the network's.
+            RuntimeError: names or shapes are not the network's.
         """
         self._model.load_state_dict(state)
         for name, value in self.live().items():
@@ -132,7 +133,7 @@ def _cast_modules(model: nn.Module, wide: Modules) -> list[nn.Module]:
 
 
 def _to_cast(model: nn.Module, wide: Modules) -> list[nn.Parameter]:
-    """The parameters that are cast, each once, in the model's order."""
+    """The parameters to cast, each once, in the model's order."""
     found = {
         id(p): p
         for module in _cast_modules(model, wide)
@@ -145,18 +146,18 @@ def _to_cast(model: nn.Module, wide: Modules) -> list[nn.Parameter]:
 def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:
     for module in _cast_modules(model, wide):
         for parameter in module.parameters(recurse=False):
-            # The object stays the same: optimizer groups and hooks may hold it.
+            # Keep the object: optimizer groups and hooks may refer to it.
             parameter.data = parameter.data.to(dtype)
     cast_buffers(model, dtype, wide)
     for module in model.modules():
-        # Batch norm takes half-precision maps with wide statistics and weights as it is.
+        # Batch norm accepts half-precision maps with wide statistics and weights.
         if isinstance(module, wide) and not isinstance(module, BATCH_NORM):
             module.register_forward_pre_hook(_Widen())
             module.register_forward_hook(CastOutput(dtype))
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NORM,)) -> None:
-    """Give floating-point buffers a half format, but for those of some modules: batch norm's statistics stay wide."""
+    """Cast floating-point buffers to a half format, except those of `wide` modules (batch norm's statistics)."""
     for module in _cast_modules(model, wide):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
@@ -164,7 +165,7 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NO
 
 
 class _Widen:
-    """The input of a norm in its weights' format (objects, not closures: a model can be copied and pickled)."""
+    """A pre-hook that casts a norm's input to its weights' format (an object: a model can be copied and pickled)."""
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         wide = next(module.parameters()).dtype
@@ -172,7 +173,7 @@ class _Widen:
 
 
 class CastOutput:
-    """A forward hook: the output, of a norm say, in another format."""
+    """A forward hook that casts a module's output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

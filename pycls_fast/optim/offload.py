@@ -15,16 +15,16 @@ from pycls_fast.optim.groups import Group
 class HostOptimizer(Optimizer):
     """Runs another optimizer on float32 copies of the parameters on the CPU, and writes the result back.
 
-    A step copies the gradients to the host (pinned where the parameters are on CUDA), **waits for them**, updates on
-    the CPU, and starts the copy back. The device keeps weights and gradients alone; the time of the update on the CPU
-    is added to every step. torchao has a CPUOffloadOptimizer that overlaps the two; it runs on CUDA and XPU only, and
-    keeps one optimizer per parameter, so that what is saved has another layout.
+    A step copies the gradients to the host (pinned if the parameters are on CUDA), **waits for them**, updates on the
+    CPU, and starts the copy back. The device keeps only weights and gradients; the update's time on the CPU is added to
+    every step. torchao has a CPUOffloadOptimizer that overlaps the two; it runs only on CUDA and XPU, and keeps one
+    optimizer per parameter, so that its saved state has a different layout.
 
     `param_groups` hold the device's parameters with the settings of the inner optimizer's groups; `state_dict` is the
     inner optimizer's, the same as without this class.
 
     Args:
-        groups: groups of parameters on their device, of any floating-point format.
+        groups: groups of parameters on their device, in any floating-point format.
         make: makes the inner optimizer from the groups of copies.
     """
 
@@ -54,7 +54,7 @@ class HostOptimizer(Optimizer):
                 torch.cuda.current_stream(device).synchronize()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             if isinstance(inner["lr"], Tensor):
-                # Kept by compiled steps; loading a state gives the inner group a tensor of its own.
+                # A compiled step reads this tensor, so it is changed in place; loading a state replaces the tensor.
                 inner["lr"].fill_(group["lr"])
             else:
                 inner["lr"] = group["lr"]
@@ -69,7 +69,7 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; the copies take the values that the parameters have now, so load those before."""
+        """Restore the state; the copies take the parameters' current values, so load the parameters first."""
         self.inner.load_state_dict(state_dict)
         for parameter, copy in self._pairs():
             copy.copy_(parameter)
@@ -83,7 +83,7 @@ class HostOptimizer(Optimizer):
 
 
 def _host_like(parameter: Tensor) -> Tensor:
-    """Empty, float32 (float64 for float64) on the CPU, in the parameter's memory format."""
+    """An empty CPU tensor in float32 (float64 for float64) and the parameter's memory format."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     empty = torch.empty_like(parameter, device="cpu", dtype=dtype, requires_grad=False)
     return empty.pin_memory() if parameter.device.type == "cuda" else empty

@@ -1,7 +1,7 @@
-"""Optimizers: the mathematics by name, the implementation (`loop`, `foreach`, `fused`) by switch.
+"""Optimizers: one function per algorithm, with the implementation (`loop`, `foreach`, `fused`) as an argument.
 
-Which implementations an optimizer has is in `speed.OPTIMIZERS`. None of them reads a value from the device: that is why
-Adafactor is not torch's, which asks for two norms of every tensor on the host at every step.
+Each optimizer's implementations are in `speed.OPTIMIZERS`. None reads a value from the device: that is why Adafactor is
+not torch's, which reads two norms of every tensor on the host at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sgd(groups: Sequence[Group], *, lr: float, momentum: float, nesterov: bool, 
     """SGD with momentum; `implementation` is loop, foreach or fused."""
     made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_flags(implementation))
     if implementation == "fused" and momentum:
-        # torch's fused step takes what memory holds for momentum when loss scaling skips the first step (2.11 to 2.15).
+        # torch's fused step uses uninitialised memory as momentum if loss scaling skips the first step (2.11 to 2.15).
         for group in made.param_groups:
             for parameter in group["params"]:
                 made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -43,15 +43,15 @@ def lamb(
     """LAMB (You et al., 2020, algorithm 2), timm's; `implementation` is loop or foreach.
 
     As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
-    correction, and no trust ratio where there is no weight decay. Their clipping of the global gradient norm to 1 is
-    `optim.clip_norm` here.
+    correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm to 1
+    is `optim.clip_norm` here.
     """
     import timm.optim
 
     made: Optimizer = timm.optim.Lamb(
         groups, lr=lr, betas=betas, eps=eps, max_grad_norm=None, foreach=implementation == "foreach"
     )
-    # timm counts steps in the groups; what was learned has to be whole in the state of the parameters.
+    # timm counts steps in the groups; our checkpoints save only the parameters' state.
     made.register_state_dict_post_hook(_steps_into_state)
     made.register_load_state_dict_post_hook(_steps_from_state)
     return made
@@ -79,8 +79,8 @@ def adafactor(
     """Adafactor (Shazeer and Stern, 2018) as Zhai et al. (2022, section 3.4) changed it for ViTs, timm's; a loop.
 
     No scaling by the parameter, momentum in `momentum_dtype` (bfloat16 or float32), beta2 of step t is
-    `min(beta2_cap, 1 - t ** -beta2_decay)`; second moments of tensors with two axes of `min_factored` or more are kept
-    as rows and columns. Weight decay is `lr * weight_decay` a step, as in AdamW.
+    `min(beta2_cap, 1 - t ** -beta2_decay)`; second moments of tensors with two axes of `min_factored` or more are
+    factored into rows and columns. Weight decay is `lr * weight_decay` per step, as in AdamW.
     """
     import timm.optim
 
@@ -133,8 +133,8 @@ def muon(
 def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
     """AdamW with both moments in blocks of 256 8-bit numbers (Dettmers et al., 2022), torchao's.
 
-    Tensors of fewer than 4096 values, or not a multiple of 256, keep float32 moments. Each parameter's update is
-    compiled by torchao, on a CPU with the C++ compiler of the machine.
+    Tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao compiles each parameter's
+    update, on a CPU with the machine's C++ compiler.
 
     Raises:
         UserError: torchao is not installed.
@@ -148,44 +148,42 @@ def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float],
     return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 
 
-# Of no effect on a weight that is not 0 itself.
+# Too small to change any weight other than 0.
 _LEAST_LR = 1e-30
 
 
-def compile_step(optimizer: Optimizer) -> Optimizer:
+def compile_step(optimizer: Optimizer) -> None:
     """Compile the optimizer's step in place, with each group's lr as a tensor so that a new value compiles nothing."""
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
         if group.get("foreach") and "capturable" in group:
-            # What torch asks of foreach with a rate that is a tensor; its check of the device is for uncompiled steps.
+            # torch requires this of foreach with a tensor lr; its check of the device is for uncompiled steps.
             group["capturable"] = True
     compiled = torch.compile(optimizer.step)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         for group in optimizer.param_groups:
-            # torch's Adam, as it is compiled, divides by the rate: at 0, where a warm-up begins, a gradient of zero
-            # would make weights NaN. It first multiplies the rate (by 0.3 with betas of 0.9 and 0.999), which has to
-            # leave more than 0 where denormals are flushed.
+            # torch's compiled Adam divides by the lr: at 0, where a warm-up begins, a gradient of zero would make
+            # weights NaN. It first multiplies the lr (by 0.3 with betas of 0.9 and 0.999); the product must stay above
+            # 0 even if denormals are flushed.
             group["lr"].clamp_(min=_LEAST_LR)
         return compiled(*args, **kwargs)
 
     optimizer.step = step  # type: ignore[method-assign]
-    return optimizer
 
 
-def make_capturable(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Let the step be recorded in a CUDA graph: each group's lr becomes a tensor that the recorded step reads."""
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Prepare the step for recording in a CUDA graph: each group's lr becomes a tensor that the graph reads."""
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
         if "capturable" in group:
             group["capturable"] = True
-    return optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, times the group's own `lr_scale` where it has one.
+    """Set every group's learning rate, multiplied by the group's `lr_scale` if it has one.
 
-    A rate that is a tensor stays that tensor and takes the value.
+    A learning rate that is a tensor is changed in place.
     """
     for group in optimizer.param_groups:
         value = lr * group.get("lr_scale", 1.0)
@@ -196,33 +194,34 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def named_state(optimizer: Optimizer, parameters: Named) -> dict[str, dict[str, Any]]:
-    """What the optimizer has learned, by parameter name: the same whatever its groups and implementation.
+    """The optimizer's state by parameter name, independent of its groups and implementation.
 
     Args:
-        optimizer: any.
-        parameters: what it owns, by name (`model.named_parameters()`).
+        optimizer: any optimizer.
+        parameters: its parameters by name (`model.named_parameters()`).
     """
     state = optimizer.state_dict()["state"]
     return {name: state[index] for index, name in _names(optimizer, parameters) if index in state}
 
 
 def load_named_state(optimizer: Optimizer, parameters: Named, state: Mapping[str, dict[str, Any]]) -> None:
-    """Restore what `named_state` gave; the groups keep their settings.
+    """Restore what `named_state` returned; the groups keep their settings.
 
     Raises:
-        KeyError: the state is of a parameter that the optimizer does not have.
+        KeyError: the optimizer does not have a parameter that the state names.
     """
     index_of = {name: index for index, name in _names(optimizer, parameters)}
     by_index = {index_of[name]: values for name, values in state.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
-    # An optimizer on the host keeps its state in the one that it runs.
+    # `HostOptimizer` keeps its state in its inner optimizer.
     _follow_layouts(getattr(optimizer, "inner", optimizer))
 
 
 def _follow_layouts(optimizer: Optimizer) -> None:
-    """Put the state in the memory format of its parameters, which may be another than that of the run that saved it.
+    """Put the state in its parameters' memory format, which may differ from that of the run that saved it.
 
-    torch's fused steps walk over memory: with unlike strides they pair the wrong elements, in silence (CPU, 2.11-2.15).
+    torch's fused steps iterate in memory order: with different strides they silently pair the wrong elements (CPU,
+    2.11 to 2.15).
     """
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
@@ -231,7 +230,7 @@ def _follow_layouts(optimizer: Optimizer) -> None:
 
 
 def _flags(implementation: str) -> dict[str, bool]:
-    # Both flags said outright: with None torch would choose by itself.
+    # Both flags are explicit: with None torch would choose by itself.
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
 
 
@@ -255,5 +254,5 @@ def _steps_from_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         steps = [optimizer.state[p].pop("step") for p in group["params"] if "step" in optimizer.state.get(p, {})]
         if steps:
-            # A clone: what was saved from one group may have come to several, which would count together.
+            # A clone: parameters saved from one group may now be in several, which must not share a counter.
             group["step"] = steps[0].to("cpu", torch.float32).clone()

@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class RanksScaler(torch.amp.GradScaler):
-    """torch's dynamic scale with one verdict for ranks that each hold a part of the gradients.
+    """torch's dynamic loss scale with one overflow decision for ranks that each hold a part of the gradients.
 
-    A part may overflow on one rank alone. Unless all skip that step and lower the scale, weights and scales go
-    different ways on different ranks. What FairScale's ShardedGradScaler is for, on CUDA; this one runs on CPUs too.
+    Gradients may overflow on one rank only. Unless all ranks skip that step and lower the scale, their weights and
+    scales diverge. FairScale's ShardedGradScaler does the same on CUDA; this one runs on CPUs too.
 
     Args:
         device: "cpu" or "cuda".
-        ranks: those that hold parts; None: each has all of the gradients.
-        settings: torch's.
+        ranks: the ranks that hold parts; None: each rank has all gradients.
+        settings: passed to torch's GradScaler.
     """
 
     def __init__(self, device: str, *, ranks: dist.ProcessGroup | None = None, **settings: Any) -> None:
@@ -26,10 +26,10 @@ class RanksScaler(torch.amp.GradScaler):
         self._ranks = ranks
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the scale and the whole steps since it grew; factors and interval stay this scaler's own."""
+        """Restore the scale and the count of steps since it last grew; factors and interval stay this scaler's own."""
         own = self.state_dict()
         if own:
-            # At the interval the scale grows; a count that is beyond a shorter one would never meet it.
+            # The scale grows when the count equals the interval; a count beyond a shorter interval never would.
             steps = min(state["_growth_tracker"], own["growth_interval"] - 1)
             super().load_state_dict({**own, "scale": state["scale"], "_growth_tracker": steps})
 
@@ -42,7 +42,7 @@ class RanksScaler(torch.amp.GradScaler):
             # This rank's part is empty.
             found = {self._scale.device: torch.zeros(1, device=self._scale.device)}
         for device, flag in found.items():
-            # Of gradients on the host too, where the ranks' backend may not reach.
+            # Gradients may be on the host, which the ranks' backend may not be able to access.
             shared = flag.to(self._scale.device)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._ranks)
             found[device] = shared.to(device)
@@ -50,17 +50,17 @@ class RanksScaler(torch.amp.GradScaler):
 
 
 class ConstantScaler(RanksScaler):
-    """A loss scale that stays: steps with gradients that are not finite are skipped, and nothing else happens."""
+    """A constant loss scale: steps with non-finite gradients are skipped, and nothing else happens."""
 
     def __init__(self, device: str, scale: float, *, ranks: dist.ProcessGroup | None = None) -> None:
         super().__init__(device, ranks=ranks, init_scale=scale)
         self._constant = scale
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: the scale is a setting."""
+        """Do nothing: the scale is a setting, not a state."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends the step. The argument is there for the base class's sake."""
+        """End the step. The argument is ignored; the base class has it."""
         super().update(self._constant)
 
 
@@ -75,13 +75,13 @@ def loss_scaler(
     interval: int = 2000,
     ranks: dist.ProcessGroup | None = None,
 ) -> torch.amp.GradScaler:
-    """A scale that is constant, or that grows after `interval` whole steps and shrinks at every overflow.
+    """A loss scale that is constant, or grows after `interval` steps without overflow and shrinks at each overflow.
 
     Args:
         device: "cpu" or "cuda".
-        enabled: otherwise it does nothing.
+        enabled: if false, it does nothing.
         constant: the scale; None for a dynamic one.
-        start, growth, backoff, interval: of the dynamic one.
+        start, growth, backoff, interval: settings of the dynamic scale.
         ranks: see `RanksScaler`.
     """
     if enabled and constant is not None:

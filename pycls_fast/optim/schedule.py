@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning rate as a pure function of the step, without state to save or restore."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Schedule:
         total_steps: length of the whole curve; the last step is `total_steps - 1`, one short of the final value.
         shape: "cosine" (half a period; Loshchilov and Hutter, 2017, without restarts), "linear", "step" (times
             `step_factor` after every `step_length` steps; He et al. 2016) or "constant".
-        from_start: the curve begins at step 0 and the warm-up hides its beginning, as in timm and pycls, so that the
-            rate after the warm-up is a little below `lr`; else it begins where the warm-up ends.
+        from_start: the curve begins at step 0 and the warm-up replaces its beginning, as in timm and pycls, so that the
+            rate after the warm-up is a little below `lr`; otherwise the curve begins where the warm-up ends.
     """
 
     lr: float

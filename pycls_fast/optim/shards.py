@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part (torch's DTensor), and the part that this one holds."""
+"""Sharded tensors (torch's DTensor), and the part that this rank holds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory: the tensor itself unless it is sharded.
+    """This rank's part of a tensor, sharing its memory: the tensor itself if it is not sharded.
 
-    Arithmetic that goes element by element is the same on the parts, and cheaper: a DTensor asks anew for each
-    operation how its result is laid out.
+    Element-wise arithmetic gives the same result on the parts and is cheaper: a DTensor determines the layout of the
+    result again for every operation.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -31,7 +31,7 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where in the logical shape the part that this rank holds lies."""
+    """The slices of the logical shape that this rank holds."""
     if not isinstance(tensor, DTensor):
         return (slice(None),) * tensor.ndim
     sharded: Any = tensor  # the placements' type changed between versions of torch

@@ -1,5 +1,6 @@
-"""How a model runs: its ranks, memory and compilation, and the one function that wraps it for them."""
+"""How a model runs: ranks, activation memory, compilation, and the one function that wraps it for them."""
 
+from pycls_fast.parallel.activation_memory import save_activation_memory
 from pycls_fast.parallel.allocator import keep_freed_memory
 from pycls_fast.parallel.autocast import keep_in_float32
 from pycls_fast.parallel.compiled import compile_model, uncompiled
@@ -7,10 +8,9 @@ from pycls_fast.parallel.fairscale_fsdp import plain_name
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.float8 import use_float8
 from pycls_fast.parallel.footprint import footprint
-from pycls_fast.parallel.meeting import first_of_launch
-from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
-from pycls_fast.parallel.wrap import DTENSORS, SHARDED, prepare_model, wrap_model
+from pycls_fast.parallel.wrap import DTENSORS, SHARDED, place_model, wrap_model
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "keep_freed_memory",
     "keep_in_float32",
     "lost_ranks",
+    "place_model",
     "plain_name",
-    "prepare_model",
     "save_activation_memory",
     "start_world",
     "uncompiled",

@@ -1,4 +1,4 @@
-"""The CPU's autocast, brought in line with CUDA's: what is kept in float32 there is kept in float32 here."""
+"""CPU autocast aligned with CUDA's: the operations that CUDA keeps in float32 are kept in float32."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep_in_float32(device: torch.device) -> None:
     """Make the device's autocast compute the operations of `precision.KEPT_IN_FLOAT32` in float32.
 
     CUDA's does already. For the CPU, kernels are registered with torch's dispatcher, for the whole process; a mode or
-    a cast in the model would not reach a forward pass that is done again in the backward pass.
+    a cast in the model would not apply to a forward pass that is recomputed in the backward pass.
     """
     if device.type == "cpu":
         _register()
@@ -40,7 +40,7 @@ def _register() -> torch.library.Library:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
         library.impl(name, _in_float32(operator), "AutocastCPU")
-    # Kernels are taken back when the library is freed; the cache keeps it.
+    # Kernels are unregistered when the library is freed; the cache keeps it alive.
     return library
 
 

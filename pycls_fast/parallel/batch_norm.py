@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all ranks' microbatches together."""
+"""Synchronised batch norm: statistics over the microbatches of all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks; so is its gradient."""
+    """All-reduce sum, whose gradient is an all-reduce sum too."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class _Sum(torch.autograd.Function):
 
 
 class HostSyncBatchNorm(nn.BatchNorm2d):
-    """The formulas of torch's SyncBatchNorm, which refuses a CPU, written out."""
+    """torch's SyncBatchNorm written out, because torch's does not run on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Maps (B, C, H, W) of any floating-point format; statistics and arithmetic are float32 or wider."""
@@ -40,7 +40,7 @@ class HostSyncBatchNorm(nn.BatchNorm2d):
         variance_C: Tensor = _Sum.apply(centred_BCM.square().sum(dim=(0, 2))) / count
         self._follow(mean_C.detach(), variance_C.detach() * (count / (count - 1)))
         scale_C = self.weight * torch.rsqrt(variance_C + self.eps)
-        # A half format is a copy made last: the ReLU that follows in place must not do so on a view.
+        # The cast comes last, so that a half format is a copy: the in-place ReLU that follows must not get a view.
         return (centred_BCM * scale_C[:, None] + self.bias[:, None]).view_as(input).to(input.dtype)
 
     @torch.no_grad()

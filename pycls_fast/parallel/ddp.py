@@ -1,4 +1,4 @@
-"""Every rank holds the whole model (torch's DistributedDataParallel)."""
+"""Data parallelism: every rank holds the whole model (torch's DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOCAL_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 
-# Gradients are cast for the exchange; the sum over the ranks is made in that format.
+# Gradients are cast for the exchange; the sum over the ranks is computed in that format.
 _CASTS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
@@ -31,7 +31,7 @@ _CASTS: dict[str, Callable[..., Any]] = {
 
 
 def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
-    """Gradients are averaged over the ranks while the backward pass goes on, in buckets that gradients are views of."""
+    """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass."""
     model = DistributedDataParallel(
         network,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -46,8 +46,8 @@ def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         names = {id(parameter): name for name, parameter in network.named_parameters()}
         compression = PowerSGD(model, names, rank=settings.powersgd_rank, start_step=settings.powersgd_start_step)
 
-    # A static graph is learned from a backward pass with exchange. To exchange more often than once a step changes
-    # nothing: what was averaged before is the same on all ranks.
+    # A static graph is learned from a backward pass with an exchange. Exchanging more than once per step changes
+    # nothing: gradients that were averaged before are the same on all ranks.
     learning = settings.static_graph
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
@@ -60,6 +60,6 @@ def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=False,
+        reduced_every_microbatch=False,
         compression=compression,
     )

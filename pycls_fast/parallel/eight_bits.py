@@ -1,6 +1,6 @@
-"""Tensors in 8 bits with a scale per group, and ReLU's sign in 1 bit.
+"""8-bit tensors with a scale per group, and ReLU's sign in 1 bit.
 
-Gist (Jain et al. 2018, ISCA) keeps ReLU's output as one bit where only its backward pass reads it; ActNN (Chen et al.
+Gist (Jain et al. 2018, ISCA) keeps ReLU's output as one bit if only its backward pass reads it; ActNN (Chen et al.
 2021, arXiv 2104.14129) keeps activations in few bits with a range per group. Rounding is to nearest and not
 stochastic as in ActNN: at 8 bits the error is small, and no random number is drawn.
 """
@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 GROUP = 256
-"""Neighbours in memory that share a range; 8 bytes for it a group, so 1.03 bytes a number."""
+"""Consecutive numbers that share a range, stored in 8 bytes per group: 1.03 bytes per number in all."""
 
 
 class EightBits(NamedTuple):
-    """A flat tensor; element i of group g is about `low_G1[g] + codes_GE[g, i] * step_G1[g]`."""
+    """A compressed flat tensor; element i of group g is about `low_G1[g] + codes_GE[g, i] * step_G1[g]`."""
 
     codes_GE: Tensor
     low_G1: Tensor
@@ -28,11 +28,11 @@ class EightBits(NamedTuple):
 
 
 def compress(flat: Tensor) -> EightBits:
-    """A one-dimensional floating-point tensor in 8 bits.
+    """Compress a one-dimensional floating-point tensor to 8 bits.
 
-    Each number comes back with an error of half a step at most, a step being 1/255 of the range of its group:
-    |error| <= (max - min) / 510, plus the rounding of its own format. A group of equal numbers is exact. What is not
-    finite makes its whole group not a number, so that a loss scaler sees it.
+    Each number is restored with an error of at most half a step, where a step is 1/255 of its group's range:
+    |error| <= (max - min) / 510, plus the rounding of its own format. A group of equal numbers is exact. A non-finite
+    number makes its whole group NaN, so that a loss scaler sees it.
     """
     wide = flat if flat.dtype == torch.float64 else flat.float()
     missing = -flat.numel() % GROUP
@@ -43,31 +43,31 @@ def compress(flat: Tensor) -> EightBits:
     step_G1 = (high_G1 - low_G1) / 255
     divisor_G1 = torch.where(step_G1 == 0, torch.ones_like(step_G1), step_G1)
     codes_GE = ((wide_GE - low_G1) / divisor_G1).round_().clamp_(0, 255)
-    # A code that is not a number has no defined value as an integer; its group's range makes it one again.
+    # Casting NaN to an integer is undefined; the group's range, which is NaN, restores it.
     return EightBits(codes_GE.nan_to_num_(0.0).to(torch.uint8), low_G1, step_G1)
 
 
 def decompress(packed: EightBits, count: int, dtype: torch.dtype) -> Tensor:
-    """The flat tensor of `count` numbers."""
+    """Restore the flat tensor of `count` numbers."""
     wide_GE = packed.codes_GE.to(packed.low_G1.dtype).mul_(packed.step_G1).add_(packed.low_G1)
     return wide_GE.view(-1)[:count].to(dtype)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A flat boolean tensor, eight to a byte (uint8)."""
+    """Pack a flat boolean tensor, eight elements per byte (uint8)."""
     padded_E8 = F.pad(mask.view(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
     weights_8 = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (padded_E8 * weights_8).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The flat boolean tensor of `count` elements."""
+    """Restore the flat boolean tensor of `count` elements."""
     weights_8 = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] & weights_8).ne(0).view(-1)[:count]
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their stretch of memory without gap or overlap, in whatever order."""
+    """Whether the elements fill a contiguous range of memory without gaps or overlap, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -79,7 +79,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class BitReLU(torch.autograd.Function):
-    """ReLU that keeps one bit an element for its backward pass instead of its output; the gradient is the same bits."""
+    """ReLU that saves one bit per element for its backward pass, not its output; the gradient is bit-identical."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, inplace: bool) -> Tensor:
@@ -91,7 +91,7 @@ class BitReLU(torch.autograd.Function):
             out = features.relu()
         ctx.dense = is_dense(out)
         ordered = out.as_strided((out.numel(),), (1,)) if ctx.dense else out.reshape(-1)
-        # Not `> 0`: the gradient passes where the output is not a number, as in torch's.
+        # Not `> 0`: like torch's, the gradient passes where the output is NaN.
         ctx.save_for_backward(pack_bits(~(ordered <= 0)))
         ctx.shape, ctx.strides = out.shape, out.stride()
         return out
@@ -99,7 +99,7 @@ class BitReLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient where the output was positive."""
+        """The gradient where the output was positive (or NaN), else 0."""
         (bits,) = ctx.saved_tensors
         mask = unpack_bits(bits, ctx.shape.numel())
         mask = mask.as_strided(ctx.shape, ctx.strides) if ctx.dense else mask.view(ctx.shape)
@@ -113,7 +113,7 @@ _RELUS = {
 
 
 class BitReLUs(TorchFunctionMode):
-    """Every ReLU inside is a `BitReLU`."""
+    """A context in which every ReLU is a `BitReLU`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RELUS and torch.is_grad_enabled():

@@ -1,7 +1,7 @@
-"""FairScale's OSS and ShardedDataParallel: whole weights on every rank, gradients and optimizer state on one each.
+"""FairScale's OSS and ShardedDataParallel: weights on every rank, each gradient and optimizer state on one rank.
 
-ZeRO-2 (Rajbhandari et al. 2020, arXiv 1910.02054) with whole parameters as its parts: each parameter has an owner, to
-which its gradient is reduced, which alone updates it and sends it to the others after the step.
+ZeRO-2 (Rajbhandari et al. 2020, arXiv 1910.02054) with whole parameters as the unit of sharding: each parameter has an
+owner, to which its gradient is reduced; only the owner updates it, and broadcasts it after the step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
 def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
-    """Wrap the network, with an optimizer of which each rank holds the state of the parameters that it owns.
+    """Wrap the network, with an optimizer in which each rank holds the state of the parameters that it owns.
 
     Args:
         network: on the device, the same on all ranks.
         world: the ranks, with their mesh.
-        settings: with the optimizer's `groups` and what makes one of them.
+        settings: with the optimizer's `groups` and `make_optimizer`.
 
     Raises:
-        UserError: no FairScale.
+        UserError: FairScale is not installed.
     """
     try:
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -44,8 +44,8 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         ) from error
     assert settings.make_optimizer is not None
     assert world.mesh is not None
-    # As the buffers that FairScale sends around will have the weights: the optimizer makes its state before that, and
-    # fused steps pair weights and momentum as they lie in memory. Convolutions follow the format of the images.
+    # FairScale's communication buffers will make the weights contiguous. The optimizer creates its state before that,
+    # and fused steps pair weights and momentum in memory order. Convolutions follow the format of the images.
     network.to(memory_format=torch.contiguous_format)
     parameters = dict(network.named_parameters())
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in settings.groups]
@@ -57,14 +57,13 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         broadcast_buffers=False,
         sync_models_at_startup=False,
         # FairScale's buckets are long-lived buffers that gradients are views of: after `zero_grad(set_to_none=True)`
-        # the gradients are new tensors, the buffers go on being reduced, and training is wrong without an error.
-        # Without buckets there is nothing to be wrong about, and no rank keeps gradients that it does not own
-        # after they are exchanged.
+        # the gradients are new tensors, the old buffers are still reduced, and training is silently wrong. Without
+        # buckets that cannot happen, and no rank keeps gradients that it does not own after the exchange.
         reduce_buffer_size=0,
         auto_refresh_trainable=False,
     )
-    # Or it would in the first forward pass, and give every parameter new memory: an average of the weights that was
-    # begun before would go on following the old.
+    # Otherwise the first forward pass does it and gives every parameter new memory: a weight average created before
+    # that would keep following the old memory.
     model.refresh_trainable()
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
@@ -75,19 +74,19 @@ def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=False,
-        # After the exchange a gradient is with its owner alone.
+        reduced_every_microbatch=False,
+        # After the exchange only the owner has a gradient.
         shard_group=world.mesh.get_group(),
         optimizer=optimizer,
     )
 
 
 def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimizer], world: World) -> Optimizer:
-    """FairScale's OSS, with a state that any number of ranks can save and load.
+    """FairScale's OSS, with a state that can be saved and loaded on any number of ranks.
 
     Args:
-        groups: of all parameters.
-        make: makes the optimizer of the parameters that this rank owns, in as many groups, of which some may be empty.
+        groups: groups of all parameters.
+        make: makes the optimizer of the parameters that this rank owns, in as many groups, some of them perhaps empty.
         world: the ranks, with their mesh.
     """
     from fairscale.optim import OSS
@@ -96,11 +95,11 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
     mesh: DeviceMesh = world.mesh
 
     class ShardedOptimizer(OSS):
-        """OSS's own `state_dict` collects everything on one rank."""
+        """OSS with a sharded `state_dict`; OSS's own collects everything on one rank."""
 
         def state_dict(self) -> dict[str, Any]:
-            """torch's form, where what has a parameter's shape is a DTensor cut along the first axis; a copy. One
-            parameter is sent around at a time. All ranks call this."""
+            """A copy in torch's form, in which tensors of a parameter's shape are DTensors sharded along the first
+            axis. One parameter is broadcast at a time. All ranks call this."""
             mine = {index: self.optim.state_dict()["state"].get(local, {}) for local, index in self._owned()}
             told = world.gather({index: _outline(values) for index, values in mine.items()})
             state: dict[int, dict[str, Any]] = {}
@@ -116,8 +115,8 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
             return {"state": state, "param_groups": Optimizer.state_dict(self)["param_groups"]}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Restore what `state_dict` gave, on any number of ranks, from whole tensors as well; the groups keep their
-            settings. All ranks call this."""
+            """Restore what `state_dict` returned, on any number of ranks, also from whole tensors; the groups keep
+            their settings. All ranks call this."""
             local_of = {index: local for local, index in self._owned()}
             own: dict[int, dict[str, Any]] = {}
             for index, values in sorted(state_dict["state"].items()):
@@ -127,13 +126,13 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
             self.optim.load_state_dict({**self.optim.state_dict(), "state": own})
 
         def _owners(self) -> Iterator[tuple[int, Tensor]]:
-            """Owner and parameter in the order in which torch numbers parameters."""
+            """Owner and parameter, in the order in which torch numbers parameters."""
             for group in self.param_groups:
                 for parameter in group["params"]:
                     yield self._param_to_rank[parameter], parameter
 
         def _owned(self) -> Iterator[tuple[int, int]]:
-            """This rank's parameters: their number in its own optimizer and among all."""
+            """This rank's parameters: index in its own optimizer, index among all parameters."""
             mine = [index for index, (owner, _) in enumerate(self._owners()) if owner == world.rank]
             yield from enumerate(mine)
 
@@ -142,16 +141,16 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
 
 
 class _Sent(NamedTuple):
-    """Stands for a tensor that a parameter's owner has."""
+    """Shape and dtype of a tensor that only the parameter's owner has."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _outline(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and tensors of one number, which come to the host, and descriptions of the others.
+    """Numbers and 0-d tensors, moved to the host, and descriptions of all other tensors.
 
-    Unpickled, a tensor goes where it was: every rank would open a context on every other rank's GPU.
+    A tensor is unpickled on the device it came from: every rank would open a context on every other rank's GPU.
     """
 
     def told(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Sharding by FairScale's FullyShardedDataParallel (0.4.13), in flat parameters that keep optimizer groups apart.
+"""Sharding by FairScale's FullyShardedDataParallel (0.4.13), with one flat parameter per optimizer group.
 
-Parameters, gradients and optimizer state are cut over the ranks, as in ZeRO-3 (Rajbhandari et al. 2020, arXiv
+Parameters, gradients and optimizer state are sharded over the ranks, as in ZeRO-3 (Rajbhandari et al. 2020, arXiv
 1910.02054). Each repeated unit is one wrapper, and so is the rest of the network around them. FairScale's own
-flattening makes one tensor of a whole wrapper, which can have one weight decay only; here a wrapper has one flat tensor
-for each optimizer group that it meets: FairScale's FlattenParamsWrapper inside of a wrapper that flattens nothing.
+flattening makes one tensor of a whole wrapper, which can have only one weight decay; here a wrapper has one flat tensor
+for each optimizer group in it: FairScale's FlattenParamsWrapper inside a wrapper that flattens nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
 def shard(network: Network, world: World, settings: Settings) -> Wrapped:
-    """Wrap the network, unit by unit; afterwards a rank holds its share of each flat parameter, in float32.
+    """Wrap the network unit by unit; afterwards a rank holds its shard of each flat parameter, in float32.
 
-    What the passes compute with is gathered in `settings.compute`; gradients are reduced in float32. Under a half
-    format batch norm, and with `settings.wide_norms` every norm, is a wrapper of its own that stays float32.
+    Weights are gathered in `settings.compute`; gradients are reduced in float32. Under a half format, batch norms (with
+    `settings.wide_norms`: all norms) get their own wrappers, which stay float32.
 
     Args:
-        network: on the device, or on the meta device: then each unit gets the values of a direct build on the CPU, with
-            torch's seed as it is, before it is cut, and no rank ever holds more than one whole unit and the rest
+        network: on the device, or on the meta device: then each unit, before it is sharded, gets the values of a direct
+            build on the CPU with torch's current seed, and no rank ever holds more than one whole unit and the rest
             around the units.
         world: the ranks, with their mesh.
         settings: with the optimizer's `groups`.
 
     Raises:
-        UserError: no CUDA device, or no FairScale.
+        UserError: no CUDA device, or FairScale is not installed.
     """
     check_device(world.device)
     wrap = _Wrapping(world, settings)
@@ -55,14 +55,14 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     for name, unit in waiting.items():
         _replace(network, name, wrap(name, unit))
     root: Any = wrap("", network)
-    # FairScale would cast float32 images to float16, whatever the format.
+    # FairScale would cast float32 images to float16, whatever the compute format.
     root.register_forward_pre_hook(_Cast(settings.compute or torch.float32))
-    settle = partial(_free, root)
+    free_gathered = partial(_free, root)
     assert world.mesh is not None
-    weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, settle)
+    weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, free_gathered)
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
-        # ZeRO-3 reduces after every microbatch, so that gradients are never held whole, and adds them up in float32.
+        # ZeRO-3 reduces after every microbatch, so that no rank holds whole gradients, and accumulates in float32.
         return nullcontext() if is_last or settings.reshard_after_forward else root.no_sync()
 
     return Wrapped(
@@ -70,19 +70,19 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
         evaluated=root,
         device=world.device,
         exchange=exchange,
-        adds_up=settings.reshard_after_forward,
-        together=True,
+        reduced_every_microbatch=settings.reshard_after_forward,
+        forward_is_collective=True,
         shard_group=world.mesh.get_group(),
-        settle=settle,
+        free_gathered=free_gathered,
         weights=weights,
     )
 
 
 def check_device(device: torch.device) -> None:
-    """FairScale's FSDP orders its collectives with CUDA streams.
+    """Refuse devices without CUDA streams, with which FairScale's FSDP orders its collectives.
 
     Raises:
-        UserError: a device without them.
+        UserError: the device is not CUDA.
     """
     if device.type != "cuda":
         raise UserError(
@@ -111,7 +111,7 @@ class _Wrapping:
         compute = settings.compute or torch.float32
         self._common: dict[str, Any] = {
             "process_group": dist.group.WORLD,
-            # Of its own, so that gradients are reduced while weights are gathered.
+            # A separate group, so that gradients are reduced while weights are gathered.
             "process_group_reduce_scatter": dist.new_group(),
             "compute_device": world.device,
             "flatten_parameters": False,
@@ -122,7 +122,7 @@ class _Wrapping:
             "buffer_dtype": compute,
         }
         self._wide: dict[str, Any] = self._common | {
-            # Small enough to keep; and a wrapper inside of a unit that is recomputed must not gather again.
+            # Small enough to keep; and a wrapper inside a recomputed unit must not gather again.
             "reshard_after_forward": False,
             "mixed_precision": False,
             "fp32_reduce_scatter": False,
@@ -131,28 +131,28 @@ class _Wrapping:
         }
 
     def __call__(self, name: str, module: nn.Module) -> nn.Module:
-        """The module, called `name` in the network, in a wrapper; its norms, where they need one, in their own."""
+        """Wrap the module that is called `name` in the network; norms that stay float32 get their own wrappers."""
         if self._compute is not None:
             for inner_name, inner in list(module.named_modules()):
-                # What is inside of a wrapper already is left alone.
+                # Skip what is inside a wrapper already.
                 if isinstance(inner, NORMS) and plain_name(f"{inner_name}.") == f"{inner_name}.":
                     path = f"{name}.{inner_name}".strip(".")
                     if isinstance(inner, BATCH_NORM):
-                        # Takes maps in a half format as they are, with float32 weights and statistics.
+                        # Takes half-precision maps as they are, with float32 weights and statistics.
                         _replace(module, inner_name, self._wrap(path, inner, self._wide))
                     elif self._wide_norms:
                         inner.register_forward_pre_hook(_Cast(torch.float32))
                         norm = self._wrap(path, inner, self._wide)
                         norm.register_forward_hook(CastOutput(self._compute))
                         _replace(module, inner_name, norm)
-            # As FairScale would in the first forward pass; here, so that buffers stay the same tensors from now on.
+            # FairScale would do this in the first forward pass; done here, buffers stay the same tensors from now on.
             cast_buffers(module, self._compute)
         return self._wrap(name, module, self._common)
 
     def _wrap(self, name: str, module: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         found: dict[int, list[nn.Parameter]] = {}
         for inner, parameter in module.named_parameters(prefix=name):
-            # What an inner wrapper holds is its own.
+            # Skip the parameters of inner wrappers.
             if plain_name(inner) == inner:
                 found.setdefault(self._group_of.get(inner, -1), []).append(parameter)
         if found:
@@ -162,7 +162,7 @@ class _Wrapping:
 
 
 class _Cast:
-    """A floating-point input in one format (objects, not closures: a model can be copied)."""
+    """A pre-hook that casts floating-point inputs (an object, not a closure, so that a model can be copied)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -172,7 +172,7 @@ class _Cast:
 
 
 def _empty_parts(network: Network) -> Sequence[Any]:
-    """The modules of a network on the meta device, and what fills them, in the order of the draws."""
+    """Modules of a network on the meta device, with their initialisers, in the order of their random draws."""
     return list(network.initialisers()) if is_empty(network) else []
 
 
@@ -187,7 +187,7 @@ def _flats(root: nn.Module) -> Iterator[Flat]:
 
 
 def _buffers(network: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a network besides its parameters."""
+    """The persistent buffers, under the network's own names."""
     return {
         plain_name(f"{path}.{name}" if path else name): buffer
         for path, module in network.named_modules()
@@ -197,7 +197,7 @@ def _buffers(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _free(root: nn.Module) -> None:
-    """Drop all gathered weights, as FairScale itself does after it has loaded shards."""
+    """Free all gathered weights, as FairScale itself does after loading shards."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
     for module in root.modules():
@@ -206,7 +206,7 @@ def _free(root: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A qualified name of a wrapped network as it is without the wrappers."""
+    """A wrapped network's qualified name without the wrappers."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
 
 
@@ -216,7 +216,7 @@ def _replace(network: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _accept_old_names() -> None:
-    """FairScale uses names that newer versions of torch warn about, which nobody who trains can change."""
+    """Silence torch's warnings about deprecated names in FairScale, which no user can change."""
     for text in ("TypedStorage is deprecated", r".*torch\.distributed\._.*_base"):
         warnings.filterwarnings("ignore", message=text, module=r"fairscale\..*")
     # Compiled units read weights that are views of a flat parameter.

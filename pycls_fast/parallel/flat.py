@@ -1,4 +1,4 @@
-"""Flat parameters cut over ranks, and the way between them and the parameters that they are made of."""
+"""Flat parameters sharded over ranks, and their conversion from and to the network's parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pycls_fast.optim import Group, load_named_state, named_state
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat parameter: the parameters `names` one after the other, cut into equal parts, the last ones padded.
+    """One flat parameter: the parameters `names` concatenated and cut into equal shards, the last ones padded.
 
     Attributes:
-        shard: this rank's part, one-dimensional; between steps, training changes it in place.
-        names, shapes: of what it is made of, in order.
+        shard: this rank's shard, one-dimensional; training changes it in place.
+        names, shapes: of the network's parameters in it, in order.
     """
 
     shard: nn.Parameter
@@ -32,31 +32,30 @@ class Flat:
 
     @property
     def name(self) -> str:
-        """Its own: that of its first parameter, so that it is the same on any number of ranks."""
+        """The first parameter's name and "+", so that it is the same on any number of ranks."""
         return f"{self.names[0]}+"
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each of its parts."""
+        """Number of elements of each parameter in it."""
         return [shape.numel() for shape in self.shapes]
 
 
 class FlatShards:
-    """What the optimizer owns of a network in flat parameters, and what its checkpoints hold.
+    """A network's flat parameters: as shards for the optimizer, as the network's tensors for checkpoints.
 
-    Optimizer, average and gradient norm work on the shards, which is right for what goes element by element.
-    Checkpoints hold the network's own names and shapes, as DTensors; to make them one flat parameter is gathered at a
-    time.
+    Optimizer, average and gradient norm work on the shards, which is correct for element-wise operations. Checkpoints
+    hold the network's own names and shapes, as DTensors; to build them, one flat parameter is gathered at a time.
 
     Args:
-        flats: all of them, in the network's order.
-        buffers: those of the network that are saved, by name; every rank has them whole.
+        flats: all flat parameters, in the network's order.
+        buffers: the network's persistent buffers by name; every rank has them whole.
         groups: the optimizer's groups; their `params` are names of the network's parameters.
-        mesh: one-dimensional, of all ranks.
-        settle: drops what was gathered from the shards, after they were changed other than by the optimizer.
+        mesh: one-dimensional, over all ranks.
+        free_gathered: frees gathered weights, after the shards were changed other than by the optimizer.
 
     Raises:
-        ValueError: a flat parameter that is not inside of one group.
+        ValueError: a flat parameter that is not within one group.
     """
 
     def __init__(
@@ -65,20 +64,20 @@ class FlatShards:
         buffers: Mapping[str, Tensor],
         groups: Sequence[Group],
         mesh: DeviceMesh,
-        settle: Callable[[], None],
+        free_gathered: Callable[[], None],
     ) -> None:
         self.flats = tuple(flats)
         self.groups = _groups(flats, groups)
         """The optimizer's groups of shards."""
         self._buffers = dict(buffers)
         self._mesh = mesh
-        self._settle = settle
-        # The parameters point to whole weights during a pass; their shards stay where they are.
+        self._free_gathered = free_gathered
+        # During a pass the parameters point to whole weights; the shards keep their memory.
         self._shards = {flat.name: flat.shard.detach() for flat in self.flats}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The shards that are trained."""
+        """The trainable shards."""
         return [flat.shard for flat in self.flats if flat.shard.requires_grad]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -91,8 +90,8 @@ class FlatShards:
         return {**self._shards, **self._buffers}
 
     def refresh_model(self) -> None:
-        """Let the next forward pass gather anew, after shards were changed by hand."""
-        self._settle()
+        """Make the next forward pass gather again, after shards were changed by hand."""
+        self._free_gathered()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under the network's own names: what checkpoints hold. Parameters are copies."""
@@ -104,7 +103,7 @@ class FlatShards:
 
         Raises:
             KeyError: a tensor of the network is not in the state.
-            ValueError: a tensor of another shape.
+            ValueError: a tensor has a different shape.
         """
         joined = self.join(state)
         for name, value in self.live().items():
@@ -112,9 +111,9 @@ class FlatShards:
         self.refresh_model()
 
     def named_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """What the optimizer has learned, by the names of the network's parameters.
+        """The optimizer's state by the names of the network's parameters.
 
-        What has a shard's shape is cut up as the shard is; anything else (a count of steps) is the same for every part.
+        A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated for each name.
         """
         state: dict[str, dict[str, Any]] = {}
         for flat in self.flats:
@@ -129,10 +128,10 @@ class FlatShards:
         return {name: values for name, values in state.items() if values}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """The way back from `named_optimizer_state`.
+        """Restore what `named_optimizer_state` returned.
 
         Raises:
-            KeyError: a parameter without a state, beside others that have one.
+            KeyError: a parameter has no state while others of its flat parameter have one.
         """
         found: dict[str, dict[str, Any]] = {}
         for flat in self.flats:
@@ -146,8 +145,8 @@ class FlatShards:
         load_named_state(optimizer, self.named_parameters(), found)
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Shards (the parameters', or an average's) as tensors of the network's names and shapes, cut along the first
-        axis; what is no flat parameter's stays as it is."""
+        """Shards (of parameters or of an average) as DTensors under the network's names and shapes, sharded along the
+        first axis; other values are unchanged."""
         out = {name: value for name, value in values.items() if name not in self._shards}
         for flat in self.flats:
             if flat.name in values:
@@ -155,11 +154,11 @@ class FlatShards:
         return out
 
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The way back from `split`, from whole tensors as well.
+        """The inverse of `split`; takes whole tensors too.
 
         Raises:
-            KeyError: a parameter that is not among the values.
-            ValueError: a tensor of another shape.
+            KeyError: a parameter is not among the values.
+            ValueError: a tensor has a different shape.
         """
         parts = {name for flat in self.flats for name in flat.names}
         out = {name: value for name, value in values.items() if name not in parts}
@@ -168,7 +167,7 @@ class FlatShards:
     @torch.no_grad()
     def _split(self, flat: Flat, shard: Tensor) -> dict[str, Tensor]:
         device = flat.shard.device
-        # The state of an optimizer may be on the host, where the ranks' backend does not reach.
+        # An optimizer's state may be on the host, which the ranks' backend cannot access.
         own = shard.to(device)
         whole = own.new_empty(self._mesh.size() * own.numel())
         dist.all_gather_into_tensor(whole, own, group=self._mesh.get_group())
@@ -191,7 +190,7 @@ class FlatShards:
 
 
 def cut(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank of a one-dimensional mesh has, cut along its first axis; a copy of this rank's part."""
+    """Shard a tensor that all ranks of a one-dimensional mesh have, along its first axis; copies this rank's part."""
     if whole.ndim == 0:
         return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
     rows = -(-whole.shape[0] // mesh.size())

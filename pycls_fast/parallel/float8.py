@@ -1,7 +1,7 @@
 """Linear layers in float8 by torchao (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
 
-Activations and weights in e4m3, gradients in e5m2, with scales found anew at every use, per tensor or per row; the
-weights that the optimizer owns stay as they are, under their own names.
+Activations and weights in e4m3, gradients in e5m2, with dynamic scales per tensor or per row; the weights that the
+optimizer owns keep their format and names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 
-# torch._scaled_mm asks for sides that are multiples of 16; float8 tensor cores came with Ada and Hopper.
+# torch._scaled_mm requires sides that are multiples of 16; float8 tensor cores came with Ada and Hopper.
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
 
@@ -25,13 +25,13 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
 
     Args:
         network: its parameters stay the same objects.
-        device: of the run.
+        device: the run's device.
         recipe: torchao's: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in high precision).
-        skip: layers whose qualified name contains one of these stay as they are.
-        emulate: round to float8 and multiply in the other format, on hardware without float8.
+        skip: layers whose qualified name contains one of these are not replaced.
+        emulate: round to float8 and multiply in the wider format, on hardware without float8.
 
     Raises:
-        UserError: no float8 on this device, no torchao, or no layer that fits.
+        UserError: the device has no float8, torchao is not installed, or no layer qualifies.
     """
     if not emulate:
         _check_hardware(device)
@@ -51,7 +51,7 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
         converted.extend([name] if fitting else [])
         return fitting
 
-    # The gradient of the weights is a product over the tokens of a microbatch, of which there may be any number.
+    # The weight gradient is a product over a microbatch's tokens, whose number may not be a multiple of 16.
     settings: Any = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True
     )
@@ -67,7 +67,7 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
 
 
 def _autocast_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """torchao asks for CUDA's autocast only."""
+    """Cast inputs as CPU autocast would: torchao only checks CUDA's autocast."""
     return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds of weights, gradients and optimizer state, by strategy; activations come on top."""
+"""Memory per rank for weights, gradients and optimizer state, by strategy, without activations."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def footprint(
     recomputes: bool = False,
     accumulates: bool = False,
 ) -> float:
-    """Bytes a rank needs at the peak of a step.
+    """Bytes that a rank needs at the peak of a step, without activations.
 
     Args:
-        parameters: of the network.
+        parameters: parameters of the network.
         largest_unit: parameters of its largest block.
         state_copies: float32 copies of the trained parameters that the optimizer keeps.
         trained: parameters that have gradients and state; None: all.
-        reached: parameters that the backward pass goes through, those from the first trained one on; None: all.
+        reached: parameters that the backward pass reaches, from the first trained one on; None: all.
         averaged: an average of all weights is kept.
         strategy: a name of `STRATEGIES`.
-        degree: ranks that have one copy between them.
+        degree: number of ranks that share one copy.
         reshard_after_forward: weights are gathered block by block (ZeRO-3), not kept (ZeRO-2).
-        compute_bytes: of a gathered weight or, where none is, of one of the network's: with fewer than 4 they and their
-            gradients are beside the optimizer's in float32.
-        autocast_bytes: of the copy of a weight that autocast makes in the forward pass; it is kept for the backward
-            pass, and no strategy divides it.
-        recomputes: blocks are computed again in the backward pass, so that one block's copies are alive at a time.
-        accumulates: gradients of several microbatches are added up before ranks exchange them.
+        compute_bytes: bytes of a gathered weight or, if none is gathered, of a weight of the network: below 4, weights
+            and gradients exist in this format besides the optimizer's in float32.
+        autocast_bytes: bytes per weight of the copy that autocast makes in the forward pass; it is kept for the
+            backward pass, and no strategy shards it.
+        recomputes: blocks are recomputed in the backward pass, so that only one block's copies are alive at a time.
+        accumulates: gradients of several microbatches are accumulated before ranks exchange them.
     """
     trained = parameters if trained is None else trained
     reached = parameters if reached is None else reached
@@ -49,11 +49,11 @@ def footprint(
         halves = float(compute_bytes * (parameters + trained)) if compute_bytes < 4 else 0.0
         return weights + gradients + state + halves + casts
     if strategy == "fairscale_sharded_ddp":
-        # The average is of whole weights. A gradient leaves for its owner as soon as it is there, a block's are on
-        # their way at a time; all are kept until the last microbatch.
+        # The average holds whole weights. Each gradient is sent to its owner as soon as it is computed, one block's at
+        # a time; with accumulation all are kept until the last microbatch.
         sent = gradients / degree + 4.0 * min(largest_unit, trained)
         return weights + (gradients if accumulates else min(sent, gradients)) + state / degree + casts
     shards = math.ceil(parameters / degree) * 4 * (1 + averaged) + math.ceil(trained / degree) * 4 * (1 + state_copies)
-    # A block's weights and their gradients, and the weights of the next one, which is gathered meanwhile.
+    # One block's weights and gradients, and the weights of the next one, which is prefetched.
     gathered = (2 * largest_unit if reshard_after_forward else parameters) + min(largest_unit, trained)
     return shards + compute_bytes * gathered + casts

@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer state cut over the ranks, unit by unit (torch's `fully_shard`).
+"""Weights, gradients and optimizer state sharded over the ranks, unit by unit (torch's `fully_shard`).
 
-ZeRO-3 and ZeRO-2 of Rajbhandari et al. (SC 2020); on a mesh of two dimensions the shards of one group of ranks are
-repeated by the others (hybrid sharding). Parameters keep their names and become DTensors cut along their first axis.
+ZeRO-3 and ZeRO-2 of Rajbhandari et al. (SC 2020); on a two-dimensional mesh each group of ranks holds a replica of the
+same shards (hybrid sharding). Parameters keep their names and become DTensors sharded along their first axis.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
 def shard(network: Network, world: World, settings: Settings) -> Wrapped:
-    """Cut the network in place; it may be on the meta device.
+    """Shard the network in place; it may be on the meta device.
 
-    Gradients are reduced in float32 after every microbatch, so that none is ever held whole; with replicas, those add
-    up what they hold once a step.
+    Gradients are reduced in float32 after every microbatch, so that no rank holds whole gradients; replicas all-reduce
+    theirs once per step.
     """
     assert world.mesh is not None
     units = [unit for _, unit in network.units()]
@@ -39,7 +39,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     for unit in units:
         _shard_norms([unit], settings, reshard_after_forward=settings.reshard_after_forward, **common)
         fully_shard(unit, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward, **common)
-    # What is around the units is needed again at once when the backward pass begins.
+    # The modules around the units are needed again as soon as the backward pass begins.
     _shard_norms([network], settings, reshard_after_forward=False, **common)
     fully_shard(network, mp_policy=policy, reshard_after_forward=False, **common)
     _prefetch(network, units, settings.prefetch_units)
@@ -52,7 +52,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
             root.set_reshard_after_backward(is_last)
         return nullcontext()
 
-    def settle() -> None:
+    def free_gathered() -> None:
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -62,22 +62,22 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        adds_up=world.mesh.ndim == 1,
-        together=True,
+        reduced_every_microbatch=world.mesh.ndim == 1,
+        forward_is_collective=True,
         shard_group=world.mesh.get_group("shard"),
-        settle=settle,
+        free_gathered=free_gathered,
     )
 
 
 def _shard_norms(inside: Sequence[nn.Module], settings: Settings, **common: Any) -> None:
-    """Put norms that stay float32 under a half format in a group of their own; the rest is gathered in that format."""
+    """Shard norms that stay float32 under a half format as separate groups; the rest is gathered in that format."""
     if settings.compute is None:
         return
     found: list[nn.Module] = [module for module in _unsharded(inside) if isinstance(module, NORMS)]
     batch: list[nn.Module] = [module for module in found if isinstance(module, BATCH_NORM)]
     others = [module for module in found if not isinstance(module, BATCH_NORM)]
     if batch:
-        # Batch norm takes maps in a half format as they are, with weights and statistics in float32.
+        # Batch norm takes half-precision maps as they are, with weights and statistics in float32.
         fully_shard(batch, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
     if others and settings.wide_norms:
         wide = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=settings.compute)
@@ -85,7 +85,7 @@ def _shard_norms(inside: Sequence[nn.Module], settings: Settings, **common: Any)
 
 
 def _unsharded(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Modules below that are in no group yet."""
+    """These modules and their descendants that are not in a group yet."""
     for root in roots:
         if isinstance(root, FSDPModule):
             continue
@@ -94,7 +94,7 @@ def _unsharded(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _prefetch(network: nn.Module, units: Sequence[nn.Module], count: int) -> None:
-    """Gather the next `count` units while one computes, in the order of the forward and of the backward pass."""
+    """Prefetch the next `count` units while one computes, in forward and in backward order."""
     if count == 0:
         return
     for index, unit in enumerate(units):

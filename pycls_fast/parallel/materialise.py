@@ -1,4 +1,4 @@
-"""Memory and values for a model that was built on the meta device and cut over the ranks."""
+"""Memory and initial values for a model that was built on the meta device and sharded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pycls_fast.optim import assign
 
 
 def is_empty(module: nn.Module) -> bool:
-    """Whether it was built without memory, or a part of it was and still has none."""
+    """Whether any of its tensors is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def materialise(network: Network, device: torch.device, *, param_offload: bool = False) -> None:
-    """Give every rank memory for its shards, and the values of a direct build on the CPU with torch's seed as it is.
+    """Allocate each rank's shards, with the values of a direct build on the CPU under torch's current seed.
 
-    Every rank draws the values of the whole model, one module at a time, keeps its own part and drops the rest: the
-    same values on any number of ranks, and never more than one whole module in memory.
+    Every rank draws the whole model's values, one module at a time, and keeps only its own part: the same values on any
+    number of ranks, and never more than one whole module in memory.
     """
     network.to_empty(device=torch.device("cpu") if param_offload else device)
     if param_offload:
@@ -36,7 +36,7 @@ def materialise(network: Network, device: torch.device, *, param_offload: bool =
 
 @contextmanager
 def _whole(module: nn.Module) -> Iterator[None]:
-    """Whole float32 tensors on the CPU stand in for the module's own inside; then each takes its part of them."""
+    """Replace the module's tensors by whole float32 CPU tensors inside; on exit each shard copies its part of them."""
     held: list[tuple[Any, str, Tensor]] = []
     for inner in module.modules():
         tables: tuple[Any, Any] = (inner._parameters, inner._buffers)

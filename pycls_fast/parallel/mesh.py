@@ -1,4 +1,4 @@
-"""The ranks as a grid: "shard" inside a node, "replicate" across nodes."""
+"""Device meshes: "shard" within a node, "replicate" across nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pycls_fast.errors import UserError
 
 
 def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_node: int) -> tuple[int, int]:
-    """(replicate, shard) of `hsdp`: as configured; what is left out follows from the other one, or from the node.
+    """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
 
     Args:
-        size: ranks of the run.
+        size: number of ranks.
         shard: `parallel.shard_degree`.
         replicate: `parallel.replicate_degree`.
-        ranks_per_node: what shards by itself where neither is given.
+        ranks_per_node: the shard degree if neither is given.
 
     Raises:
         UserError: the product is not the number of ranks.
@@ -38,9 +38,9 @@ def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_no
 
 
 def make_mesh(device: str, replicate: int | None, shard: int, timeout: datetime.timedelta) -> DeviceMesh:
-    """All ranks as one line, or as `replicate` lines of `shard` neighbours; all of them call this.
+    """A mesh of all ranks in one line, or in `replicate` lines of `shard` neighbours; all ranks call this.
 
-    The groups are made here and not by torch's mesh, which would give them its own timeout.
+    The groups are created here because torch's mesh would give them its own timeout.
     """
     if replicate is None:
         line: Any = dist.new_group(timeout=timeout)

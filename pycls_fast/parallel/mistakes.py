@@ -1,4 +1,4 @@
-"""Who tells the user of a mistake: the command line in the first rank of each node; here the rank that alone met it."""
+"""Printing errors once: normally a node's first rank prints; here, a rank that alone hit an error prints its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.meeting import connect
+from pycls_fast.parallel.rendezvous import connect
 
-# For the first rank of the node to come to the same mistake, as it does to most: they lie in what all ranks were given.
+# Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
 _PATIENCE = timedelta(seconds=5)
 
 
-def tell_if_alone(error: UserError, patience: timedelta = _PATIENCE) -> None:
-    """Print the lines if the node's first rank, which prints its own, has not met with the same ones.
+def print_if_only_rank(error: UserError, patience: timedelta = _PATIENCE) -> None:
+    """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
 
-    Of several ranks with the same lines one speaks. Call it before the other ranks can notice that this one leaves:
-    they end then, and the launcher ends this one. A store that cannot be reached leaves it to each rank: rather twice
-    than never.
+    If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
+    end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
     """
     rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if size < 2 or "MASTER_ADDR" not in os.environ:

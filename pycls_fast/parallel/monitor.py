@@ -1,8 +1,8 @@
-"""Says where every rank is when one of them no longer gets on, and ends the process.
+"""Hang detection: when a rank makes no progress, print where every rank is and end the process.
 
-A rank that waits for another one in a collective operation sees nothing of it: gloo and NCCL give up after their
-timeout with the name of an operation. So each rank says where it is (`at`), a thread carries that to the store through
-which the ranks found each other, and the rank that has waited too long reads where the others are.
+A rank that waits in a collective does not know which rank is missing: gloo and NCCL give up after their timeout with
+only the name of an operation. So each rank records what it is doing (`at`), a thread writes that to the rendezvous
+store, and a rank that has waited too long reads where the others are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/d
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The part of torch.distributed's store interface that is used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -36,14 +36,14 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was at its monitor's last beat.
+    """A rank's last heartbeat.
 
     Attributes:
-        doing: what it does, from `Monitor.at`.
-        seconds: since it began that.
-        waited: seconds of these for which every beat found it waiting for other ranks; 0 if the last one did not.
-        function: where its main thread was.
-        beat: number of the beat.
+        doing: what the rank is doing, from `Monitor.at`.
+        seconds: time since it began that.
+        waited: seconds of that during which every heartbeat found it waiting for other ranks; 0 if the last did not.
+        function: where its main thread is.
+        beat: counts heartbeats.
     """
 
     doing: str
@@ -57,13 +57,13 @@ class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
     Args:
-        store: shared by the ranks; used by the monitor's thread alone.
-        rank: of this process.
+        store: shared by the ranks; used only by the monitor's thread.
+        rank: this process's rank.
         size: number of ranks.
-        timeout_seconds: without progress on any rank, while they are at different places or some wait for the others.
-            Ranks that are all at the same one may be compiling; whether they hang is for the backend's own timeout to
-            say.
-        end: called when all is said; ends the process.
+        timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
+            the others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
+            those hang.
+        end: called after the report; ends the process.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Monitor:
         self._end = end or (lambda: os._exit(1))
         self._main = threading.get_ident()
         self._doing = ("starting", time.monotonic())
-        # The last beat that did not find the main thread waiting for other ranks.
+        # Time of the last heartbeat that did not find the main thread waiting for other ranks.
         self._not_waiting = time.monotonic()
         self._beat = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
 
     def at(self, doing: str) -> None:
-        """The main thread begins something. As cheap as it looks: nothing is sent from here."""
+        """Record what the main thread starts doing. Only an assignment: nothing is sent from here."""
         self._doing = (doing, time.monotonic())
 
     @property
     def doing(self) -> str:
-        """What the main thread does."""
+        """What the main thread is doing."""
         return self._doing[0]
 
     def __enter__(self) -> Monitor:
@@ -98,18 +98,18 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        # It may be waiting for a store that is gone.
+        # The thread may be waiting for a store that is gone.
         self._thread.join(timeout=2 * self._interval)
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(self._interval):
                 place = self._say()
-                # Told to stop in the meantime: the main thread has got on, and nobody has been listened to for long.
+                # `_differ` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
                 if place.seconds >= self._timeout and self._differ() and not self._stop.is_set():
                     self._report()
         except RuntimeError:
-            # The store went away: the ranks are being ended, which the main thread hears of by itself.
+            # The store is gone: the ranks are being ended, which the main thread notices itself.
             return
 
     def _say(self) -> Place:
@@ -128,25 +128,25 @@ class Monitor:
         return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _differ(self) -> bool:
-        """Whether the ranks hang: none gets on, and they are at different places or some wait for the others."""
+        """Whether the ranks hang: none makes progress, and they are at different places or some wait for the others."""
         places = self._places()
         stuck = [place for place in places if place is not None and place.seconds >= self._timeout]
         if len(stuck) < self._size:
-            # A rank that gets on is slow, not lost; the ranks that wait for it are ended by the backend's timeout.
+            # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
             return None in places or bool(self._silent(places))
         waited = [place.waited for place in stuck]
         waits_for_others = max(waited) >= self._timeout and min(waited) == 0
         return waits_for_others or len({place.doing for place in stuck}) > 1 or bool(self._silent(places))
 
     def _silent(self, before: Sequence[Place | None]) -> list[int]:
-        """The ranks whose monitor says nothing any more."""
+        """Ranks whose heartbeat has stopped."""
         self._pause(4)
         now = self._places()
         beats = [[place and place.beat for place in places] for places in (before, now)]
         return [rank for rank in range(self._size) if beats[0][rank] == beats[1][rank]]
 
     def _report(self) -> None:
-        # One rank speaks; the others give it the time to.
+        # One rank prints; the others wait until it has.
         if self._store.add("reported", 1) == 1:
             before = self._places()
             silent = self._silent(before)
@@ -162,21 +162,21 @@ class Monitor:
 
 
 def report(places: Sequence[Place | None], silent: Sequence[int], timeout_seconds: float) -> list[str]:
-    """The lines that say which rank waited for what."""
+    """The lines that show what each rank is doing or waiting for."""
     lines = [f"error: parallel.timeout_seconds: ranks have waited for others for {timeout_seconds:g} s; where each is:"]
     for rank, place in enumerate(places):
         if place is None:
-            lines.append(f"error:   rank {rank}: never said where it is")
+            lines.append(f"error:   rank {rank}: has not reported yet")
             continue
         said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
         if rank in silent:
-            said = f"no sign of life; it was last at: {place.doing}"
+            said = f"no sign of life; last seen at: {place.doing}"
         lines.append(f"error:   rank {rank}: {said}")
     return lines
 
 
 def _function(frame: FrameType | None) -> str:
-    """The innermost function of a thread, and the innermost one that says whether it waits for other ranks."""
+    """A thread's innermost function, or the distributed operation in which it waits for other ranks."""
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)

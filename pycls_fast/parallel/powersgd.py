@@ -1,10 +1,10 @@
 """Gradients exchanged as low-rank matrices (Vogels et al., PowerSGD, NeurIPS 2019), by torch's communication hook.
 
-What a step's compression leaves out is added to the next step's gradient (error feedback). torch keeps that by bucket,
-and buckets change with every start of a process; here it can be taken out by parameter.
+A step's compression error is added to the next step's gradient (error feedback). torch keeps the error by bucket, and
+buckets change whenever a process starts; here it can be read and loaded by parameter.
 """
 
-# No postponed annotations: DDP looks at those of a hook.
+# No postponed annotations: DDP inspects those of a hook.
 from collections.abc import Mapping
 
 import torch
@@ -20,15 +20,15 @@ from pycls_fast.counter import counter_seed
 class PowerSGD:
     """The hook and its state.
 
-    Steps before `start_step` are exchanged whole, and so is the step that follows `carried` or `load`: in it every rank
-    adds what it carries to its gradient, so that nothing is lost and nothing is carried on. A run that goes on from a
-    checkpoint therefore does what the run that wrote it does, on any number of ranks.
+    Steps before `start_step` are exchanged uncompressed, and so is the step after `carried` or `load`: every rank adds
+    its accumulated error to its gradient, so that nothing is lost and nothing is carried over. A resumed run therefore
+    computes the same as the run that wrote the checkpoint, on any number of ranks.
 
     Args:
-        model: wrapped; the hook is put on it.
-        names: of its parameters.
-        rank: of the matrices that are exchanged.
-        start_step: of the run.
+        model: wrapped; the hook is registered on it.
+        names: its parameters' names, by the parameters' ids.
+        rank: rank of the matrices that are exchanged.
+        start_step: the run's first compressed step.
     """
 
     def __init__(self, model: DistributedDataParallel, names: Mapping[int, str], *, rank: int, start_step: int) -> None:
@@ -60,15 +60,15 @@ class PowerSGD:
 
     @torch.no_grad()
     def carried(self) -> dict[str, Tensor]:
-        """What compression left out so far, by parameter: the mean over the ranks, on every rank.
+        """The accumulated compression error by parameter, averaged over the ranks.
 
-        All ranks call this together. The next step is exchanged whole, with these values.
+        All ranks call this together. The next step is exchanged uncompressed, with these values.
         """
         for index, flat in self._inner.error_dict.items():
             parameters = self._buckets[index]
             sizes = [parameter.numel() for parameter in parameters]
             for parameter, memory in zip(parameters, flat.split(sizes), strict=True):
-                # Contiguous, as the ranks exchange it.
+                # Contiguous for the exchange between ranks.
                 error = _in_shape(memory, parameter).clone(memory_format=torch.contiguous_format)
                 self._carried[self._names[id(parameter)]] = error
         self._inner.error_dict.clear()
@@ -79,7 +79,7 @@ class PowerSGD:
         return dict(self._carried)
 
     def load(self, carried: Mapping[str, Tensor], step: int) -> None:
-        """Go on after `step` steps with what another process's `carried` gave."""
+        """Resume after `step` steps with what another process's `carried` returned."""
         self._carried = dict(carried)
         self._whole, self._step = True, step
 
@@ -87,10 +87,10 @@ class PowerSGD:
         state = powersgd.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=self._rank,
-            # Of the gradients' own step count, which starts anew here; the run's is in this class.
+            # The hook's own step count starts from scratch here; the run's is in this class.
             start_powerSGD_iter=2,
             orthogonalization_epsilon=1e-8,
-            # The first matrices are random, and the same on all ranks.
+            # The initial matrices are random, and the same on all ranks.
             random_seed=counter_seed(self._step) % 2**32,
         )
         state.iter = state.start_powerSGD_iter
@@ -98,8 +98,8 @@ class PowerSGD:
 
 
 def _in_shape(memory: Tensor, parameter: Tensor) -> Tensor:
-    """A view of a gradient's part of a bucket in the order of the parameter's elements.
+    """A view of a gradient's part of a bucket in the parameter's logical order.
 
-    A bucket has them in the order of the parameter's memory, which under channels_last is another one.
+    A bucket holds them in memory order, which differs under channels_last.
     """
     return memory.as_strided(parameter.shape, parameter.stride())

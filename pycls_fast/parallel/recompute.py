@@ -1,9 +1,9 @@
-"""Recomputation of activations: a unit keeps its input and runs again in the backward pass.
+"""Activation checkpointing: a unit keeps its input and runs again in the backward pass.
 
 Training Deep Nets with Sublinear Memory Cost (Chen et al. 2016, arXiv 1604.06174), by `torch.utils.checkpoint`; the
 selective form is that of Korthikanti et al. (Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv
 2205.05198) turned into a rule about operators. The second forward draws the same random numbers as the first
-(`preserve_rng_state`) and leaves no trace on buffers, so gradients and BatchNorm statistics are the same to the bit.
+(`preserve_rng_state`) and does not change buffers, so gradients and BatchNorm statistics are bit-identical.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Recomputed:
     def __call__(self, features: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.inner(features)
-        # A compiled unit is recomputed by its graph, which writes buffers once; it takes no contexts of ours.
+        # A compiled unit is recomputed by its graph, which writes buffers once; our buffer contexts do not apply.
         own_contexts = self.selective or (not torch.compiler.is_compiling() and self._has_buffers())
         extra: dict[str, Any] = {"context_fn": self._contexts} if own_contexts else {}
         return checkpoint(self.inner, features, use_reentrant=False, preserve_rng_state=True, **extra)
@@ -69,7 +69,7 @@ class Recomputed:
         return next(self.unit.buffers(), None) is not None
 
     def _contexts(self) -> Contexts:
-        """Of the forward pass, and of its repetition in the backward pass."""
+        """Contexts for the forward pass and for its repetition in the backward pass."""
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self.selective:
@@ -80,16 +80,16 @@ class Recomputed:
 class KeepProducts:
     """The policy of `selective` for one forward pass: keeps results of convolutions and of products with weights.
 
-    Not kept is the product that follows attention, its output projection: a twelfth of the operations of a ViT block's
+    The product after attention, its output projection, is not kept: it is a twelfth of the operations of a ViT block's
     products with weights, and a tenth of what would be kept.
     """
 
     def __init__(self) -> None:
-        # In the first run and in the repetition, for older versions of torch ask in both.
+        # Separate for the first run and the repetition: older versions of torch call the policy in both.
         self._after_attention = {False: False, True: False}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Asked for every operator in the order in which they run."""
+        """Decide for one operator; called for every operator in execution order."""
         again = context.is_recompute
         if operator in _PRODUCTS:
             is_projection, self._after_attention[again] = self._after_attention[again], False
@@ -103,7 +103,7 @@ class KeepProducts:
 
 @contextmanager
 def buffers_put_back(unit: nn.Module) -> Iterator[None]:
-    """Copies stand in for all buffers inside, so that BatchNorm's statistics count a batch once."""
+    """Replace all buffers by copies inside the context, so that BatchNorm's statistics count a batch only once."""
     owned = [(module, name, value) for module in unit.modules() for name, value in module.named_buffers(recurse=False)]
     for module, name, value in owned:
         setattr(module, name, value.clone())

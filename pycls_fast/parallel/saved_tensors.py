@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, in 8 bits or in the host's memory: one saved-tensors hook for both."""
+"""Tensors that autograd saves for the backward pass, in 8 bits or on the host: one saved-tensors hook for both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pycls_fast.parallel.eight_bits import BitReLUs, EightBits, compress, decompress
 
 SMALLEST = 1024
-"""Elements below which a tensor stays as it is."""
+"""Tensors with fewer elements are kept unchanged."""
 
 
 class Packed:
-    """A stretch of memory as it is kept, whatever number of saved tensors are views of it."""
+    """A compressed or offloaded range of memory, kept once for all saved tensors that are views of it."""
 
     def __init__(self, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
         self.count, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
@@ -34,14 +34,14 @@ class Packed:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    # Copied on the current stream, as is the way back: the host never waits, and never reads the copy.
+    # Both copies, here and back, are on the current stream: the host never waits, and never reads the copy.
     pinned = tensor.device.type == "cuda"
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return host.copy_(tensor, non_blocking=pinned)
 
 
 class View:
-    """A saved tensor: where in a kept stretch of memory it lies."""
+    """A saved tensor as a position in a kept range of memory."""
 
     def __init__(self, packed: Packed, tensor: Tensor, offset: int | None) -> None:
         self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
@@ -56,16 +56,16 @@ class View:
 
 
 class SavedTensors:
-    """Stands in for a model's `forward`: what is saved inside is kept in 8 bits, on the host, or both.
+    """Stands in for a model's `forward`: saved tensors are kept in 8 bits, on the host, or both.
 
-    Left alone: the images, parameters, casts and views of them (autocast's copies), tensors of fewer than `SMALLEST`
-    elements. In 8 bits go only floating-point tensors that gradients flow through, so never images, the
+    Unchanged: images, parameters, their casts and views (autocast's copies), and tensors of fewer than `SMALLEST`
+    elements. Only floating-point tensors that gradients flow through are kept in 8 bits, so never images, the
     statistics of norms, or softmax's sums. Views of one storage share one copy of it.
 
     Args:
         model: the module whose `forward` is replaced.
-        in_8_bits: `eight_bits.compress` every tensor it is meant for, and keep ReLU's sign alone.
-        on_host: move what is kept to the host's memory, pinned where the device is CUDA.
+        in_8_bits: apply `eight_bits.compress` to such tensors, and keep only ReLU's sign.
+        on_host: move what is kept to the host's memory, pinned if the device is CUDA.
     """
 
     def __init__(self, model: nn.Module, *, in_8_bits: bool, on_host: bool) -> None:
@@ -82,7 +82,7 @@ class SavedTensors:
 
 @contextmanager
 def keep(model: nn.Module, *held: Tensor, in_8_bits: bool, on_host: bool) -> Iterator[None]:
-    """What is saved inside is kept as `SavedTensors` says; `held` are tensors that stay alive anyway."""
+    """A context that keeps saved tensors as `SavedTensors` does; `held` are tensors that stay alive anyway."""
     hook = _Hook(model, held, in_8_bits=in_8_bits, on_host=on_host)
     with ExitStack() as stack:
         if in_8_bits:
@@ -101,13 +101,13 @@ class _Hook:
     def __init__(self, model: nn.Module, held: Sequence[Tensor], *, in_8_bits: bool, on_host: bool) -> None:
         self.in_8_bits, self.on_host = in_8_bits, on_host
         self.left_alone = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *held)}
-        # By storage, version and stretch. The weak reference keeps the storage's identity from being used again.
+        # By storage, version and range. The weak reference prevents the storage's id from being reused.
         self.done: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         in_8_bits = self.in_8_bits and tensor.is_floating_point() and tensor.requires_grad
         if not (in_8_bits or self.on_host) or tensor.numel() < SMALLEST or self._stays(tensor):
-            # Detached, or the output of an operation and its node would hold one another.
+            # Detached, because an operation's output and its node would otherwise keep each other alive.
             return tensor.detach()
         reference = StorageWeakRef(tensor.untyped_storage())
         start, stop = _stretch(tensor)
@@ -128,7 +128,7 @@ class _Hook:
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
-    """First element and last + 1 that are kept of its storage: all of it where the tensor is half of it or more."""
+    """The range [start, stop) of its storage that is kept: all of it if the tensor is at least half of it."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     if 2 * tensor.numel() >= size:
         return 0, size
@@ -138,14 +138,14 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
 
 
 def _comes_from_one_leaf(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter, or made from one by a few operations of one argument (casts and views)."""
+    """Whether the tensor is a parameter, or made from one by a few one-argument operations (casts and views)."""
     if tensor.is_leaf:
         return tensor.requires_grad
     node: Any = tensor.grad_fn
     for _ in range(6):
         if node is None or hasattr(node, "variable"):
             return node is not None
-        # An input without a gradient counts as well: a convolution of images depends on more than its weight.
+        # Inputs without a gradient count too: a convolution of images depends on more than its weight.
         if len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]

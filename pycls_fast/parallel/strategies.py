@@ -1,6 +1,6 @@
 """The catalogue of strategies: how ranks share the work, with the card of each (`tools/switch_cards.py` writes them).
 
-What they do is in `wrap.STRATEGIES`.
+The implementations are in `wrap.STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Strategy:
-    """One value of `parallel.name`; the texts are full sentences, ended by a dot.
+    """One value of `parallel.name`; the texts are full sentences that end with a full stop.
 
     Attributes:
-        numerics: what it owes `single`, as a switch owes its reference; "reference" for that one.
+        numerics: how closely it must match `single`, like a switch its reference; "reference" for `single`.
         note: what it does.
-        holds: what a rank has of weights, gradients and optimizer state.
-        mathematics: what changes in the numbers, to the letter.
+        holds: what a rank holds of weights, gradients and optimizer state.
+        mathematics: what changes in the numbers, exactly.
         helps: when it is faster or smaller, with the figures measured so far and where.
-        hurts: when it costs something, and what it does not go with.
-        source: paper, documentation or code that it is from.
+        hurts: when it costs something, and what it cannot be combined with.
+        source: the paper, documentation or code that it comes from.
         ran: where it has been run, and where not.
     """
 
@@ -50,14 +50,14 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
     Strategy(
         name="ddp",
         numerics="rounding",
-        note="Every rank holds the whole model and has its part of the batch; gradients are averaged over the ranks "
-        "while the backward pass goes on.",
+        note="Every rank holds the whole model and gets its part of the batch; gradients are averaged over the ranks "
+        "during the backward pass.",
         holds="Everything.",
-        mathematics="None: the average is summed in another order. Batch norm takes its statistics from a rank's own "
-        "images, unless parallel.sync_batchnorm=true; mixing and drop-path are drawn for each rank. "
-        "parallel.compression is another matter: fp16 and bf16 round the gradients for the exchange, powersgd sends "
-        "matrices of low rank; accuracy has to be measured.",
-        helps="What fits on one device: nothing but gradients is exchanged.",
+        mathematics="None: the average is summed in a different order. Batch norm takes its statistics from a rank's "
+        "own images, unless parallel.sync_batchnorm=true; mixing and drop-path are drawn for each rank. "
+        "parallel.compression does change the numbers: fp16 and bf16 round the gradients for the exchange, powersgd "
+        "sends low-rank matrices; accuracy must be measured.",
+        helps="Models that fit on one device: only gradients are exchanged.",
         hurts="Memory does not shrink with the number of ranks (4,866 MB of ViT-L with AdamW in float32, on each).",
         source="Li et al., PyTorch Distributed, VLDB 2020, arXiv 2006.15704; Vogels et al., PowerSGD, 2019, arXiv "
         "1905.13727.",
@@ -71,8 +71,8 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         "the backward pass (ZeRO-3) or, with parallel.reshard_after_forward=false, kept until then (ZeRO-2).",
         holds="Its share of weights, gradients, optimizer state and average; gathered, one block and the next at a "
         "time (ZeRO-3) or all weights (ZeRO-2).",
-        mathematics="None: gradients are summed in another order, after every microbatch, in float32.",
-        helps="What does not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
+        mathematics="None: gradients are summed in a different order, after every microbatch, in float32.",
+        helps="Models that do not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
         "gradients and optimizer state a rank instead of ddp's 4,866, and 1,460 MB at the peak of a step instead of "
         "4,934 (docs/results/sharded_memory.md).",
         hurts="Weights travel twice a step (ZeRO-3), and gradients after every microbatch. With precision=amp_bf16 "
@@ -87,9 +87,9 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         numerics="rounding",
         note="fsdp within groups of parallel.shard_degree ranks (left out: those of a node), which "
         "parallel.replicate_degree groups repeat.",
-        holds="Its group's share of what fsdp shares out.",
+        holds="Its group's share of what fsdp shards.",
         mathematics="None: as fsdp; the groups add up their gradients once a step.",
-        helps="Several nodes with slow links between them: weights are gathered inside a group alone. ViT-L with AdamW "
+        helps="Several nodes with slow links between them: weights are gathered only within a group. ViT-L with AdamW "
         "in float32, 2 x 2 ranks: 2,433 MB a rank, ddp 4,866, fsdp 1,217 (docs/results/sharded_memory.md).",
         hurts="As fsdp, and more memory.",
         source="Zhao et al., PyTorch FSDP, 2023, arXiv 2304.11277 (hybrid sharding).",
@@ -102,7 +102,7 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         note="FairScale's FullyShardedDataParallel (0.4.13, its last release): a flat parameter for each block and "
         "optimizer group; for runs that come from it.",
         holds="As fsdp.",
-        mathematics="None: gradients are summed in another order.",
+        mathematics="None: gradients are summed in a different order.",
         helps="Runs that come from FairScale; fsdp does the same.",
         hurts="CUDA only. Optimizers: sgd, adamw and lion. Not with precision=fp8, fp16 or bf16.",
         source="FairScale, facebookresearch/fairscale; Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054.",
@@ -113,14 +113,13 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         name="fairscale_sharded_ddp",
         numerics="rounding",
         note="FairScale's OSS and ShardedDataParallel (ZeRO-2): each parameter has an owner, to which its gradient is "
-        "reduced and which alone updates it; for runs that come from it.",
+        "reduced and which is the only rank to update it; for runs that come from it.",
         holds="All weights; optimizer state of the parameters that it owns, and their gradients; with "
         "optim.accumulation_steps above 1 all gradients.",
-        mathematics="None: gradients are summed in another order.",
-        helps="Runs that come from FairScale; fsdp with parallel.reshard_after_forward=false shares out the weights, "
-        "too.",
-        hurts="Runs without FairScale's gradient buckets, with which training is wrong without an error once gradients "
-        "are set to None: one message for each parameter. Float32 weights alone, and any optimizer but adamw8bit.",
+        mathematics="None: gradients are summed in a different order.",
+        helps="Runs that come from FairScale; fsdp with parallel.reshard_after_forward=false shards the weights, too.",
+        hurts="One message per parameter: FairScale's gradient buckets are off, because with them training is silently "
+        "wrong once gradients are set to None. Only float32 weights; any optimizer except adamw8bit.",
         source="FairScale, facebookresearch/fairscale; Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "
         "1e-5 of the change in float32. CUDA: not run.",

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, on which device, and how they agree."""
+"""The ranks of a run: which one this process is, on which device, and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycls_fast.errors import UserError
-from pycls_fast.parallel.meeting import connect, meet, met
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.parallel.mesh import degrees, make_mesh
-from pycls_fast.parallel.mistakes import tell_if_alone
+from pycls_fast.parallel.mistakes import print_if_only_rank
 from pycls_fast.parallel.monitor import Monitor
+from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of the run (one process: rank 0 of 1)."""
+    """This process among the ranks of the run (a single process is rank 0 of 1)."""
 
     rank: int
     size: int
     device: torch.device
-    # For flags and names that live on the host, so that asking never waits for the accelerator.
+    # For flags and names on the host, so that exchanging them never waits for the accelerator.
     host_group: dist.ProcessGroup | None = None
-    # For a thread that writes checkpoints: its messages must not mix with those of the training.
+    # For the thread that writes checkpoints: its messages must not mix with those of training.
     saving_group: dist.ProcessGroup | None = None
-    # Of strategies that cut tensors by torch's DTensor: "shard", or "replicate" and "shard".
+    # For strategies that shard: dimension "shard", or "replicate" and "shard".
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
 
     def at(self, doing: str) -> None:
-        """Say what this rank begins, for the message of the day that it does not get on."""
+        """Record what this rank is doing, for the report if it hangs."""
         if self.monitor is not None:
             self.monitor.at(doing)
 
     @property
     def is_main(self) -> bool:
-        """The one rank that writes files and speaks to the person."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class World:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's object, in the order of ranks, on every rank."""
+        """Gather every rank's object, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -65,7 +65,7 @@ class World:
         return values  # type: ignore[return-value]  # all_gather_object fills every place
 
     def from_main(self, value: T) -> T:
-        """Rank 0's object on every rank."""
+        """Broadcast rank 0's object to every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -73,13 +73,13 @@ class World:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached this point."""
         if self.size > 1:
             dist.barrier(group=self.host_group)
 
     @torch.no_grad()
     def average_buffers(self, tensors: list[Tensor]) -> None:
-        """Make floating buffers (BatchNorm's statistics) the mean over ranks, in place."""
+        """Average floating-point buffers (BatchNorm's statistics) over the ranks, in place."""
         for tensor in tensors if self.size > 1 else []:
             if tensor.is_floating_point():
                 dist.all_reduce(tensor)
@@ -87,13 +87,13 @@ class World:
 
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-"""One process on the CPU, for what needs no start of ranks."""
+"""One process on the CPU, for work that needs no process group."""
 
 
 class Agreement:
-    """A flag that any rank may raise and that all ranks see at the same step, without waiting for one another.
+    """A flag that any rank may raise and that all ranks see at the same step, without waiting for each other.
 
-    Each step starts a reduction on the host and reads the one started a step before.
+    Each step starts a reduction on the host and reads the result of the previous step's.
     """
 
     def __init__(self, world: World) -> None:
@@ -125,28 +125,37 @@ def start_world(
     shard_degree: int | None = None,
     replicate_degree: int | None = None,
 ) -> Iterator[World]:
-    """Join the other ranks as torchrun's environment says, or be alone; leave them at the end.
+    """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
     Args:
         device: "auto", "cpu" or "cuda".
         backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
-        timeout_seconds: ranks that wait longer for one another end, and say where each of them is.
+        timeout_seconds: ranks that wait longer for each other report where each one is and end.
         strategy: `parallel.name`; checked against the number of ranks.
-        shard_degree, replicate_degree: of "hsdp"; see `mesh.degrees`.
+        shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
 
     Raises:
-        UserError: a device that is not there, or a strategy or degrees that do not fit the number of ranks.
+        UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
     """
     with ExitStack() as leaving:
         try:
-            yield _join(leaving, device, backend, timeout_seconds, strategy, shard_degree, replicate_degree)
+            yield _join(
+                leaving,
+                device=device,
+                backend=backend,
+                timeout_seconds=timeout_seconds,
+                strategy=strategy,
+                shard_degree=shard_degree,
+                replicate_degree=replicate_degree,
+            )
         except UserError as error:
-            tell_if_alone(error)
+            print_if_only_rank(error)
             raise
 
 
 def _join(
     leaving: ExitStack,
+    *,
     device: str,
     backend: str,
     timeout_seconds: int,
@@ -155,7 +164,7 @@ def _join(
     replicate_degree: int | None,
 ) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
-    _tell_of_lone_tasks()
+    _note_lone_tasks()
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     grid: tuple[int | None, int] = (None, size)
@@ -164,25 +173,20 @@ def _join(
         grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
     chosen = _device(device, local_rank)
     if strategy == "fairscale_fsdp":
-        # Before anything is built. (Imported late: it imports this module.)
+        # Checked before anything is built. (Imported late: it imports this module.)
         from pycls_fast.parallel import fairscale_fsdp
 
         fairscale_fsdp.check_device(chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # ddp with one rank runs too: the same code path without torchrun.
+    # ddp with one rank runs too, on the same code path, without torchrun.
     if size == 1 and strategy not in _MESHED:
         return World(rank=0, size=1, device=chosen)
-    if backend == "auto":
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-    if backend == "nccl" and chosen.type != "cuda":
-        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
-    # The monitor speaks first: it knows where the ranks are. The backends give up after it.
+    backends = _backends(backend, chosen, strategy)
+    # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
-    launch, store = meet(size, timeout)
+    launch, store = open_store(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
-    # Shards that wait on the host (speed.param_offload) are counted there, by gloo.
-    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     leaving.callback(dist.destroy_process_group)
     host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
@@ -195,30 +199,46 @@ def _join(
         return world
     world.barrier()
     if world.is_main:
-        met(launch)
-    # No other run of this launch uses the name.
+        finish_round(launch)
+    # A random name, which no other run of this launch uses.
     own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
     monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
     return replace(world, monitor=monitor)
 
 
-def _tell_of_lone_tasks() -> None:
-    """`srun` tells its tasks apart in its own variables only: each would train the whole run. Not refused, for a job
-    may want just that."""
+def _backends(backend: str, device: torch.device, strategy: str) -> str:
+    """The backends for `init_process_group`.
+
+    Raises:
+        UserError: nccl without CUDA.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
+
+
+def _note_lone_tasks() -> None:
+    """Note that tasks started by plain `srun` are separate runs: it sets only its own variables, not torchrun's.
+
+    This is not an error, because a job may want just that.
+    """
     tasks, task = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("STEP_NUM_TASKS", "PROCID"))
     if "RANK" not in os.environ and tasks > 1 and task == 0:
         print(
-            f"note: srun started {tasks} tasks, and each is a run of its own, on the first GPU that it sees; for one "
-            "run of them all use torchrun in one task a node, or the submitit launcher (README, On Slurm)",
+            f"note: srun started {tasks} tasks, and each is a separate run on the first GPU that it sees; for one run "
+            "over all of them use torchrun in one task per node, or the submitit launcher (README, On Slurm)",
             file=sys.stderr,
         )
 
 
 def lost_ranks(error: BaseException) -> str | None:
-    """What torch says when another rank is gone or does not answer; None for any other error."""
+    """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
     text = str(error)
     is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
-    return (text.splitlines() or [type(error).__name__])[0] if is_lost else None
+    return first_line(error) if is_lost else None
 
 
 _MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
@@ -238,6 +258,6 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that training changes and evaluation reads, of a model in training mode: frozen modules have none."""
+    """Floating-point buffers of the modules in training mode; frozen modules, which are not, are left out."""
     training = [module for module in model.modules() if module.training]
     return [b for module in training for b in module.buffers(recurse=False) if b.is_floating_point()]

@@ -1,4 +1,4 @@
-"""The one place where a model meets layouts and ranks, in the one order that works."""
+"""The one place where a model is moved, compiled, sharded or replicated, in the only order that works."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 
-def prepare_model(model: Network, world: World, *, memory_format: str) -> Network:
-    """Put the model on the device in the memory format, in place. The optimizer and the average come after this.
+def place_model(model: Network, world: World, *, memory_format: str) -> Network:
+    """Move the model to the device and memory format, in place, before the optimizer and the average are created.
 
-    A model on the meta device stays there: it gets memory when it has been cut (`wrap_model`). Its shards are
-    contiguous, and convolutions follow the format of the images.
+    A model on the meta device stays there until it has been sharded (`wrap_model`). Its shards are contiguous, and
+    convolutions follow the format of the images.
     """
     if is_empty(model):
         return model
@@ -43,8 +43,8 @@ STRATEGIES: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
 }
 
 DTENSORS = ("fsdp", "hsdp")
-"""Whose weights are torch's DTensors."""
-# Whose networks are built without memory.
+"""Strategies whose weights are torch's DTensors."""
+# Strategies whose networks are built on the meta device.
 SHARDED = ("fsdp", "hsdp", "fairscale_fsdp")
 
 
@@ -58,16 +58,16 @@ def wrap_model(
     compile_mode: CompileMode = "default",
     initialise: Callable[[Network | FlatShards], None] | None = None,
 ) -> Wrapped:
-    """Compile, shard or replicate, and fill a model that has its layout and its recomputation; in place.
+    """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
 
     Args:
-        model: on the device, or on the meta device for strategies that shard.
+        model: on the device, or on the meta device for strategies that shard; with its memory format and recomputation.
         world: the ranks.
         strategy: a name of `STRATEGIES`; None: "ddp" with several ranks, else "single".
-        settings: of the strategy.
+        settings: the strategy's settings.
         compiled, compile_mode: see `compile_model`.
-        initialise: called on a model from the meta device, or on what holds its weights, once it has its values, to
-            load others.
+        initialise: called on a model from the meta device, or on what holds its weights, after its initial values are
+            set, to load others.
     """
     settings = settings or Settings()
     name = strategy or ("ddp" if world.size > 1 else "single")

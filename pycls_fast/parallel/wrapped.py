@@ -1,4 +1,4 @@
-"""What a strategy makes of a model: all that the training step, the loop and checkpoints need to know of ranks."""
+"""A model under a parallel strategy: everything that the step, the loop and checkpoints need to know about ranks."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Settings:
     reshard_after_forward: bool = True
     prefetch_units: int = 1
     sync_batchnorm: bool = False
-    # Of sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32.
+    # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32.
     compute: torch.dtype | None = None
     wide_norms: bool = False
-    # Shards, their gradients and the optimizer's state in the host's memory.
+    # Keep shards, their gradients and the optimizer's state in the host's memory.
     param_offload: bool = False
-    # The optimizer's groups; their `params` are names, because some strategies replace parameters by others.
+    # The optimizer's groups; their `params` are names, because some strategies replace the parameters.
     groups: Sequence[Group] = ()
-    # Of strategies that make the optimizer themselves: what makes one of some groups of parameters.
+    # For strategies that make the optimizer themselves: makes one from groups of parameters.
     make_optimizer: Callable[[list[Group]], Optimizer] | None = None
 
 
 def at_once(is_last: bool) -> AbstractContextManager[None]:
-    """One rank: there is nothing to exchange."""
+    """The `exchange` of one rank, which has nothing to exchange."""
     return nullcontext()
 
 
 def nothing() -> None:
-    """For strategies that have nothing to do there."""
+    """The `free_gathered` of strategies that gather nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,51 @@ class Wrapped:
 
     Attributes:
         forward: what the training step calls.
-        evaluated: what evaluation calls; under `together` all ranks have to call it equally often.
-        device: of the run.
-        exchange: the context of a microbatch's forward and backward pass; the argument says whether it is the step's
+        evaluated: what evaluation calls; under `forward_is_collective` all ranks must call it equally often.
+        device: the run's device.
+        exchange: returns the context of a microbatch's forward and backward pass; the argument says whether it is the
+            step's last one.
+        reduced_every_microbatch: ranks reduce and accumulate gradients after every microbatch; otherwise only after the
             last one.
-        adds_up: gradients are final after every microbatch and add up from one to the next; otherwise ranks exchange
-            them with the last one.
-        together: the forward pass holds collective operations.
-        shard_group: the ranks that have one copy of the gradients between them; None where each has all of it.
-        settle: after passes without a backward pass: drop weights that were gathered for them, so that a change of the
-            shards is seen.
-        compression: what compresses the gradients and carries state from step to step (PowerSGD).
-        weights: what the optimizer owns and checkpoints hold, where that is not the network's own parameters.
-        optimizer: the optimizer, where it is a part of the strategy.
+        forward_is_collective: the forward pass contains collective operations.
+        shard_group: the ranks that share one copy of the gradients; None if each rank has all of them.
+        free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
+            changes of the shards take effect.
+        compression: gradient compression that carries state from step to step (PowerSGD).
+        weights: what the optimizer owns and checkpoints hold, if not the network's own parameters.
+        optimizer: the optimizer, if it is a part of the strategy.
     """
 
     forward: nn.Module
     evaluated: nn.Module
     device: torch.device
     exchange: Callable[[bool], AbstractContextManager[None]] = at_once
-    adds_up: bool = True
-    together: bool = False
+    reduced_every_microbatch: bool = True
+    forward_is_collective: bool = False
     shard_group: dist.ProcessGroup | None = None
-    settle: Callable[[], None] = nothing
+    free_gathered: Callable[[], None] = nothing
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
 
     @property
-    def verdict_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have to tell one another whether their gradients are finite. (For DTensors torch does it.)"""
+    def overflow_group(self) -> dist.ProcessGroup | None:
+        """The ranks that must agree on whether gradients overflowed. (For DTensors torch does it.)"""
         return self.shard_group if self.weights is not None or self.optimizer is not None else None
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:
-        """Scale the gradients of all ranks to `max_norm` at most; returns their norm before that, the same on all.
+        """Clip the gradients of all ranks to `max_norm`; returns their norm before clipping, the same on all ranks.
 
         Args:
             parameters: what the optimizer owns.
             max_norm: None only measures.
-            foreach: as multi-tensor operations.
+            foreach: use multi-tensor operations.
         """
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         if self.shard_group is not None:
-            # The optimizer's shards may be on the host, where the ranks' backend does not reach.
+            # The optimizer's shards may be on the host, which the ranks' backend cannot access.
             square = norm.to(self.device).square_()
             dist.all_reduce(square, group=self.shard_group)
             norm = square.sqrt_()

@@ -1,10 +1,10 @@
-"""The catalogue of performance switches: every optimization is one named choice beside its slow, plain twin.
+"""The catalogue of performance switches: every optimization is a named choice beside a plain reference.
 
-`numerics` says what a fast value owes its reference:
+`numerics` says how closely a fast value must match its reference:
 
 - `identical`: the same bits, step after step;
-- `rounding`: the same mathematics in another order of operations;
-- `training`: it changes what is learned, so its accuracy has to be measured.
+- `rounding`: the same mathematics in a different order of operations;
+- `training`: it changes what is learned, so its accuracy must be measured.
 """
 
 from pycls_fast.speed.catalogue import CATALOGUE

@@ -1,4 +1,4 @@
-"""Which value of each switch is in force: by hand, or by a preset."""
+"""The resolved value of each switch: chosen by hand, or by a preset."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.speed.catalogue import CATALOGUE
 from pycls_fast.speed.switch import Device, Switch, SwitchName
 
-# Some settings of the process are those of its C library.
+# Some process settings exist only in glibc.
 HAS_GLIBC = platform.libc_ver()[0] == "glibc"
 
-# What there is of each optimizer (`optim.name`), the plain one first, and what of it can be compiled.
+# The implementations of each optimizer (`optim.name`), the plain one first, and those that can be compiled.
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("loop", "foreach", "fused"),
     "adamw": ("loop", "foreach", "fused"),
@@ -32,7 +32,7 @@ COMPILABLE: Mapping[str, tuple[str, ...]] = {
     # torchao compiles each update itself.
     "adamw8bit": (),
 }
-# What updates weights that are cut over ranks as torch's DTensors. Not there: Adafactor and Muon, which look at whole
+# The implementations that update sharded weights (torch's DTensors). Missing: Adafactor and Muon, which need whole
 # matrices, and torchao's 8-bit state.
 SHARDABLE: Mapping[str, tuple[str, ...]] = {
     "sgd": ("loop", "foreach"),
@@ -42,9 +42,9 @@ SHARDABLE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# What differs from the reference in the recipe of Meta's post of 2022 and its code (pycls): images are mixed on the
-# device, everything else of their preparation is the loader's; the host reads the loss in every step. Precision, the
-# classifier and FairScale's sharding are other groups (`configs/speed/meta2022.yaml`).
+# How the recipe of Meta's post of 2022 and its code (pycls) differ from the reference: images are mixed on the device
+# and otherwise prepared by the loader; the host reads the loss in every step. Precision, the classifier and FairScale's
+# sharding are set in other groups (`configs/speed/meta2022.yaml`).
 META2022: Mapping[SwitchName, str] = {
     SwitchName.LAYOUT: "batch_second",
     SwitchName.OPTIMIZER: "foreach",
@@ -53,7 +53,7 @@ META2022: Mapping[SwitchName, str] = {
 
 
 def preset_value(preset: str, switch: Switch, device: Device, *, in_16_bits: bool = False) -> str:
-    """What a preset ("reference", "fast" or "meta2022") says of a switch, with products in 16 bits or not."""
+    """A switch's value in a preset ("reference", "fast" or "meta2022"), with products in 16 bits or not."""
     if preset == "fast":
         if switch.name == SwitchName.ALLOCATOR and not HAS_GLIBC:
             return switch.reference
@@ -75,13 +75,13 @@ def resolve(
     Args:
         preset: "reference", "fast" or "meta2022".
         chosen: the switches set by hand.
-        device: where the run is.
-        optimizer: `optim.name`. The preset takes the fastest implementation that there is of it on this device.
+        device: the run's device.
+        optimizer: `optim.name`. The preset takes its fastest implementation on this device.
         in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
         sharded: the optimizer's parameters are torch's DTensors.
 
     Raises:
-        UserError: a value was chosen that this device cannot run, or an implementation that the optimizer has not.
+        UserError: a chosen value cannot run on this device, or the optimizer lacks a chosen implementation.
     """
     resolved: dict[SwitchName, str] = {}
     problems: list[str] = []
@@ -98,7 +98,9 @@ def resolve(
             )
         resolved[switch.name] = value
     if resolved.get(SwitchName.ALLOCATOR) == "keep" and not HAS_GLIBC:
-        problems.append("speed.allocator: keep needs glibc, which this system has not; use speed.allocator=default")
+        problems.append(
+            "speed.allocator: keep needs glibc, which this system does not have; use speed.allocator=default"
+        )
     if optimizer is not None:
         problems += _fit_optimizer(resolved, chosen, device, optimizer, sharded=sharded)
     if problems:
@@ -114,9 +116,9 @@ def _fit_optimizer(
     *,
     sharded: bool,
 ) -> list[str]:
-    """Take what there is where the preset's value does not exist; what is wrong with a value chosen by hand.
+    """Replace an implementation that the preset chose and that does not exist; return errors for one chosen by hand.
 
-    On a GPU that is foreach; on a CPU the loop, than which foreach is slower (docs/results/optimizers_cpu.md).
+    The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
     """
     compiled = resolved.get(SwitchName.OPTIMIZER_COMPILE) == "on"
     there = OPTIMIZERS[optimizer]
@@ -124,7 +126,8 @@ def _fit_optimizer(
         return [f"speed.optimizer_compile: optim.name={optimizer} compiles itself; use speed.optimizer_compile=off"]
     if sharded and optimizer not in SHARDABLE:
         return [
-            f"optim.name: {optimizer} needs whole weights, and fsdp and hsdp cut them; use optim=adamw or parallel=ddp"
+            f"optim.name: {optimizer} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
+            "parallel=ddp"
         ]
     usable = tuple(
         name for name in (COMPILABLE[optimizer] if compiled else there) if not sharded or name in SHARDABLE[optimizer]
@@ -136,7 +139,7 @@ def _fit_optimizer(
         resolved[SwitchName.OPTIMIZER] = usable[-1] if device == "cuda" else usable[0]
         return []
     if sharded and value in there and value not in SHARDABLE[optimizer]:
-        why = f"has no {value} for weights that are cut over ranks (fsdp, hsdp)"
+        why = f"has no {value} for weights that are sharded over ranks (fsdp, hsdp)"
     else:
         compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
         why = f"has no {value}" if value not in there else compiles

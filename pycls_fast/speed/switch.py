@@ -50,19 +50,20 @@ class SwitchName(enum.StrEnum):
 class Switch:
     """One optimization: `values[0]` is the reference, `fast` the value that was found best on each device.
 
-    The texts make its card in `docs/switches.md` (`tools/switch_cards.py` writes it); full sentences, ended by a dot.
+    The texts make its card in `docs/switches.md` (`tools/switch_cards.py` writes it): full sentences that end with a
+    full stop.
 
     Attributes:
         name, values, fast: see above.
-        fast_16_bits: the best value where products are in 16 bits, on devices where it is another than `fast`.
-        numerics: what the other values owe the reference.
+        fast_16_bits: the best value if products are in 16 bits, for devices on which it differs from `fast`.
+        numerics: how closely the other values must match the reference.
         applies_to: kinds of model in which it changes anything.
-        requires: device that a value cannot do without.
+        requires: the device that a value needs.
         note: what it does.
-        mathematics: what changes in the numbers, to the letter.
+        mathematics: what changes in the numbers, exactly.
         helps: when it is faster or smaller, with the figures measured so far and where.
         hurts: when it costs something.
-        source: paper, documentation or code that it is from.
+        source: the paper, documentation or code that it comes from.
         ran: where it has been run, and where not.
     """
 

@@ -15,12 +15,12 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.parallel import FlatShards, World, prepare_model
+from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
@@ -59,7 +59,7 @@ def build_parts(
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    config = normalized(build.by_size(config, len(sources["train"]), world), world, resumed_from)
+    config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
@@ -85,7 +85,7 @@ def build_parts(
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
@@ -109,8 +109,8 @@ def load_network(
     origin = load_weights(
         network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
     )
-    network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    build.lower(config, network, world.device)
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    build.apply_precision(config, network, world.device)
     return network, origin
 
 
@@ -144,10 +144,10 @@ def make_step(
     loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
-    masters = build.lower(config, network, world.device, sharded=sharded)
+    masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.verdict_group)
+    scaler = build.loss_scaler(config, world.device, wrapped.overflow_group)
     flat = wrapped.weights
     owned = flat or masters
     optimizer = wrapped.optimizer or build.optimizer(

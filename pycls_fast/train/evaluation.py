@@ -90,8 +90,8 @@ def evaluate(
     *,
     among: torch.Tensor | None = None,
     answers_NM: torch.Tensor | None = None,
-    together: bool = False,
-    settle: Callable[[], None] = lambda: None,
+    forward_is_collective: bool = False,
+    free_gathered: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
@@ -105,8 +105,8 @@ def evaluate(
         among: int64 on the device, the outputs that count, ascending; all others are ignored.
         answers_NM: int64 on the device, all true classes of each image of the source, padded with -1. The one with
             the highest score counts; images without any are left out.
-        together: the forward pass is collective: a rank whose batch is empty must take part.
-        settle: called at the end (`parallel.Wrapped.settle`).
+        forward_is_collective: the forward pass is collective: a rank whose batch is empty must take part.
+        free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
     """
     was_training = model.training
     model.eval()
@@ -124,13 +124,13 @@ def evaluate(
                 scored = _score(logits_BK.double(), answers_BM, among)
                 sums += scored.sums()
                 outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
-            elif together:
+            elif forward_is_collective:
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
                     model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
             on_batch(images)
     finally:
-        settle()
+        free_gathered()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)

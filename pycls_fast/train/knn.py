@@ -23,7 +23,7 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded
@@ -100,7 +100,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         train = sources["train"]
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
-        config = build.for_scoring(normalized(build.by_size(config, len(train), world), world))
+        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(train), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, weights, train, world, switches, for_training=True)
             with display:
@@ -179,7 +179,9 @@ def _features(
     labels: list[Tensor] = []
     display.begin_evaluation(split, len(source))
     try:
-        for batch in to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"):
+        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking")
+        for batches_done, batch in enumerate(batches, start=1):
+            world.at(f"features of {split}: {batches_done} batches read")
             for name, reason in batch.damaged:
                 display.warn(f"{name}: {reason}; not counted")
             if len(batch.labels_B):

@@ -19,7 +19,7 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def normalized(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+def resolve_normalization(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
 
     Args:

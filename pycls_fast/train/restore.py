@@ -17,7 +17,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
-from pycls_fast.parallel import World, prepare_model
+from pycls_fast.parallel import World, place_model
 from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint_tensors import differing
@@ -77,8 +77,8 @@ def restore(
         with torch.random.fork_rng(devices=[]):
             network = build.model(config, config.model.num_classes or len(classes), switches)
         _fill(network, weights)
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-        build.lower(config, network, world.device)
+        network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        build.apply_precision(config, network, world.device)
     return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
 
 

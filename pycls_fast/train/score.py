@@ -21,7 +21,7 @@ from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate
-from pycls_fast.train.normalization import normalized
+from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.weights import Loaded, find_weights, opened
@@ -52,9 +52,17 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         switches = build.switches(config, world.device)
         scored = _scored(config, split, found, world)
         source, split = scored.source, config.data.eval_set or split
-        config = build.for_scoring(normalized(build.by_size(config, len(source), world), world))
+        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(source), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, found, source, world, switches, for_training=False)
+            batches_done = 0
+
+            def on_batch(images: int) -> None:
+                nonlocal batches_done
+                batches_done += 1
+                world.at(f"evaluating {split}: {batches_done} batches done")
+                display.advance_evaluation(images * world.size)
+
             with display:
                 display.begin_evaluation(split, len(source))
                 result = evaluate(
@@ -63,7 +71,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,
-                    lambda images: display.advance_evaluation(images * world.size),
+                    on_batch,
                     among=_on_device(scored.among, world),
                     answers_NM=_on_device(scored.answers_NM, world),
                 )

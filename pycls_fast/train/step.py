@@ -66,7 +66,7 @@ class Step:
         return loss
 
     def _take_gradients(self, is_last: bool = True) -> None:
-        if self.masters is not None and (is_last or self.wrapped.adds_up):
+        if self.masters is not None and (is_last or self.wrapped.reduced_every_microbatch):
             self.masters.take_gradients()
 
     def _update(self) -> Tensor:

@@ -101,8 +101,8 @@ class Evaluations:
             run.step.autocast,
             run.world,
             on_batch,
-            together=wrapped.together,
-            settle=wrapped.settle,
+            forward_is_collective=wrapped.forward_is_collective,
+            free_gathered=wrapped.free_gathered,
         )
         if run.world.is_main:
             self._write_down(done, weights, result)

@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import to_device
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import World, prepare_model, start_world
+from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import train
@@ -184,7 +184,7 @@ def test_replays_drop_other_samples_each_time_and_the_same_in_the_next_run() -> 
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
-        network = prepare_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+        network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
         step = make_step(config, network, world, switches, steps_per_epoch=10)
         batch = synthetic_batch(16, 8, 10, erase_probability=0.0, seed=1, device=device)
         metrics, losses = TrainMetrics(device), []

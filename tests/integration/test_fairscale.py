@@ -182,11 +182,11 @@ def test_two_ranks_go_on_as_one(alone: Path, two: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "begins"),
     [
-        (["parallel=fairscale_fsdp", "optim=lamb"], "optim.name: lamb looks at the shapes of weights"),
-        (["parallel=fairscale_fsdp", "optim=muon"], "optim.name: muon looks at the shapes of weights"),
+        (["parallel=fairscale_fsdp", "optim=lamb"], "optim.name: lamb needs the shapes of weights"),
+        (["parallel=fairscale_fsdp", "optim=muon"], "optim.name: muon needs the shapes of weights"),
         (["parallel=fairscale_fsdp", "precision=bf16"], "precision: bf16 keeps no float32 weights"),
-        (["parallel=fairscale_fsdp", "precision=fp8"], "precision: fp8 does not go with"),
-        (["parallel=fairscale_sharded_ddp", "precision=bf16_params"], "precision: bf16_params keeps weights apart"),
+        (["parallel=fairscale_fsdp", "precision=fp8"], "precision: fp8 conflicts with"),
+        (["parallel=fairscale_sharded_ddp", "precision=bf16_params"], "precision: bf16_params keeps weights separate"),
         (["parallel=fairscale_sharded_ddp", "optim=adamw8bit"], "optim.name: adamw8bit's state cannot be sent"),
     ],
 )

@@ -226,8 +226,8 @@ def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weig
     [
         (["weights=nothing.pth"], "weights: nothing.pth is neither a weights file"),
         (["optim.trainable=[head,bloks]"], "optim.trainable: bloks names nothing in this network"),
-        (["optim.trainable=[all,head]"], "optim.trainable: all is everything; leave head or all out"),
-        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: frozen parts do not go with"),
+        (["optim.trainable=[all,head]"], "optim.trainable: all includes everything; remove head or all"),
+        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: frozen parts do not work with"),
         (["schedule.epochs=soon"], 'schedule.epochs: must be auto or a whole number greater than 0; got "soon"'),
         (["schedule.warmup_epochs=60"], "schedule.warmup_epochs: 60 is longer than the training of 50 epochs"),
         (["schedule.early_stopping_evals=0"], "schedule.early_stopping_evals: must be greater than 0"),
@@ -254,7 +254,7 @@ def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
     folder(tmp_path / "one", cat=5)
     given = ["data.root=one", f"weights={weights}", *TINY]
     done = run_process(command(*given, config_name="finetune"), cwd=tmp_path, expect=2)
-    assert done.stderr.startswith("error: data.root: one class alone (cat) leaves nothing to tell apart")
+    assert done.stderr.startswith("error: data.root: only one class (cat) leaves nothing to distinguish")
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(UserError, match=r"data.root: .*a single image in the class dog"):
         finetune(folder(tmp_path / "two", cat=5, dog=1), tmp_path / "run")

@@ -17,7 +17,7 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.speed import CATALOGUE
-from pycls_fast.speed.images import IMAGES
+from pycls_fast.speed.cards.images import IMAGES
 from tests.integration.runs import ROOT
 
 # Scripts are no package; another project's `benchmarks` may be installed.

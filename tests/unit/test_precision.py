@@ -143,7 +143,7 @@ class TestRefused:
     def test_fp8_off_cuda(self) -> None:
         config = load_config("vit_digits", ["precision=fp8"])
         with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA and this run is on CPU; use .*amp_bf16"):
-            build.lower(config, nn.Linear(16, 16), CPU)
+            build.apply_precision(config, nn.Linear(16, 16), CPU)
 
     def test_fp8_for_a_resnet(self) -> None:
         with pytest.raises(UserError, match=r"precision: fp8 is for linear layers .*; use precision=amp_bf16"):
@@ -181,7 +181,7 @@ class TestFloat8:
             ],
         )  # fmt: skip
         network = self.plain().to(device)
-        assert build.lower(config, network, device) is None
+        assert build.apply_precision(config, network, device) is None
         return network
 
     def plain(self) -> nn.Module:
@@ -241,11 +241,11 @@ class TestFloat8:
         overrides = ["precision=fp8", "precision.fp8_emulate=true", "model.classifier=map", "speed=reference"]
         config = load_config("vit_digits", overrides)
         network = build.model(config, 10, build.switches(config, CPU))
-        build.lower(config, network, CPU)
+        build.apply_precision(config, network, CPU)
         found = {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
         assert {name.split(".")[0] for name in found} == {"blocks"}
 
     def test_no_layer_that_fits(self) -> None:
         config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true"])
         with pytest.raises(UserError, match=r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$"):
-            build.lower(config, nn.Sequential(nn.Linear(16, 10)), CPU)
+            build.apply_precision(config, nn.Sequential(nn.Linear(16, 10)), CPU)

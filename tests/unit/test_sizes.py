@@ -33,20 +33,20 @@ def finetune(*overrides: str) -> RunConfig:
     ],
 )
 def test_sizes_follow_the_number_of_images(images: int, batch: int, epochs: int, every: int) -> None:
-    config = build.by_size(finetune(), images, world())
+    config = build.resolve_auto(finetune(), images, world())
     assert config.data.global_batch_size == batch
     assert config.schedule.epochs == epochs
     assert config.runtime.eval_every_epochs == every
     assert images // batch >= 1
     # A run resumes with what it began with: the numbers are the same the second time.
-    assert build.by_size(config, images, world()) == config
+    assert build.resolve_auto(config, images, world()) == config
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (3, 1), (8, 1), (2, 4)])
 def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
     config = finetune(f"optim.accumulation_steps={steps}")
     for images in (ranks * steps, 48, 1_000, 100_000):
-        batch = build.by_size(config, images, world(ranks)).data.global_batch_size
+        batch = build.resolve_auto(config, images, world(ranks)).data.global_batch_size
         assert batch % (ranks * steps) == 0
         assert batch <= max(images, ranks * steps)
         assert batch // (ranks * steps) >= min(2, images // (ranks * steps))
@@ -54,7 +54,7 @@ def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
 
 def test_numbers_that_are_given_stay() -> None:
     config = finetune("schedule.epochs=7", "data.global_batch_size=13", "runtime.eval_every_epochs=4")
-    assert build.by_size(config, 48, world()) == config
+    assert build.resolve_auto(config, 48, world()) == config
 
 
 def test_auto_survives_a_file() -> None:
@@ -66,8 +66,8 @@ def test_auto_survives_a_file() -> None:
 
 def test_a_warm_up_longer_than_what_was_chosen() -> None:
     with pytest.raises(UserError, match=r"schedule.warmup_epochs: 30 is longer than the training of 10 epochs"):
-        build.by_size(finetune("schedule.warmup_epochs=30"), 50_000, world())
-    build.by_size(finetune("schedule.warmup_epochs=30"), 48, world())
+        build.resolve_auto(finetune("schedule.warmup_epochs=30"), 50_000, world())
+    build.resolve_auto(finetune("schedule.warmup_epochs=30"), 48, world())
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "many"])

@@ -22,7 +22,7 @@ from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE, prepare_model
+from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -112,7 +112,7 @@ def curve(images: Path, experiment: str, chosen: str = "") -> torch.Tensor:
     config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split()])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
-    network = prepare_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
     step = make_step(config, network, ALONE, switches, steps_per_epoch=STEPS // 10)
     metrics = TrainMetrics(CPU, read=switches[SwitchName.METRICS])
     host = build.prepare_on_host(config, switches)

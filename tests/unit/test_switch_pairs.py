@@ -23,7 +23,7 @@ from pycls_fast.config.checks import problems
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import ALONE, prepare_model
+from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, Device, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -218,7 +218,7 @@ def train(config: RunConfig, *, steps: int = 2) -> Trained:
         for parameter in network.parameters():
             # The same for every layout; no tensor at a value that hides a mistake.
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
-    network = prepare_model(network, ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
     metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
     host = build.prepare_on_host(config, chosen)

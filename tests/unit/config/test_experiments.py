@@ -63,7 +63,7 @@ def training_images(name: str) -> int:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_builds(name: str) -> None:
     images = training_images(name)
-    config = build.by_size(load(name), images, ALONE)
+    config = build.resolve_auto(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
     wrong = {key for key, _ in problems(config, trains=True)}

@@ -22,13 +22,13 @@ REFERENCE = speed.resolve("reference", {}, "cpu")
 IMPOSSIBLE = [
     (
         ["speed.activation_compression=8bit", "speed.recompute=full"],
-        "speed.activation_compression: 8bit does not go with speed.recompute=full: blocks would run again from rounded "
+        "speed.activation_compression: 8bit conflicts with speed.recompute=full: blocks would run again from rounded "
         "inputs; use speed.activation_compression=none or speed.recompute=off",
     ),
     (
         ["speed.activation_offload=cpu", "speed.recompute=selective"],
-        "speed.activation_offload: cpu does not see what speed.recompute=selective keeps; use speed.recompute=full or "
-        "speed.activation_offload=none",
+        "speed.activation_offload: cpu cannot offload what speed.recompute=selective keeps; use speed.recompute=full "
+        "or speed.activation_offload=none",
     ),
     (
         ["parallel.recompute_every=2"],
@@ -74,7 +74,7 @@ def test_what_does_not_go_with_compilation(chosen: str, key: str) -> None:
         build.switches(config, torch.device("cpu"))
     (line,) = caught.value.lines
     assert line.startswith(f"speed.{key}: ")
-    assert "does not see into" in line or "constant ones" in line
+    assert "does not work inside" in line or "constant ones" in line
     for way_out in re.findall(r"speed\.\w+=\w+", line.rpartition("; use")[2]):
         config = load_config("vit_digits", ["speed.compile=model", f"speed.{chosen}", way_out])
         build.switches(config, torch.device("cpu"))

@@ -196,11 +196,12 @@ ONE_MISTAKE = [
     ),
     (
         ["loss=bce", "loss.bce_threshold=0.2", "loss.class_weights=balanced"],
-        "loss.class_weights: weighs the shares of a mix, which loss.bce_threshold rounds; use one of them " + HERE,
+        "loss.class_weights: weights the shares of a mixed image, which loss.bce_threshold rounds; use one of the two "
+        + HERE,
     ),
     (
         ["data.sampling=square_root", "loss.class_weights=balanced"],
-        "loss.class_weights: rare classes come more often by data.sampling=square_root already; use one of them "
+        "loss.class_weights: data.sampling=square_root already shows rare classes more often; use one of the two "
         + HERE,
     ),
     (
@@ -229,7 +230,7 @@ ONE_MISTAKE = [
             ("drop_path_rate", 0.1, "model.drop_path sets it"),
             ("pretrained", "true", "weights=timm:NAME brings weights"),
             ("checkpoint_path", "x.pth", "weights=FILE brings weights"),
-            ("features_only", "true", "what is trained here ends in classes"),
+            ("features_only", "true", "models here end in a classification head"),
         )
     ),
     (
@@ -389,7 +390,7 @@ def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:
 def test_a_path_that_is_no_utf_8() -> None:
     with pytest.raises(UserError) as caught:
         load_config("vit_digits", ["data.root=/caf\udce9", "optim.trainable=[head,'\udce9']"])
-    rest = "is no UTF-8; rename it, or make a link to it and give that (the command line)"
+    rest = "is not valid UTF-8; rename it, or link to it and give the link (the command line)"
     assert set(caught.value.lines) == {f"data.root: /caf\udce9 {rest}", f"optim.trainable[1]: \udce9 {rest}"}
 
 

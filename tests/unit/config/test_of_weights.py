@@ -90,7 +90,9 @@ def test_no_other_configuration_is_taken_in_silence(
     monkeypatch.chdir(home)
     status, lines, calls = tool(f"weights={source}", *flags, config_of_weights=True)
     assert (status, len(lines), calls) == (2, 1, [])
-    assert lines[0].startswith(f"error: {flags[0].partition('=')[0]}: does not go with the configuration that weights=")
+    assert lines[0].startswith(
+        f"error: {flags[0].partition('=')[0]}: cannot be combined with the configuration saved with weights="
+    )
     assert lines[0].endswith("; leave it out, or name an experiment with --config-name")
 
 
@@ -118,7 +120,7 @@ def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatc
     [
         ("copied/state.json", "{", "weights: {file} cannot be read (JSONDecodeError); take another checkpoint"),
         ("copied/state.json", "{}", "weights: {file} cannot be read (KeyError); take another checkpoint"),
-        ("run/config.yaml", "", "{file}: holds no keys; it is no run's"),
+        ("run/config.yaml", "", "{file}: holds no keys; it is not a run's configuration"),
         ("run/config.yaml", "\t", "{file}: cannot be read (while scanning for the next token found character"),
     ],
 )

@@ -30,9 +30,9 @@ from tests.unit.config.conftest import Options, Tool
             "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; use schedule.warmup_epochs=2 "
             "or less (configs/vit_digits.yaml)",
         ),
-        ("seed: 1\nseed: 2", "{file}: line 3 is no YAML: found duplicate key seed"),
-        ("optim: {lr: 3\nseed: 2", "{file}: line 3 is no YAML: expected ',' or '}}', but got ':'"),
-        ("\tseed: 3", "{file}: line 2 is no YAML: found character '\\t' that cannot start any token"),
+        ("seed: 1\nseed: 2", "{file}: line 3 is not valid YAML: found duplicate key seed"),
+        ("optim: {lr: 3\nseed: 2", "{file}: line 3 is not valid YAML: expected ',' or '}}', but got ':'"),
+        ("\tseed: 3", "{file}: line 2 is not valid YAML: found character '\\t' that cannot start any token"),
     ],
 )
 def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Path, text: str, line: str) -> None:
@@ -186,7 +186,7 @@ def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> N
 
 def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
     line = (
-        "error: model.init: jax begins the head with zeros, which optim=lamb hardly leaves: its steps are in "
+        "error: model.init: jax begins the head with zeros, which optim=lamb hardly changes: its steps are in "
         "proportion to the weights; use model.init=trunc_normal (configs/model/vit_digits.yaml or the command line)"
     )
     assert tool("optim=lamb", trains=True)[:2] == (2, [line])
@@ -205,7 +205,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
         0,
         [
             "note: optim=lion: lr, weight_decay, lr_batch_size: the values of configs/vit_s16.yaml, not those of "
-            "configs/optim/lion.yaml; optim.KEY=VALUE sets others"
+            "configs/optim/lion.yaml; change them with optim.KEY=VALUE"
         ],
     )
     assert (calls[0][0].optim.lr, calls[0][0].optim.weight_decay) == (5e-4, 0.05)
@@ -219,7 +219,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
         0,
         [
             f"note: optim=mine: {keys}: the values of {file}, not those of {tmp_path}/optim/mine.yaml; "
-            "optim.KEY=VALUE sets others"
+            "change them with optim.KEY=VALUE"
             for keys, file in (("lr, weight_decay", "configs/vit_s16.yaml"), ("momentum", f"{tmp_path}/own.yaml"))
         ],
     )

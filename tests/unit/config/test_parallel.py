@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
                 *("parallel=ddp", "parallel.static_graph=true", "optim.accumulation_steps=2"),
                 "parallel.compression=powersgd",
             ],
-            "parallel.static_graph: is learned by one exchange more",
+            "parallel.static_graph: takes one more exchange",
         ),
         (["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree: is for parallel=hsdp"),
         (["parallel=fsdp", "parallel.replicate_degree=2"], "parallel.replicate_degree: is for parallel=hsdp"),
@@ -56,7 +56,7 @@ def test_batch_norm_over_ranks_needs_batch_norm() -> None:
         load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])
     for name, why in [
         ("vit_digits", "model.kind=vit has no batch norm with model.stem=patch"),
-        ("regnety_4gf", "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may hold an"),
+        ("regnety_4gf", "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may include an"),
     ]:
         with pytest.raises(UserError) as caught:
             load_config(name, ["parallel.sync_batchnorm=true", "data.root=x"])

@@ -132,7 +132,7 @@ def test_the_configuration_chooses_and_refuses() -> None:
     assert order is not None
     assert np.bincount(Labelled.labels[order(0, 0) % 4]).tolist() == [2, 2]
     assert build.data.order(load_config("vit_digits"), Labelled()) is None  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"data.sampling: needs all labels ahead"):
+    with pytest.raises(UserError, match=r"data.sampling: needs all labels in advance"):
         build.data.order(config, Unlabelled())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"data.sampling: balanced visits images in any order, and data.shuffle=blocks"):
+    with pytest.raises(UserError, match=r"data.sampling: balanced visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])

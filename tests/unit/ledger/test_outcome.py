@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycls_fast.build import processor
+from pycls_fast.build import cpu_cores
 from pycls_fast.config.ladder import Ladder, Rung
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.processes import Finished, Process, _environment
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -115,7 +115,7 @@ def test_ranks_share_the_cores(
 ) -> None:
     """Those that a container may take, where it has a limit."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(processor, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: limit)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _environment(ranks).get("OMP_NUM_THREADS") == share
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

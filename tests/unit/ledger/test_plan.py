@@ -149,10 +149,10 @@ def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
         ("description: x\nbaseline: {name: a}\nrungs: [{name: a}]\n", "more than one rung is called a"),
         (
             "description: x\nbaseline: {name: a}\nrungs: [{name: bat, against: cat}, {name: cats}]\n",
-            "'bat' is against cat, which is no other rung; did you mean cats",
+            "'bat' is against cat, which is not another rung; did you mean cats",
         ),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: b}]\n", "is against b, which is no other"),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: a}]\n", "is against a, which is no other"),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: b}]\n", "is against b, which is not another"),
+        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: a}]\n", "is against a, which is not another"),
         ("a: [", "cannot be read"),
     ],
 )

@@ -279,8 +279,8 @@ def test_a_compiled_step_at_a_rate_of_zero_changes_nothing(
     weights = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(5))]
     before = [weight.detach().clone() for weight in weights]
     groups = [{"params": weights, "weight_decay": 0.1}]
-    made = getattr(optim, name)(groups, lr=9.0, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
-    optimizer = optim.compile_step(made)
+    optimizer = getattr(optim, name)(groups, lr=9.0, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
+    optim.compile_step(optimizer)
     set_lr(optimizer, 0.0)
     for weight, gradient in zip(weights, (torch.zeros(4, 5), torch.ones(5)), strict=True):
         weight.grad = gradient

@@ -228,7 +228,8 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
 def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weight], "lr_scale": scale} for weight, scale in zip(weights, (1.0, 0.5), strict=True)]
-    optimizer = optim.compile_step(optim.adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach"))
+    optimizer = optim.adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
+    optim.compile_step(optimizer)
     optim.set_lr(optimizer, 0.5)
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
 

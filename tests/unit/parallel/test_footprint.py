@@ -16,7 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.ledger.timing import synthetic_batch
-from pycls_fast.parallel import ALONE, World, footprint, prepare_model
+from pycls_fast.parallel import ALONE, World, footprint, place_model
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.building import make_step
 from pycls_fast.train.introduction import memory_per_rank
@@ -38,7 +38,7 @@ def assert_held(world: World, *overrides: str) -> None:
     batch = synthetic_batch(1, 8, 10, erase_probability=0.0, seed=0, device=CPU)
     metrics = TrainMetrics(CPU)
     with LiveMemory() as memory:
-        network = prepare_model(build.model(config, 10, switches), world, memory_format="contiguous")
+        network = place_model(build.model(config, 10, switches), world, memory_format="contiguous")
         step = make_step(config, network, world, switches, steps_per_epoch=4)
         # The optimizer has its state after the first.
         for index in range(2):

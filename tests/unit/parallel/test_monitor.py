@@ -94,7 +94,7 @@ def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFix
     assert "starting, in all_reduce (torch/distributed/waits.py:3), waiting for other ranks" in capsys.readouterr().err
 
 
-def test_ranks_wait_for_one_that_is_slow_but_gets_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.6) as (first, second):
         first.monitor.at("evaluating: 3 batches done")
         wait_for_others(first, 60)
@@ -122,12 +122,12 @@ def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.Captu
         time.sleep(0.2)
         second.monitor._stop.set()
         assert first.ended.wait(20)
-    assert "rank 1: no sign of life; it was last at: starting" in capsys.readouterr().err
+    assert "rank 1: no sign of life; last seen at: starting" in capsys.readouterr().err
 
 
 def test_a_rank_that_never_spoke() -> None:
     lines = report([Place("computing step 1", 12.0, 0.0, "", 3), None], [], 10)
     assert lines[1:] == [
         "error:   rank 0: for 12 s: computing step 1",
-        "error:   rank 1: never said where it is",
+        "error:   rank 1: has not reported yet",
     ]

@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim import assign, local, local_slices
-from pycls_fast.parallel import Settings, World, Wrapped, prepare_model, start_world, wrap_model
+from pycls_fast.parallel import Settings, World, Wrapped, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
@@ -75,7 +75,7 @@ def test_a_model_that_was_never_whole_has_the_values_of_one_that_was(
     config = load_config(experiment, overrides)
     switches = build.switches(config, CPU)
     plain = build.model(config, 10, switches).state_dict()
-    network = prepare_model(build.model(config, 10, switches, empty=True), world, memory_format="contiguous")
+    network = place_model(build.model(config, 10, switches, empty=True), world, memory_format="contiguous")
     assert all(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))
     # What was drawn before plays no part.
     torch.manual_seed(7)

@@ -28,4 +28,4 @@ def test_tasks_of_srun_that_nobody_joins(
     with start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="single") as world:
         assert world.size == 1
     said = capsys.readouterr().err
-    assert said.startswith("note: srun started 8 tasks, and each is a run of its own") if told else said == ""
+    assert said.startswith("note: srun started 8 tasks, and each is a separate run") if told else said == ""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import Batch
-from pycls_fast.parallel import ALONE, prepare_model
+from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -31,7 +31,7 @@ def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]
     )  # fmt: skip
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
-    network = prepare_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, ALONE, switches, 10)
     generator = torch.Generator().manual_seed(1)
     batches = [

@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import ALONE, World, prepare_model
+from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, CudaRecorder, GraphedStep, Tape
@@ -91,7 +91,7 @@ def made(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.Module, Ope
         generator = torch.Generator().manual_seed(3)
         for parameter in network.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    network = prepare_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
     tape = OperatorTape()
     return make_step(config, network, ALONE, switches, steps_per_epoch=2, recorder=tape), network, tape
 

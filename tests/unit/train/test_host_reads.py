@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.parts import synthetic_batch
-from pycls_fast.parallel import ALONE, prepare_model
+from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -76,7 +76,7 @@ def reads(name: str, *overrides: str) -> list[str]:
          "schedule.warmup_epochs=0", *overrides],
     )  # fmt: skip
     chosen = build.switches(config, CPU)
-    network = prepare_model(
+    network = place_model(
         build.model(config, 10, chosen), ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]
     ).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.normalization import normalized, statistics
+from pycls_fast.train.normalization import resolve_normalization, statistics
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -58,13 +58,13 @@ def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> 
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
     own = [] if ask else ["data.normalization=configured"]
     config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own])
-    found = normalized(config, ALONE)
+    found = resolve_normalization(config, ALONE)
     assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
     assert found.data.normalization == "configured"
-    assert normalized(found, ALONE) == found
+    assert resolve_normalization(found, ALONE) == found
 
 
 def test_without_weights_the_configured_values_stay() -> None:
-    found = normalized(load_config("finetune", ["data.root=/nowhere", "data.std=[1.0,1.0,1.0]"]), ALONE)
+    found = resolve_normalization(load_config("finetune", ["data.root=/nowhere", "data.std=[1.0,1.0,1.0]"]), ALONE)
     assert found.data.std == (1.0, 1.0, 1.0)
     assert found.data.normalization == "configured"

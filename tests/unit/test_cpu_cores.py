@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pycls_fast import build
+from pycls_fast.build import cpu_cores
 from pycls_fast.build import device as build_device
-from pycls_fast.build import processor
 from pycls_fast.config import load_config
 from pycls_fast.train.environment import environment
 
@@ -22,7 +22,7 @@ def limit(place: Path, own: str, files: dict[str, str]) -> int | None:
         (place / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (place / "mount" / name).write_text(f"{text}\n")
     (place / "own").write_text(own)
-    return processor.cpu_limit(place / "mount", place / "own")
+    return cpu_cores.cpu_limit(place / "mount", place / "own")
 
 
 @pytest.mark.parametrize(
@@ -51,23 +51,23 @@ def test_quotas(tmp_path: Path, own: str, files: dict[str, str], cores: int | No
 def test_a_task_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, seen: int) -> None:
     """Whether Slurm binds the tasks to them or lets each see the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(seen)))
-    monkeypatch.setattr(processor, "cpu_limit", lambda: None)
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: None)
     for name, value in (("SLURM_CPUS_PER_TASK", "12"), ("LOCAL_WORLD_SIZE", "8"), ("SUBMITIT_EXECUTOR", "slurm")):
         monkeypatch.setenv(name, value)
-    assert processor.cores_per_rank() == 12
+    assert cpu_cores.cores_per_rank() == 12
     # torchrun in one task: its ranks share it.
     monkeypatch.delenv("SUBMITIT_EXECUTOR")
-    assert processor.cores_per_rank() == seen // 8
+    assert cpu_cores.cores_per_rank() == seen // 8
 
 
 def test_without_control_groups(tmp_path: Path) -> None:
-    assert processor.cpu_limit(tmp_path, tmp_path / "missing") is None
+    assert cpu_cores.cpu_limit(tmp_path, tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 12), (4, 4), (64, 12)])
 def test_the_smaller_of_both_counts(monkeypatch: pytest.MonkeyPatch, quota: int | None, cores: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
-    monkeypatch.setattr(processor, "cpu_limit", lambda: quota)
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: quota)
     assert build.cores() == environment(CPU, 1)["cpu_count"] == cores
     config = load_config("vit_digits", ["data.num_workers=null"])
     assert build.num_workers(config) == cores
@@ -88,7 +88,7 @@ def test_threads_stay_within_the_limit(
     monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, overrides: list[str], threads: int
 ) -> None:
     """Unless somebody chose their number."""
-    monkeypatch.setattr(processor, "cpu_limit", lambda: quota)
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: quota)
     monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
     monkeypatch.setattr(build_device, "_threads_before", [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

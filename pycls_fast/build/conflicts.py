@@ -1,4 +1,4 @@
-"""Settings that cannot be together, of which one is a switch's value in force; the others are in `config/checks.py`."""
+"""Conflicts that involve the resolved value of a switch; all others are in `config/checks.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pycls_fast.precision import LEVELS
 from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
 Switches = Mapping[SwitchName, str]
-"""The value in force of every performance switch."""
+"""The resolved value of every performance switch."""
 
 
-def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
-    """A line for each pair of settings that cannot be together, of which one is a switch's value in force."""
+def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
+    """Yield one line for each conflict between a switch's resolved value and another setting."""
     mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
@@ -25,14 +25,14 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
         )
     if chosen[SwitchName.DECODE_SCALE] == "dct" and chosen[SwitchName.DECODE] != "region":
         yield (
-            f"speed.decode_scale: dct is not there with speed.decode={chosen[SwitchName.DECODE]}; use "
+            f"speed.decode_scale: dct is not available with speed.decode={chosen[SwitchName.DECODE]}; use "
             "speed.decode=region or speed.decode_scale=full"
         )
     yield from _compiled(chosen)
     compiled, half = chosen[SwitchName.COMPILE], LEVELS[config.precision.name].weights != "float32"
     if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":
         yield (
-            f"speed.compile: {compiled} does not see into FairScale's wrappers around norms that stay float32 under "
+            f"speed.compile: {compiled} cannot see inside FairScale's wrappers around norms that stay float32 under "
             f"precision={config.precision.name}; use speed.compile=off or parallel=fsdp"
         )
     yield from _order(config, chosen)
@@ -42,16 +42,16 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
     if not isinstance(config.model, ViTModel):
         return
     if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
-        yield "speed.gelu: polynomial is for compiled code and does nothing without; use speed.compile=model"
+        yield "speed.gelu: polynomial is for compiled code and does nothing without it; use speed.compile=model"
     if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
         yield (
             "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; use "
             "speed.patches=convolution"
         )
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
-        yield "speed.qkv: fused goes around the float8 layers of precision=fp8; use speed.qkv=separate"
+        yield "speed.qkv: fused bypasses the float8 layers of precision=fp8; use speed.qkv=separate"
     if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
-        yield "speed.linear: products goes around the float8 layers of precision=fp8; use speed.linear=torch"
+        yield "speed.linear: products bypasses the float8 layers of precision=fp8; use speed.linear=torch"
     if (
         attention in ("sdpa_flash", "sdpa_cudnn")
         and device == "cuda"
@@ -61,14 +61,14 @@ def impossible(config: RunConfig, chosen: Switches, device: Device) -> Iterator[
 
 
 def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """A line for each switch set by hand that the model has nothing of."""
+    """Yield one line for each switch set by hand that has no effect with this model."""
     by_hand, kind = config.speed.chosen(), config.model.kind
     for switch in CATALOGUE:
         value = by_hand.get(switch.name, switch.reference)
         if kind not in switch.applies_to and value != switch.reference:
             yield (
-                f"speed.{switch.name}: {value} is for model.kind={' and '.join(switch.applies_to)}, and "
-                f"model.kind={kind} has nothing of it; use speed.{switch.name}={switch.reference}"
+                f"speed.{switch.name}: {value} is for model.kind={' and '.join(switch.applies_to)} and has no effect "
+                f"with model.kind={kind}; use speed.{switch.name}={switch.reference}"
             )
     products = kind == "resnet" and by_hand.get(SwitchName.CONVOLUTION) == "products"
     if products and chosen[SwitchName.MEMORY_FORMAT] == "contiguous":
@@ -85,23 +85,23 @@ def _without_effect(config: RunConfig, chosen: Switches) -> Iterator[str]:
 
 
 def _compiled(chosen: Switches) -> Iterator[str]:
-    """A line for each memory switch that compiled code does not go with."""
+    """Yield one line for each memory switch that conflicts with compiled code."""
     what = chosen[SwitchName.COMPILE]
     if what == "off":
         return
     if chosen[SwitchName.ACTIVATION_COMPRESSION] == "8bit":
-        yield f"speed.activation_compression: 8bit does not see into speed.compile={what}; use speed.compile=off"
+        yield f"speed.activation_compression: 8bit does not work inside speed.compile={what}; use speed.compile=off"
     if chosen[SwitchName.ACTIVATION_OFFLOAD] == "cpu" and what == "model":
-        yield "speed.activation_offload: cpu does not see into speed.compile=model; use speed.compile=blocks"
+        yield "speed.activation_offload: cpu does not work inside speed.compile=model; use speed.compile=blocks"
     if chosen[SwitchName.DROP_PATH_COMPUTE] == "skip":
         yield (
-            f"speed.drop_path_compute: skip has other shapes in every step and speed.compile={what} constant ones; use "
-            "speed.compile=off or speed.drop_path_compute=multiply"
+            f"speed.drop_path_compute: skip has different shapes in every step, and speed.compile={what} needs "
+            "constant ones; use speed.compile=off or speed.drop_path_compute=multiply"
         )
 
 
 def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """Images are normalised, erased and mixed in this order: the host cannot do a stage after one of the device's."""
+    """Yield one line for each stage on the host after one on the device: images are normalised, erased, then mixed."""
     augment = config.augment
     stages = [(SwitchName.NORMALIZE_ON, "normalised")]
     if augment.erase_probability > 0:
@@ -117,7 +117,7 @@ def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
 
 
 def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
-    """A line for each setting that a step recorded as a CUDA graph does not go with."""
+    """Yield one line for each setting that conflicts with a step recorded as a CUDA graph."""
     if config.optim.name not in ("adamw", "sgd") or chosen[SwitchName.OPTIMIZER] != "fused":
         yield (
             "speed.cuda_graphs: on needs an optimizer that reads its lr on the device, adamw or sgd with "
@@ -152,11 +152,11 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
             yield f"speed.cuda_graphs: speed.{switch}={value} {why}; use speed.{switch}={way_out}"
 
 
-# Switch, value, what it does that cannot be recorded, the value to use.
+# Switch, value, why it cannot be recorded, the value to use.
 _ASKS_THE_HOST = (
     (SwitchName.METRICS, "step", "has the host read every loss", "interval"),
     (SwitchName.OPTIMIZER_COMPILE, "on", "keeps its lr on the host", "off"),
-    (SwitchName.DROP_PATH_COMPUTE, "skip", "has other shapes in every step", "multiply"),
+    (SwitchName.DROP_PATH_COMPUTE, "skip", "has different shapes in every step", "multiply"),
     (SwitchName.RECOMPUTE, "full", "reads the state of random generators", "off"),
     (SwitchName.RECOMPUTE, "selective", "reads the state of random generators", "off"),
     (SwitchName.ACTIVATION_OFFLOAD, "cpu", "keeps activations on the host", "none"),

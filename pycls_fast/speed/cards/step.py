@@ -1,4 +1,4 @@
-"""Cards: the step around the network: what the host reads, how tokens are padded, the loss, recorded steps."""
+"""Cards: the step around the network: metrics on the host, token padding, the loss, recorded steps."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 
@@ -15,7 +15,7 @@ STEP: tuple[Switch, ...] = (
         mathematics="None; both sum in float64, and the same numbers are logged.",
         helps="On accelerators: the host queues steps ahead instead of waiting for each. The smaller the step, the "
         "more.",
-        hurts="A loss that is no longer finite is seen at the end of the interval.",
+        hurts="A loss that is not finite is noticed only at the end of the interval.",
         source="PyTorch performance tuning guide, Avoid unnecessary CPU-GPU synchronization.",
         ran="CPU (torch 2.11 and 2.15), where there is nothing to wait for. CUDA: not run.",
     ),
@@ -26,10 +26,10 @@ STEP: tuple[Switch, ...] = (
         numerics="rounding",
         applies_to=("vit",),
         requires={},
-        note="Tokens are padded to a multiple of 8 or 64 (197 to 200 or 256) in front of the blocks and cut off behind "
-        "them. No token attends to the padding: attention=reference masks its scores, the fused kernels are given the "
-        "keys and values of the real tokens alone.",
-        mathematics="None; sums over tokens have zeros in them and run in another order.",
+        note="Tokens are padded to a multiple of 8 or 64 (197 to 200 or 256) before the blocks and cut off after them. "
+        "No token attends to the padding: attention=reference masks its scores, the fused kernels get only the keys "
+        "and values of the real tokens.",
+        mathematics="None; sums over tokens include zeros and run in a different order.",
         helps="Written-out attention in 16 bits, whose products have 197 columns otherwise: tensor cores want "
         "multiples of 8. Kernels that tile by 64 or 128 have no ragged last tile.",
         hurts="The padding is computed: 1.5% (8) or 30% (64) more of everything but attention's keys, for 197 tokens. "
@@ -63,12 +63,12 @@ STEP: tuple[Switch, ...] = (
         note="After three steps the whole step (forward, loss, backward, clipping, optimizer, average, metrics) is "
         "recorded as one CUDA graph and replayed. Images, labels, the mix and the learning rate are copied into "
         "tensors that the graph reads.",
-        mathematics="None. Drop-path draws from the device's generator, so other samples are dropped than without; "
-        "the loss of a mixed batch always has both terms.",
+        mathematics="None. Drop-path draws from the device's generator, so different samples are dropped; the loss of "
+        "a mixed batch always has both terms.",
         helps="Steps that are shorter than the launching of their kernels: small models, small batches, optimizers and "
         "averages of many tensors.",
         hurts="The graph keeps its own memory, beside what evaluation takes. With optim.name adamw or sgd, fused "
-        "(float16 levels as well), one rank and one microbatch; not with what asks the host in between, which is "
+        "(float16 levels as well), one rank and one microbatch; settings that need the host during the step are "
         "refused.",
         source="NVIDIA and PyTorch, Accelerating PyTorch with CUDA Graphs, 2021; torch.cuda.CUDAGraph.",
         ran="CPU (torch 2.11 and 2.15): all but the recording, with a stand-in that calls the step again. CUDA: not "

@@ -1,4 +1,4 @@
-"""The store through which ranks find each other, which outlives processes that torchrun starts again."""
+"""Rendezvous: the key-value store through which ranks find each other. It outlives processes that torchrun restarts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.rendezvous import rendezvous
 _ROUND = "pycls_fast/round"
 
 
-def meet(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """The store of this launch, and the part of it that belongs to the present processes alone.
+def open_store(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """The store of this launch, and a part of it that only the current processes use.
 
-    torchrun's agent keeps one store for all its attempts (torch 2.11 to 2.15), and what the processes before these
-    wrote there is still to be read: gloo would try to reach the dead. An attempt that failed changes the count of
-    restarts; one in which the ranks met and then became more or fewer has called `met`.
+    torchrun's agent keeps one store for all its attempts (torch 2.11 to 2.15), so that keys of earlier processes are
+    still there: gloo would try to connect to dead ranks. A failed attempt changes the restart count; an attempt that
+    ended because the number of ranks changed has called `finish_round`.
     """
     if size == 1:
         # One rank needs no launcher.
@@ -27,21 +27,21 @@ def meet(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     return store, dist.PrefixStore(f"restart {restarts}, round {store.add(_ROUND, 0)}", store)
 
 
-def met(store: dist.Store) -> None:
-    """Called by one rank when all have met: later processes shall not read what these wrote."""
+def finish_round(store: dist.Store) -> None:
+    """End the rendezvous round, so that later processes do not read this round's keys; one rank calls it."""
     store.add(_ROUND, 1)
 
 
 def connect(timeout: timedelta = timedelta(seconds=300)) -> dist.Store:
-    """Another connection to the store of this launch, for another thread."""
+    """Open another connection to this launch's store, for another thread."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def first_of_launch(name: str, value: str) -> tuple[str, bool]:
-    """What was given under a name first since torchrun was started, and whether that was before the present processes.
+    """The first value given under a name since torchrun started, and whether earlier processes gave it.
 
-    Without torchrun a value is its own first. One rank calls this.
+    Without torchrun it is `value`. One rank calls this.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return value, False

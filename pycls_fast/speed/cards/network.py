@@ -11,7 +11,7 @@ NETWORK: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Convolution weights and images in NHWC order, which tensor cores and oneDNN read without transposing.",
-        mathematics="None; the convolution kernels of the two layouts add in different orders.",
+        mathematics="None; the convolution kernels of the two layouts sum in different orders.",
         helps="Convolutional networks: ResNet-50 float32 1.24x on two CPU cores (batch 16), about 1.5x published on "
         "GPUs.",
         hurts="Grouped convolutions on some GPUs (timm's RegNetY tables); a ViT has one convolution and gains little.",
@@ -27,15 +27,15 @@ NETWORK: tuple[Switch, ...] = (
         applies_to=("vit", "timm"),
         requires={"sdpa_efficient": "cuda", "sdpa_cudnn": "cuda"},
         note="torch's fused scaled_dot_product_attention: the N x N scores are never written to memory. sdpa lets "
-        "torch pick the kernel; the others name it, and fail where it cannot run. sdpa_math is written out inside of "
-        "torch. products is written out too, as six batched products with a backward pass of its own.",
-        mathematics="None; softmax is computed block by block with running maxima, so sums are in another order. With "
-        "products the scores and the attention are rounded to the format of the products, inside of autocast too.",
-        helps="sdpa: always in memory; in time the more, the more tokens an image has. products: bfloat16 on a CPU, "
+        "torch pick the kernel; the others name it, and fail if it cannot run. sdpa_math is unfused, inside torch. "
+        "products is unfused too, as six batched products with its own backward pass.",
+        mathematics="None; softmax is computed block by block with running maxima, so sums are in a different order. "
+        "With products the scores and the attention are rounded to the format of the products, also under autocast.",
+        helps="sdpa: always saves memory, and more time the more tokens an image has. products: bfloat16 on a CPU, "
         "where torch's fused backward pass is slow: 2.4x faster than sdpa for 197 tokens and 2.1x for 577 (one core "
         "with AMX).",
         hurts="Head widths that a kernel pads (ViT-H's 80 to 96 in FlashAttention-2) waste part of its work. On CUDA, "
-        "flash and cuDNN want 16-bit inputs. Which one wins differs by GPU: published figures have cuDNN 1.7-2.3x "
+        "flash and cuDNN need 16-bit inputs. Which one wins differs by GPU: published figures have cuDNN 1.7-2.3x "
         "faster than flash on H100, and slower on A100. products keeps N x N numbers a head, and in float32 is slower "
         "than sdpa (0.8x, 0.6x for 577 tokens).",
         source="Dao et al., FlashAttention, 2022, arXiv 2205.14135; torch.nn.functional.scaled_dot_product_attention.",
@@ -49,13 +49,14 @@ NETWORK: tuple[Switch, ...] = (
         applies_to=("vit",),
         requires={},
         note="Features inside are (B, N, D) or (N, B, D). Parameters, checkpoints, images and logits are the same.",
-        mathematics="None; products and sums over the batch run in another order. Drop-path drops the same samples.",
+        mathematics="None; products and sums over the batch run in a different order. Drop-path drops the same "
+        "samples.",
         helps="Written-out attention: batched products read (N, B * H, E) in place, 4 copies of the features a block "
         "and step instead of 8. About 4% of a step is published for that.",
         hurts="attention=sdpa on the CPU, whose kernel works in (B, N, H, E): 4 copies a block and step instead of 0.",
         source="Meta, Significantly faster Vision Transformer training, 2022 (the pycls recipes).",
         ran="CPU (torch 2.15 and 2.11). CUDA: not run. Timed once on two CPU cores under other load (ViT-S/16 with "
-        "2 blocks, batch 16, float32, 6 pairs): 0.95x, 95% interval 0.89-1.21 with sdpa; nothing can be told.",
+        "2 blocks, batch 16, float32, 6 pairs): 0.95x, 95% interval 0.89-1.21 with sdpa; inconclusive.",
     ),
     Switch(
         name=SwitchName.QKV,
@@ -74,7 +75,7 @@ NETWORK: tuple[Switch, ...] = (
         "with precision=fp8, which changes the three layers.",
         source="Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053; timm's and torch's attention have one matrix.",
         ran="CPU (torch 2.15 and 2.11). CUDA: not run. Timed once on two CPU cores under other load (ViT-S/16 with "
-        "2 blocks, batch 16, float32, 6 pairs): 1.12x, 95% interval 0.83-1.45; nothing can be told.",
+        "2 blocks, batch 16, float32, 6 pairs): 1.12x, 95% interval 0.83-1.45; inconclusive.",
     ),
     Switch(
         name=SwitchName.LINEAR,
@@ -87,7 +88,8 @@ NETWORK: tuple[Switch, ...] = (
         note="The blocks' linear layers by torch, or by products that suit a CPU: the bias is added within the "
         "product, the gradient of the weights gets a transposed copy of its narrower factor, and the gradient of the "
         "bias is a product with ones.",
-        mathematics="None; a bias is added before the result is rounded, and sums over tokens run in another order.",
+        mathematics="None; a bias is added before the result is rounded, and sums over tokens run in a different "
+        "order.",
         helps="bfloat16 on a CPU: forward and backward pass of a ViT-S's linear layers 1.14x, the MLP's 1.2x (batch "
         "16, one core with AMX).",
         hurts="float32: nothing gained. Not with precision=fp8, which changes the same layers.",
@@ -121,7 +123,7 @@ NETWORK: tuple[Switch, ...] = (
         requires={},
         note="Patches are projected by a convolution whose stride is its size, or cut out and projected by one "
         "product. The weights are the convolution's.",
-        mathematics="None; the sum over a patch runs in another order.",
+        mathematics="None; the sum over a patch runs in a different order.",
         helps="On a CPU: the stem of ViT-S/16, forward and backward pass, 2.8x in bfloat16 and 1.2x in float32 (batch "
         "16, one core with AMX); 2% of a step.",
         hurts="The cut images are one more copy of the batch, kept for the backward pass.",
@@ -139,7 +141,7 @@ NETWORK: tuple[Switch, ...] = (
         note="Convolutions by torch, or parts of them by matrix products over channels-last pixels: 1x1 kernels in "
         "both directions, and the gradient of the weights of larger ones where maps are small and channels many. "
         "Contiguous maps and grouped convolutions are torch's.",
-        mathematics="None; sums over pixels run in another order.",
+        mathematics="None; sums over pixels run in a different order.",
         helps="bfloat16 on a CPU: forward and backward pass of ResNet-50 1.10x (batch 16, two cores with AMX, medians "
         "of 6 steps each, one run each, uncompiled), its whole step with speed.compile=model 1.09x (95% interval "
         "1.07-1.21, 6 pairs).",
@@ -155,15 +157,15 @@ NETWORK: tuple[Switch, ...] = (
         numerics="identical",
         applies_to=("vit", "resnet", "timm"),
         requires={"keep": "cpu"},
-        note="Tells glibc's malloc to keep freed memory for the process instead of giving it back (mallopt): "
-        "activations of a step lie in pages that the one before it had.",
+        note="Tells glibc's malloc to keep freed memory for the process instead of returning it (mallopt): a step's "
+        "activations reuse the pages of the previous step.",
         mathematics="None.",
-        helps="On a CPU, where each step gets and gives back its activations page by page. ViT-S/16, batch "
+        helps="On a CPU, where each step gets and returns its activations page by page. ViT-S/16, batch "
         "16, bfloat16: 113,000 to 122,000 page faults a step become none, 15% of its CPU time (one core, under other "
         "load); float32 64,000 and 4%, ResNet-50 in bfloat16 42,000 and 4%.",
-        hurts="The process stays as large as it once was, so compare the two in runs of their own. Needs glibc "
-        "(Linux); where there is another C library the fast preset leaves it at default. An allocator put in its place "
-        "with LD_PRELOAD decides for itself.",
+        hurts="The process stays at its peak size, so compare the two in separate runs. Needs glibc (Linux); with a "
+        "different C library the fast preset leaves it at default. No effect on an allocator that LD_PRELOAD puts in "
+        "its place.",
         source="mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX; PyTorch performance tuning guide, CPU, on allocators.",
         ran="CPU (torch 2.15 and 2.11).",
     ),
@@ -184,8 +186,8 @@ NETWORK: tuple[Switch, ...] = (
         "on ResNet-50 (timm's tables), for training 1.16x on an 8B language model (torchtitan).",
         hurts="The first step takes 20 to 100 s. On the CPU in float32 nothing was gained: 1.01-1.03x on ViT-S, "
         "0.97-1.10x on ResNet-50 (batch 16, two cores); blocks of ResNet-50 in bfloat16 0.59x. Needs Python's "
-        "headers and a compiler (C++ for a CPU, C for CUDA); without them, and where something was asked for that "
-        "compiled code does not go with, the fast preset leaves it off. Hooks inside do not see what is fused.",
+        "headers and a compiler (C++ for a CPU, C for CUDA); without them, or with settings that conflict with "
+        "compiled code, the fast preset leaves it off. Hooks inside do not see what is fused.",
         source="Ansel et al., PyTorch 2, 2024; torch.nn.Module.compile; PyTorch recipe on regional compilation.",
         ran="CPU (torch 2.15). CUDA: not run, which is why the fast preset has it off.",
     ),
@@ -198,12 +200,12 @@ NETWORK: tuple[Switch, ...] = (
         requires={"reduce-overhead": "cuda", "max-autotune": "cuda"},
         note="torch.compile's mode, with speed.compile. reduce-overhead replays the compiled parts as CUDA graphs; "
         "max-autotune times several kernels for each product; max-autotune has both.",
-        mathematics="None; other kernels sum in another order.",
+        mathematics="None; different kernels sum in different orders.",
         helps="reduce-overhead: small batches, whose kernels are shorter than their launch.",
         hurts="Compiling takes several times longer with max-autotune. CUDA graphs keep their own memory, and do not "
-        "go together with optim.accumulation_steps above 1.",
+        "work with optim.accumulation_steps above 1.",
         source="torch.compile documentation, mode.",
-        ran="CPU (torch 2.15): default and max-autotune-no-cudagraphs, the latter on a ViT of 3 blocks alone. The "
+        ran="CPU (torch 2.15): default and max-autotune-no-cudagraphs, the latter only on a ViT of 3 blocks. The "
         "others and CUDA: not run.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Cards: what happens between the backward pass and the next step."""
+"""Cards: everything between the backward pass and the next step."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 
@@ -57,7 +57,7 @@ OPTIMIZER: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={},
         note="The gradient norm and the scaling by it as multi-tensor operations.",
-        mathematics="None; the norm is summed in another order.",
+        mathematics="None; the norm is summed in a different order.",
         helps="On accelerators, where launching one kernel per tensor takes longer than the arithmetic.",
         hurts="Nothing known.",
         source="torch.nn.utils.get_total_norm, foreach.",

@@ -29,9 +29,9 @@ from tests.unit import test_switch_pairs
             "speed.compile_mode: reduce-overhead keeps gradients",
         ),
         ("cpu", ["speed.gelu=polynomial"], "speed.gelu: polynomial is for compiled code"),
-        ("cpu", ["speed=reference", "speed.decode_scale=dct"], "speed.decode_scale: dct is not there with"),
-        ("cpu", ["precision=fp8", "speed.qkv=fused"], "speed.qkv: fused goes around the float8 layers"),
-        ("cpu", ["precision=fp8", "speed.linear=products"], "speed.linear: products goes around the float8 layers"),
+        ("cpu", ["speed=reference", "speed.decode_scale=dct"], "speed.decode_scale: dct is not available with"),
+        ("cpu", ["precision=fp8", "speed.qkv=fused"], "speed.qkv: fused bypasses the float8 layers"),
+        ("cpu", ["precision=fp8", "speed.linear=products"], "speed.linear: products bypasses the float8 layers"),
         ("cuda", ["speed.attention=sdpa_cudnn"], "speed.attention: sdpa_cudnn needs 16 bits on CUDA"),
         *(
             ("cuda", ["speed.cuda_graphs=on", *overrides], f"speed.cuda_graphs: {begins}")
@@ -43,7 +43,7 @@ from tests.unit import test_switch_pairs
                 (["precision=bf16"], "precision=bf16 gives the optimizer's weights new memory"),
                 (["speed.compile=blocks", "speed.compile_mode=reduce-overhead"], "speed.compile_mode=reduce-overhead"),
                 (["speed.metrics=step"], "speed.metrics=step has the host read"),
-                (["speed.drop_path_compute=skip"], "speed.drop_path_compute=skip has other shapes"),
+                (["speed.drop_path_compute=skip"], "speed.drop_path_compute=skip has different shapes"),
                 (["speed.recompute=full"], "speed.recompute=full reads the state of random"),
                 (["speed.recompute=selective"], "speed.recompute=selective reads the state of random"),
                 (["speed.activation_offload=cpu"], "speed.activation_offload=cpu keeps"),

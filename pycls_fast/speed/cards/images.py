@@ -10,9 +10,9 @@ IMAGES: tuple[Switch, ...] = (
         numerics="rounding",
         applies_to=("vit", "resnet", "timm"),
         requires={},
-        note="How JPEGs become crops: all of the image by Pillow, all of it by simplejpeg with torch's resize, or only "
-        "the rows and blocks that the crop needs, resized row by row (region: C, compiled on first use). Other formats "
-        "and damaged files are Pillow's in any case.",
+        note="How JPEGs become crops: the whole image by Pillow, the whole image by simplejpeg with torch's resize, or "
+        "only the rows and blocks that the crop needs, resized row by row (region: C, compiled on first use). Pillow "
+        "always decodes other formats and damaged files.",
         mathematics="Boxes and flips are the same draws. Decoded pixels are the same bits; resized ones differ by a "
         "rounding. 200 ImageNet JPEGs at 224, mean absolute difference from Pillow 13 in grey levels of 255: region "
         "0.031 bilinear and 0.035 bicubic in training (164 of 200 crops are equal to the bit; in the others Pillow "
@@ -22,8 +22,8 @@ IMAGES: tuple[Switch, ...] = (
         "JPEGs, one worker, times the rate with Pillow: simplejpeg 1.16x, region 1.61x; times torchvision's preset "
         "1.57x and 2.32x (docs/results/input_pipeline.md).",
         hurts="region needs a C compiler and libjpeg-turbo's header, simplejpeg its package (pip install "
-        "-e '.[jpeg]'): the fast preset takes what there is. Little is gained for progressive JPEGs, of which "
-        "all is read before a pixel is known.",
+        "-e '.[jpeg]'): the fast preset takes what is installed. Little is gained for progressive JPEGs, which must be "
+        "read completely before any pixel is known.",
         source="libjpeg-turbo's jpeg_skip_scanlines and jpeg_crop_scanline; DALI's and FFCV's crops before decoding; "
         "Pillow's resampling.",
         ran="CPU (torch 2.15, libjpeg-turbo 2.1.5). Images do not reach the device before, so CUDA changes nothing.",
@@ -43,8 +43,8 @@ IMAGES: tuple[Switch, ...] = (
         "is 0.9 to 1.2 grey levels of 255 (5% of ImageNet's crops at 224, 90% at 112).",
         helps="Photographs of several megapixels, and small training images. Training crops on one core, bilinear, 5 "
         "rounds: photographs of 12 megapixels at 224, 2.6x; 200 ImageNet JPEGs at 112, 1.21x, at 224, 1.03x.",
-        hurts="Not a matter of rounding: try it in the ledger before relying on it. Nothing at 224 pixels for most of "
-        "ImageNet's crops, which are smaller than 448.",
+        hurts="Changes pixels beyond rounding: try it in the ledger before relying on it. No effect at 224 pixels on "
+        "most of ImageNet's crops, which are smaller than 448.",
         source="libjpeg's scale_denom; Pillow's draft mode.",
         ran="CPU (libjpeg-turbo 2.1.5). Images do not reach the device before, so CUDA changes nothing.",
     ),
@@ -70,7 +70,7 @@ IMAGES: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Where uint8 images become normalised floating-point ones: in the loader's workers, as plain loops do "
-        "(torchvision's ToTensor and Normalize), or behind the copy.",
+        "(torchvision's ToTensor and Normalize), or on the device after the copy.",
         mathematics="None, and the same bits on a CPU; CUDA may multiply by 1 / 255 where the CPU divides.",
         helps="The copy to the device, the pinned memory and the queue of the workers hold a quarter of the bytes.",
         hurts="Nothing known. On cpu the workers, which are short on big machines, do the arithmetic.",
@@ -84,12 +84,11 @@ IMAGES: tuple[Switch, ...] = (
         numerics="rounding",
         applies_to=("vit", "resnet", "timm"),
         requires={},
-        note="Where the boxes of random erasing are filled; cpu is in the loader's workers, with "
-        "speed.normalize_on=cpu alone, for what fills a box is no uint8. The boxes are drawn by the workers in any "
-        "case.",
-        mathematics="None, and the same bits on a CPU. On CUDA augment.erase_value=noise draws other numbers of the "
-        "same distribution from the same seed, since CPU and CUDA have different generators.",
-        helps="Noise costs a worker about as much as decoding a small image; a GPU draws it in passing.",
+        note="Where the boxes of random erasing are filled; cpu is in the loader's workers, only with "
+        "speed.normalize_on=cpu, because the fill values are not uint8. The workers draw the boxes in any case.",
+        mathematics="None, and the same bits on a CPU. On CUDA augment.erase_value=noise draws different numbers of "
+        "the same distribution from the same seed, since CPU and CUDA have different generators.",
+        helps="Noise costs a worker about as much as decoding a small image; on a GPU its cost is negligible.",
         hurts="Nothing known.",
         source="Zhong et al., Random Erasing Data Augmentation, 2017, arXiv 1708.04896; timm erases on the device.",
         ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
@@ -102,10 +101,10 @@ IMAGES: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Where mixup and CutMix mix a microbatch; cpu is in the loader's workers, on images that were "
-        "normalised and erased there. What is mixed with what is drawn from the same seed.",
+        "normalised and erased there. The pairing is drawn from the same seed.",
         mathematics="None, and the same bits on a CPU with float32 weights; with 16-bit weights the CPU mixes before "
         "rounding and the device after it.",
-        helps="One pass over the batch is nothing to a GPU, and a worker's time is decoding time.",
+        helps="One pass over the batch is negligible on a GPU, and workers are better used for decoding.",
         hurts="Nothing known.",
         source="Zhang et al., mixup, 2017, arXiv 1710.09412; Yun et al., CutMix, 2019, arXiv 1905.04899; torchvision's "
         "references mix in the loader's collate function.",

@@ -1,4 +1,4 @@
-"""What a training step keeps between forward and backward pass: recomputed, in 8 bits, or on the host."""
+"""Activation memory: recompute saved activations, keep them in 8 bits, or offload them to the host."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def save_activation_memory(
     activation_offload: OffloadName = "none",
     activation_compression: CompressionName = "none",
 ) -> None:
-    """Apply the three switches to a model in place; after its layout is set, before it is compiled and sharded.
+    """Apply the three switches to a model in place, after its memory format is set, before compilation and sharding.
 
-    With full recomputation, what is moved to the host are the inputs of the units. Names, types and checkpoints stay
-    as they are; evaluation is not touched.
+    With full recomputation, only the units' inputs are offloaded. Names, types, checkpoints and evaluation are
+    unchanged.
 
     Args:
         model: the whole network.
         units: its repeated blocks in forward order (`model.units()`).
         recompute, recompute_every: see `recompute_units`.
-        activation_offload: "cpu" moves what is saved to the host.
-        activation_compression: "8bit" keeps what is saved in 8 bits a number.
+        activation_offload: "cpu" moves saved tensors to the host.
+        activation_compression: "8bit" keeps saved tensors in 8 bits per number.
 
     Raises:
-        ValueError: recomputation with compression (every unit would start anew from a rounded input: the gradient's
+        ValueError: recomputation with compression (every unit would run again from a rounded input: the gradient's
             error was 10% instead of 1% on a small ViT), or selective recomputation with offloading (torch's selective
-            checkpointing does not show what it keeps to saved-tensor hooks).
+            checkpointing bypasses saved-tensor hooks).
     """
     in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
     if recompute != "off" and in_8_bits:
         raise ValueError("units cannot be recomputed from inputs in 8 bits; use one of the two")
     if recompute == "selective" and on_host:
-        raise ValueError("what recompute=selective keeps passes saved-tensor hooks by; use recompute=full")
+        raise ValueError("recompute=selective bypasses saved-tensor hooks; use recompute=full")
     recompute_units(units, recompute=recompute, every=recompute_every)
     if in_8_bits or on_host:
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)

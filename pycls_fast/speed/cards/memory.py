@@ -1,4 +1,4 @@
-"""Cards: memory for time, and branches that are left out."""
+"""Cards: trading time for memory, and skipping dropped branches."""
 
 from pycls_fast.speed.switch import Switch, SwitchName
 
@@ -12,9 +12,9 @@ MEMORY: tuple[Switch, ...] = (
         requires={},
         note="Blocks keep their input (full) or also the results of convolutions and products with weights (selective) "
         "and run again in the backward pass; parallel.recompute_every=k takes every k-th block.",
-        mathematics="None: the second run draws the same drop-path and leaves BatchNorm's statistics alone.",
-        helps="When activations do not fit. Held between the passes by a ViT-B/16 of batch 32, of what is held "
-        "without: full 7% in float32 and 10% in bf16 autocast, selective 56% and 47%.",
+        mathematics="None: the second run draws the same drop-path and does not update BatchNorm's statistics.",
+        helps="When activations do not fit. Activations of a ViT-B/16 at batch 32 that are kept between the passes, "
+        "relative to off: full 7% in float32 and 10% in bf16 autocast, selective 56% and 47%.",
         hurts="Time: full adds a forward pass, a third of the operations of a step (ViT-H/16 counted: 3.67 forward "
         "passes instead of 3); selective adds attention with its projection, norms and activation functions.",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv 1604.06174; Korthikanti et "
@@ -28,12 +28,12 @@ MEMORY: tuple[Switch, ...] = (
         numerics="identical",
         applies_to=("vit", "resnet", "timm"),
         requires={},
-        note="What is saved for the backward pass waits in pinned memory of the host; with recompute=full that is the "
-        "blocks' inputs.",
+        note="Tensors saved for the backward pass are kept in the host's pinned memory; with recompute=full those are "
+        "the blocks' inputs.",
         mathematics="None.",
         helps="When activations do not fit in device memory and the bus is idle. A ViT-B/16 of batch 32 holds nothing "
         "on the device in float32, and 7% in bf16 autocast: the weights' copies.",
-        hurts="Time: the copies are on the stream that computes, not hidden behind it. On a CPU it only copies.",
+        hurts="Time: the copies run on the compute stream and do not overlap with it. On a CPU it only copies.",
         source="torch.autograd.graph.save_on_cpu, here with views of one storage copied once, strides kept and "
         "parameters left out.",
         ran="CPU (torch 2.11 and 2.15: as a copy). CUDA: not run.",
@@ -45,12 +45,12 @@ MEMORY: tuple[Switch, ...] = (
         numerics="training",
         applies_to=("vit", "resnet", "timm"),
         requires={},
-        note="What is saved for the backward pass is kept in 8 bits a number with a range per 256 numbers, the sign of "
-        "a ReLU in 1 bit.",
-        mathematics="The forward pass is exact. A saved number comes back with an error of at most 1/510 of the range "
+        note="Tensors saved for the backward pass are kept in 8 bits per number with a range per 256 numbers, the sign "
+        "of a ReLU in 1 bit.",
+        mathematics="The forward pass is exact. A saved number is restored with an error of at most 1/510 of the range "
         "of its group of 256 (plus its format's rounding), so gradients are approximate; ReLU's own gradient is exact.",
-        helps="When activations do not fit. A ViT-B/16 of batch 32 holds 26% in float32 and 50% in bf16 "
-        "autocast, of what it holds without.",
+        helps="When activations do not fit. A ViT-B/16 at batch 32 keeps 26% in float32 and 50% in bf16 autocast, "
+        "relative to none.",
         hurts="Time: each saved tensor is read and written several times more, by kernels that are not fused. "
         "Accuracy: not measured yet over several seeds.",
         source="Jain et al., Gist, ISCA 2018; Chen et al., ActNN, 2021, arXiv 2104.14129 (without its stochastic "
@@ -65,7 +65,7 @@ MEMORY: tuple[Switch, ...] = (
         applies_to=("vit", "resnet", "timm"),
         requires={"cpu": "cuda"},
         note="The optimizer's state and its float32 copy of the weights are in the host's memory, and the host updates "
-        "them. With parallel=fsdp or hsdp the shards are there (torch's CPUOffloadPolicy); blocks come to "
+        "them. With parallel=fsdp or hsdp the shards are on the host (torch's CPUOffloadPolicy); blocks are copied to "
         "the device when they compute.",
         mathematics="None; the CPU's kernels round and order the update differently.",
         helps="When optimizer state does not fit: AdamW's 8 bytes a parameter leave the device.",
@@ -81,9 +81,9 @@ MEMORY: tuple[Switch, ...] = (
         numerics="rounding",
         applies_to=("vit",),
         requires={},
-        note="Drop-path computes a branch for the kept samples alone (skip) instead of multiplying the dropped ones by "
+        note="Drop-path computes a branch for the kept samples only (skip) instead of multiplying the dropped ones by "
         "zero.",
-        mathematics="None: the same samples are dropped; products over fewer rows add in another order.",
+        mathematics="None: the same samples are dropped; products over fewer rows add in a different order.",
         helps="In proportion to model.drop_path. A small ViT (width 192, batch 16, one CPU core), the same rate "
         "in every block: 1.27x at 0.2, 1.77x at 0.45, 2.33x at 0.6 (docs/results/drop_path_cpu.md).",
         hurts="Shapes change from block to block and step to step: no CUDA graphs, no compilation with constant "

@@ -1,0 +1,1 @@
+"""The switches with their cards, by what they change."""
