@@ -143,11 +143,16 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
         raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
 
 
+# What is taken from these sections; the rest depends on training, its machine and its number of ranks.
+_KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
+
+
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.
 
     Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
-    its compiler, which may not be available here.
+    its compiler, which may not be available here. Nothing of the strategy in `parallel` is taken, since the network is
+    not wrapped for scoring and there may be another number of ranks.
 
     Raises:
         UserError: there is no such run, or an override is wrong.
@@ -165,8 +170,9 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
     """
     values = dict(saved.values)
     config_name = str(values.pop("config_name", saved.name))
-    if isinstance(values.get("speed"), dict):
-        values["speed"] = {key: value for key, value in values["speed"].items() if key == "preset"}
+    for section, kept in _KEPT.items():
+        if isinstance(values.get(section), dict):
+            values[section] = {key: value for key, value in values[section].items() if key in kept}
     names = groups([CONFIGS])
     choices: dict[str, str] = {}
     changes: list[Override] = []
