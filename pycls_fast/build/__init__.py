@@ -32,7 +32,7 @@ from pycls_fast.build.network import (
 )
 from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
 from pycls_fast.build.sizes import resolve_auto
-from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
+from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, order_name, sources
 
 __all__ = [
     "Switches",
@@ -60,6 +60,7 @@ __all__ = [
     "num_classes",
     "num_workers",
     "optimizer",
+    "order_name",
     "parameter_groups",
     "peak_lr",
     "prepare",

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
@@ -102,6 +103,7 @@ class Run(TrainingParts):
             **self.state(),
             "classes": list(self.classes),
             "train_images": len(self.sources["train"]),
+            "order": build.order_name(self.config, self.sources["train"]),
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,
