@@ -28,4 +28,4 @@ def main(config: RunConfig, options: Options) -> int:
 
 
 if __name__ == "__main__":
-    command_line(main, options=Options, config_of_weights=True)
+    command_line(main, options=Options, config_of_weights=True, scores_sets=True)

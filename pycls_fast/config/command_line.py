@@ -53,6 +53,7 @@ def command_line(
     config_of_weights: bool = False,
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
+    scores_sets: bool = False,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -63,13 +64,16 @@ def command_line(
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        scores_sets: whether the tool reads `data.eval_set`, which is refused otherwise.
     """
     statuses: list[int] = []
     faults: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         def action() -> int:
-            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
+            return _run_job(
+                Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains, scores_sets
+            )
 
         if scheduler.is_task():
             # The task is not the process of the command; submitit sends an error back to that one.
@@ -89,7 +93,7 @@ def command_line(
         found = _saved_configuration(sys.argv[1:]) if config_of_weights else None
         if found is not None:
             composed = saved.compose_saved(found, [quote_items(argument) for argument in sys.argv[1:]])
-            return _run_job(composed, run, options, needs_data, trains)
+            return _run_job(composed, run, options, needs_data, trains, scores_sets)
         folders = _search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
@@ -166,6 +170,7 @@ def _run_job(
     options: type[Section],
     needs_data: Callable[[Any], bool],
     trains: bool,
+    scores_sets: bool,
 ) -> int:
     own = {key: value for key, value in composed.values.items() if key in options.model_fields}
     rest = {key: value for key, value in composed.values.items() if key not in own}
@@ -185,6 +190,9 @@ def _run_job(
         )
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
+    if config.data.eval_set is not None and not scores_sets:
+        where = composed.where("data.eval_set")
+        mistakes.append(f"data.eval_set: only tools/test_net.py scores it; use data.eval_set=null ({where})")
     if mistakes:
         raise UserError(*mistakes)
     _say("note", precedence.notes(composed))

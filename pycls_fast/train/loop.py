@@ -23,6 +23,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
+from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.run import Run, start_run, summary
@@ -248,10 +249,7 @@ class Loop:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
             run.save(done)
             run.finish_saving()
-            raise UserError(
-                f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
-                *(f"{name}: {reason}" for name, reason in run.damaged.items()),
-            )
+            raise too_many_damaged(run.damaged, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""

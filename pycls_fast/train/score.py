@@ -20,7 +20,7 @@ from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluation import Evaluation, evaluate
+from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
@@ -37,7 +37,8 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or split do not exist or do not fit, `output` cannot be written, or out of memory.
+        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), `output`
+            cannot be written, or out of memory.
     """
     if config.weights is None:
         raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
@@ -75,6 +76,11 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                     among=_on_device(scored.among, world),
                     answers_NM=_on_device(scored.answers_NM, world),
                 )
+        if len(result.damaged) > config.data.max_damaged:
+            raise too_many_damaged(dict(result.damaged), config.data.max_damaged)
+        if result.count == 0:
+            key = "split" if config.data.eval_set is None else "data.eval_root"
+            raise UserError(f"{key}: {split} has no image that can be scored")
         if world.is_main:
             taken = about if own_preprocessing else None
             comparison = _print_result(display, config, split, scored, origin, result, taken)
@@ -86,6 +92,8 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
 def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
     """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
     if config.data.eval_set is not None:
+        if split != "val":
+            raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
         classes = _classes(config, found, world)
         return build.eval_set(config, classes, world)
     sources = build.sources(config, world)

@@ -53,6 +53,11 @@ def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subproces
         ("lr_find", ["data.root=."], [NO_WEIGHTS]),
         ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
         ("train_net", ["--lr", "3"], ["--lr: unknown option; write lr=VALUE for a value"]),
+        (
+            "knn_net",
+            ["data.eval_set=v2", "data.eval_root=."],
+            ["data.eval_set: only tools/test_net.py scores it; use data.eval_set=null (the command line)"],
+        ),
         ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
     ],
 )

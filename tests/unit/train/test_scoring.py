@@ -70,6 +70,29 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
     )
 
 
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
+)
+def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path) -> None:
+    for number in range(6):
+        for split in ("train", "val"):
+            file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    data = {"source": "folder", "root": str(tmp_path / "images"), "max_damaged": limit}
+    with pytest.raises(UserError, match=message) as caught:
+        TOOLS[tool](config.model_copy(update={"data": config.data.model_copy(update=data)}))
+    assert len(caught.value.lines) == (7 if limit == 5 else 1)
+
+
+def test_an_evaluation_set_has_no_splits(config: RunConfig) -> None:
+    data = config.data.model_copy(update={"eval_set": "v2", "eval_root": "/nowhere"})
+    with pytest.raises(UserError, match=r"^split: data\.eval_set=v2 has none; leave split=train out$"):
+        score(config.model_copy(update={"data": data}), "train", None)
+
+
 def test_votes_that_do_not_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knn, "knn_votes", full)
     with pytest.raises(
