@@ -173,8 +173,11 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         # The lock is released if starting fails.
         stack.enter_context(folder)
         _occupy(folder, world)
+        had_run = world.from_main(folder.has_run)
         opened = find_start(config, folder, world, display, restarted=restarted)
         run = _build(config, world, display, folder, opened)
+        if not had_run:
+            _check_still_new(folder, world)
         resume(run, opened)
         # A lower schedule.max_steps does not undo steps.
         run.total_steps = max(run.total_steps, run.start_step)
@@ -216,6 +219,19 @@ def _occupy(folder: RunFolder, world: World) -> None:
     problem = world.from_main(_problem(folder) if world.is_main else None)
     if problem is not None:
         raise UserError(problem)
+
+
+def _check_still_new(folder: RunFolder, world: World) -> None:
+    """Check that no other process began a run in the folder, which may not have existed, while this one was built.
+
+    Raises:
+        UserError: there is one; the same on all ranks.
+    """
+    _occupy(folder, world)
+    if world.from_main(folder.has_run):
+        raise UserError(
+            f"run_dir: another run began in {folder.path} while this one started; give each run a folder of its own"
+        )
 
 
 def _problem(folder: RunFolder) -> str | None:

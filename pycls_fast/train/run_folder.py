@@ -152,12 +152,18 @@ class RunFolder:
         self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        kept = [record for record in self.records() if wanted(record)]
-        self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        kept = "".join(json.dumps(record) + "\n" for record in self.records() if wanted(record))
+        # Usually there is nothing to drop, not even a line cut off by a kill.
+        if not self.metrics.is_file() or self.metrics.read_text(encoding="utf-8") != kept:
+            self._write("metrics.jsonl", kept)
 
     def _write(self, name: str, text: str) -> None:
-        with writing(self.path / name), atomic_write(self.path / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        whole = atomic_write(self.path / name)
+        with writing(self.path / name), whole as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # Or a power failure may leave it empty: the records decide which checkpoint is kept as the best.
+            os.fsync(file.fileno())
 
 
 @contextmanager

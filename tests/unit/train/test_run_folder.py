@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
+from pycls_fast.train import run
 from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.metrics import Clock, TrainMetrics
@@ -62,6 +65,19 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     folder.add_record("event", 3, 1.5, event="damaged image")
     folder.forget_after(2)
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
+
+
+def test_records_are_rewritten_only_if_some_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.add_record("train", step, step / 3, loss=0.1, lr=1e-7)
+    before, text = folder.metrics.stat().st_ino, folder.metrics.read_text()
+    folder.forget_after(2)
+    assert folder.metrics.stat().st_ino == before
+    # A line cut off by a kill would swallow the next record.
+    folder.metrics.write_text(text + '{"kind": "tra')
+    folder.forget_after(2)
+    assert folder.metrics.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -227,6 +243,36 @@ def test_a_folder_that_cannot_be_kept_is_one_line(
         with pytest.raises(UserError, match=line), RunFolder(tmp_path) as folder:
             folder.occupy(wait_seconds=0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_another_process_began_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """The folder did not exist when this run looked for a checkpoint, so it could not be locked."""
+    path = tmp_path / "run"
+    others: list[subprocess.Popen[str]] = []
+
+    def build_slowly(*arguments: object) -> SimpleNamespace:
+        path.mkdir()
+        RunFolder(path).add_record("train", 5, 0.5, loss=1.0)
+        if not ended:
+            others.append(_hold(path))
+            assert others[0].stdout is not None
+            assert others[0].stdout.readline() == "None\n"
+        return SimpleNamespace(world=ALONE, folder=RunFolder(path))
+
+    at_once = partialmethod(RunFolder.occupy, wait_seconds=0.0)
+    monkeypatch.setattr(RunFolder, "occupy", at_once)
+    monkeypatch.setattr(run, "_build", build_slowly)
+    line = "another run began in" if ended else "is in use by process"
+    try:
+        with pytest.raises(UserError, match=line):
+            run.start_run(load_config("vit_digits", [f"run_dir={path}"]), ALONE, Display(speaks=False, mode="plain"))
+    finally:
+        for other in others:
+            other.communicate("\n", timeout=60)
+    assert [record["step"] for record in RunFolder(path).records()] == [5]
 
 
 def test_who_leaves_lets_in_who_waits(tmp_path: Path) -> None:
