@@ -30,7 +30,16 @@ from pycls_fast.build.network import (
     save_activation_memory,
     wrap,
 )
-from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
+from pycls_fast.build.optimization import (
+    ema,
+    evaluation_loss,
+    loss,
+    loss_scaler,
+    optimizer,
+    parameter_groups,
+    peak_lr,
+    schedule,
+)
 from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, order_name, sources
 
@@ -47,6 +56,7 @@ __all__ = [
     "ema",
     "eval_loader",
     "eval_set",
+    "evaluation_loss",
     "for_scoring",
     "freeze",
     "imagenet_wnids",

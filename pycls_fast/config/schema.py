@@ -260,6 +260,7 @@ class Loss(Section):
 
     With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
     `class_weights: balanced` weights each image by the mean number of images per class divided by its own class's.
+    Evaluations report the same loss without smoothing, threshold and weights.
     """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"

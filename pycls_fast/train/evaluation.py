@@ -19,6 +19,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.train.output_file import atomic_write
 
+# The loss of each image, (B,), from logits_BK and labels_B.
+EachLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -62,7 +65,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores on a split: `top1` and `top5` in percent, mean cross-entropy in nats, images counted.
+    """The scores on a split: `top1` and `top5` in percent, mean loss in nats, images counted.
 
     `loss` is None if images can have several true classes.
     """
@@ -90,6 +93,7 @@ def evaluate(
     *,
     among: torch.Tensor | None = None,
     answers_NM: torch.Tensor | None = None,
+    own_loss: EachLoss | None = None,
     forward_is_collective: bool = False,
     free_gathered: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -105,6 +109,8 @@ def evaluate(
         among: int64 on the device, the outputs that count, ascending; all others are ignored.
         answers_NM: int64 on the device, all true classes of each image of the source, padded with -1. The one with
             the highest score counts; images without any are left out.
+        own_loss: the loss whose mean is reported (`build.evaluation_loss`); None for softmax cross-entropy, which the
+            predictions have in any case, so that runs with different losses can be compared.
         forward_is_collective: the forward pass is collective: a rank whose batch is empty must take part.
         free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
     """
@@ -121,7 +127,7 @@ def evaluate(
                 with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
                 answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-                scored = _score(logits_BK.double(), answers_BM, among)
+                scored = _score(logits_BK.double(), answers_BM, among, own_loss)
                 sums += scored.sums()
                 outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
             elif forward_is_collective:
@@ -170,6 +176,7 @@ class _Scored:
     """The true class with the highest score; -1 without one."""
     predicted_B: torch.Tensor
     losses_B: torch.Tensor
+    own_losses_B: torch.Tensor
     place_B: torch.Tensor
     """Number of classes ranked above the true one."""
     finite_B: torch.Tensor
@@ -183,13 +190,15 @@ class _Scored:
             [
                 ((self.place_B < 1) & valid_B).sum(),
                 ((self.place_B < 5) & valid_B).sum(),
-                self.losses_B.sum(),
+                self.own_losses_B.sum(),
                 counted_B.sum(),
             ]
         )
 
 
-def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None) -> _Scored:
+def _score(
+    logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None, own_loss: EachLoss | None
+) -> _Scored:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
@@ -209,7 +218,9 @@ def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tenso
     # Ties go to the lowest index, as above; argmax does not guarantee that.
     is_best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
     predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
-    losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
+    losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
+    if own_loss is not None:
+        own_losses_B = own_loss(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
-    return _Scored(labels_B, predicted_B, losses_B, place_B=ahead_BK.sum(dim=1), finite_B=finite_B)
+    return _Scored(labels_B, predicted_B, losses_B, own_losses_B, place_B=ahead_BK.sum(dim=1), finite_B=finite_B)

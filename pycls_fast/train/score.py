@@ -75,6 +75,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                     on_batch,
                     among=_on_device(scored.among, world),
                     answers_NM=_on_device(scored.answers_NM, world),
+                    own_loss=build.evaluation_loss(config),
                 )
         if len(result.damaged) > config.data.max_damaged:
             raise too_many_damaged(dict(result.damaged), config.data.max_damaged)

@@ -101,6 +101,7 @@ class Evaluations:
             run.step.autocast,
             run.world,
             on_batch,
+            own_loss=build.evaluation_loss(run.config),
             forward_is_collective=wrapped.forward_is_collective,
             free_gathered=wrapped.free_gathered,
         )
