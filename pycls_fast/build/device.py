@@ -83,14 +83,21 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
 
     `speed.resolve` does the same with optimizers.
     """
-    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
-        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.decode is None and not has_decoder(resolved[SwitchName.DECODE]):
+        resolved[SwitchName.DECODE] = "simplejpeg" if has_decoder("simplejpeg") else "pillow"
     if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
         resolved[SwitchName.CONVOLUTION] = "torch"
     written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
     if written_out and config.model.kind == "timm":
         # timm's own attention, which is as much faster than the fused kernel's backward pass.
         resolved[SwitchName.ATTENTION] = "reference"
+
+
+def has_decoder(name: str) -> bool:
+    """Whether this machine has what a value of the switch `decode` needs."""
+    if name == "region":
+        return native.available()
+    return name != "simplejpeg" or find_spec(name) is not None
 
 
 def _compiles_once(config: RunConfig) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import select
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,25 +67,27 @@ def command_line(
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
     """
     statuses: list[int] = []
-    faults: list[Exception] = []
+    typed = list(sys.argv), list(sys.orig_argv)
 
     def job(config: DictConfig) -> None:
         def action() -> int:
             return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
 
         if scheduler.is_task():
-            # The task is not the process of the command; submitit sends an error back to that one.
+            # The run records the user's command, not the one with which the launcher started this task.
+            sys.argv[:], sys.orig_argv[:] = typed
             scheduler.join()
-            action()
+            _run_task(action)
             return
         try:
             statuses.append(reporting(action))
-            if statuses[-1] in (STOPPED, INTERRUPTED):
-                # End the whole sweep: Hydra would start the next run.
-                raise SystemExit(statuses[-1])
-        except Exception as error:
-            faults.append(error)
-            raise
+        except Exception:  # noqa: BLE001  # a crash of the tool
+            # Not raised: Hydra would report it only after the sweep's last run, and keep this run's network in memory.
+            traceback.print_exc()
+            statuses.append(FAULT)
+        if statuses[-1] in (STOPPED, INTERRUPTED):
+            # End the whole sweep: Hydra would start the next run.
+            raise SystemExit(statuses[-1])
 
     def everything() -> int:
         found = _saved_configuration(sys.argv[1:]) if config_of_weights else None
@@ -100,16 +104,49 @@ def command_line(
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
             except COMPOSE_ERRORS as error:
-                if faults:
-                    raise  # From the tool, not from composing the configuration.
                 raise explain(error, folders) from error
-        return max(statuses, default=DONE)
+            except _TaskStopped as error:
+                _print_lines("stopped", [str(error)])
+                return STOPPED
+            except Exception as error:
+                if not scheduler.is_lost_task(error):
+                    raise
+                _print_lines("error", [scheduler.describe_lost_task(error)])
+                return FAULT
+        return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
     sys.exit(reporting(everything))
 
 
+class _TaskStopped(Exception):
+    """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
+
+
+def _run_task(action: Callable[[], int]) -> None:
+    """Run `action` as a scheduler's task, and show its errors in the task's log.
+
+    Raises:
+        UserError, _TaskStopped: submitit sends them to the process of the command.
+        SystemExit: a fault. From any other exception Hydra and submitit would make a task that succeeded.
+    """
+    try:
+        status = action()
+    except UserError as error:
+        _print_lines("error", error.lines)
+        raise
+    except Exception:  # noqa: BLE001  # a crash of the tool
+        traceback.print_exc()
+        raise SystemExit(FAULT) from None
+    if status == STOPPED:
+        raise _TaskStopped("a signal ended the job, and everything is saved; the same command with its run_dir resumes")
+    if status != DONE:
+        raise SystemExit(status)
+
+
 def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
     """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
+
+    If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
 
     An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
     device memory is one line from each rank that does; the line proposes to lower `batch`.
@@ -117,13 +154,26 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on standard error: names of files and classes that are not UTF-8 can be printed.
         sys.stdout.reconfigure(errors="backslashreplace")
+    status = DONE
     try:
-        return action()
+        status = action()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except UserError as error:
-        _say("error", error.lines)
+        _print_lines("error", error.lines)
+        return MISTAKE
+    except OSError as error:
+        if not _output_is_broken():
+            raise
+        discard_output()
+        if isinstance(error, BrokenPipeError):
+            # The reader (`| head`) has seen enough.
+            return status
+        _print_lines("error", [f"standard output: cannot be written ({error.strerror})"])
         return MISTAKE
     except KeyboardInterrupt:
-        _say("interrupted", ["Ctrl-C ended this at once"])
+        _print_lines("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
     except Exception as error:
         # torch takes seconds to import; if it was not imported, no device memory was allocated.
@@ -136,12 +186,22 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
 
 
 def show(page: str) -> int:
-    """Print a page. A closed pipe (`--help | head`) is not an error."""
-    try:
-        print(page, flush=True)
-    except BrokenPipeError:
-        discard_output()
+    """Print a page."""
+    print(page)
     return DONE
+
+
+def _output_is_broken() -> bool:
+    try:
+        # What could not be written is still in the buffer, if there is one.
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, ValueError):
+        return False  # no standard output, or an object without a file
+    except OSError:
+        return True
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def discard_output() -> None:
@@ -151,7 +211,7 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(kind: str, lines: Iterable[str]) -> None:
+def _print_lines(kind: str, lines: Iterable[str]) -> None:
     # Once per node, not once per run: data may be missing on one node only.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         # The terminal may be gone; the exit status still reports the error.
@@ -187,7 +247,7 @@ def _run_job(
         raise UserError(*mistakes, *error.lines) from error
     if mistakes:
         raise UserError(*mistakes)
-    _say("note", precedence.notes(composed))
+    _print_lines("note", precedence.notes(composed))
     return run(config, chosen)
 
 

@@ -44,6 +44,10 @@ _REWORDED = (
     ),
     (r"Could not delete\. No match for '(.*)' in the defaults list", "~{0}: no file of configs/{0}/ is chosen"),
     (
+        r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*/.*)'",
+        "{0}={1}: several values; write a path with commas as '{0}=\"{1}\"', or add --multirun for several runs",
+    ),
+    (
         r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'",
         "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another",
     ),

@@ -174,7 +174,8 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
         name, value = override.key_or_group, override.value()
         if override.is_sweep_override():
             typed = str(override.input_line).removeprefix("++")
-            raise UserError(f"{typed}: several values; write a list as {name}=[...] (the command line)")
+            way = f"""a path with commas as '{name}="..."'""" if "/" in typed else f"a list as {name}=[...]"
+            raise UserError(f"{typed}: several values; write {way} (the command line)")
         if name not in names or isinstance(value, dict) or override.is_delete():
             changes.append(override)
             continue

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config import command_alone
+from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
@@ -295,6 +295,8 @@ class Loop:
 
     def _same_command(self) -> str:
         run = self.run
+        if not is_command():
+            return f"the same configuration, run_dir={run.folder.path} and resume=auto"
         command, alone = environment_command(), command_alone()
         if alone is not None and sys.argv[0] in sys.orig_argv:
             # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
@@ -305,10 +307,12 @@ class Loop:
         if run.config.resume != "auto":
             # With any other value it would start from where this run first started, or refuse the folder.
             command += " resume=auto"
-        if run.world.size > 1:
+        if run.world.size > 1 and not scheduler.is_task():
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
             each = run.world.size // nodes
-            launcher = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes}" if nodes > 1 else "")
+            launcher = f"torchrun --nproc_per_node {each}" + (
+                f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
+            )
             command = command.replace("python -u ", f"{launcher} ", 1)
         return command
 

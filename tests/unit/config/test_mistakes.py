@@ -264,6 +264,11 @@ ONE_MISTAKE = [
         "optim.betas=0.9,0.95: several values; write a list as optim.betas=[0.9,0.95], or add --multirun to run one "
         "after another",
     ),
+    (
+        ["data.root=/photos/Hello, World"],
+        "data.root=/photos/Hello, World: several values; write a path with commas as "
+        "'data.root=\"/photos/Hello, World\"', or add --multirun for several runs",
+    ),
     # Additions and deletions.
     (["+optim.lr=1"], "optim.lr: is set already; write optim.lr=VALUE, without the +"),
     (
