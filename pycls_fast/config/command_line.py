@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import select
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +24,6 @@ from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler
 from pycls_fast.config.compose import (
-    CONFIGS,
     HYDRA_SETTINGS,
     Composed,
     as_hydra_overrides,
@@ -31,16 +32,12 @@ from pycls_fast.config.compose import (
 )
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
-from pycls_fast.config.messages import did_you_mean, known_keys
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.suggestions import did_you_mean, known_keys
 from pycls_fast.errors import UserError, first_line
-
-DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
-# The shells' convention: 128 + the number of SIGINT.
-INTERRUPTED = 130
-OUT_OF_MEMORY = "out of memory"
-"""In the error line of every tool that ran out of device memory."""
+from pycls_fast.exit_status import DONE, FAULT, INTERRUPTED, MISTAKE, OUT_OF_MEMORY, STOPPED, Finished
 
 
 class NoOptions(Section):
@@ -69,7 +66,7 @@ def command_line(
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
 
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> float:
         def action() -> int:
             return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
 
@@ -77,8 +74,7 @@ def command_line(
             # The run records the user's command, not the one with which the launcher started this task.
             sys.argv[:], sys.orig_argv[:] = typed
             scheduler.join()
-            _run_task(action)
-            return
+            return _objective(_run_task(action))
         try:
             statuses.append(reporting(action))
         except Exception:  # noqa: BLE001  # a crash of the tool
@@ -88,6 +84,7 @@ def command_line(
         if statuses[-1] in (STOPPED, INTERRUPTED):
             # End the whole sweep: Hydra would start the next run.
             raise SystemExit(statuses[-1])
+        return _objective(statuses[-1])
 
     def everything() -> int:
         found = _saved_configuration(sys.argv[1:]) if config_of_weights else None
@@ -122,8 +119,13 @@ class _TaskStopped(Exception):
     """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
 
 
-def _run_task(action: Callable[[], int]) -> None:
-    """Run `action` as a scheduler's task, and show its errors in the task's log.
+def _objective(status: int) -> float:
+    """What a sweeper gets from a run: a number to minimise, or NaN."""
+    return status.objective if isinstance(status, Finished) else math.nan
+
+
+def _run_task(action: Callable[[], int]) -> int:
+    """Run `action` as a scheduler's task, and show its errors in the task's log; returns `DONE`.
 
     Raises:
         UserError, _TaskStopped: submitit sends them to the process of the command.
@@ -141,6 +143,7 @@ def _run_task(action: Callable[[], int]) -> None:
         raise _TaskStopped("a signal ended the job, and everything is saved; the same command with its run_dir resumes")
     if status != DONE:
         raise SystemExit(status)
+    return status
 
 
 def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
@@ -271,9 +274,25 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
 
 @contextmanager
 def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder."""
+    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder.
+
+    Raises:
+        UserError: several ranks would each search for the best values.
+    """
     if not {"--multirun", "-m"} & set(arguments):
         yield []
+        return
+    sweeper = next((a.partition("=")[2] for a in arguments if a.startswith("hydra/sweeper=")), "basic")
+    if sweeper != "basic":
+        if "RANK" in os.environ:
+            raise UserError(
+                f"hydra/sweeper: under torchrun each rank's {sweeper} would choose its own values; start one process "
+                "without torchrun, or give each run its ranks with hydra/launcher=submitit_local or submitit_slurm"
+            )
+        # It writes its result there.
+        folder = f"multirun/{sweeper}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        _print_lines("note", [f"the result of {sweeper} will be in {folder}"])
+        yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
         return
     if any(argument.startswith("hydra/launcher=submitit") for argument in arguments):
         # The jobs' inputs and logs belong in a permanent folder that all nodes see.

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from pycls_fast.config import messages
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
-from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain, no_such_file, unreadable
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path

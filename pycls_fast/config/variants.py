@@ -12,7 +12,8 @@ from hydra.types import RunMode
 
 from pycls_fast.config import scheduler
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
-from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import key_of
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predictions import Prediction

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pycls_fast.config.ladder import Ladder, Rung
-from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.quoting import key_of
+from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]

@@ -207,6 +207,58 @@ def test_a_stopped_task_of_a_scheduler_says_so() -> None:
         _run_task(lambda: 3)
 
 
+SWEEPER = """
+import json
+from pathlib import Path
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Fake(Sweeper):
+    def setup(self, **parts):
+        self.folder = Path(parts["config"].hydra.sweep.dir)
+        self.launcher = Plugins.instance().instantiate_launcher(**parts)
+
+    def sweep(self, arguments):
+        runs = self.launcher.launch([[*arguments, f"++seed={seed}"] for seed in (1, 2, 3)], initial_job_idx=0)
+        (self.folder / "found.json").write_text(json.dumps([run.return_value for run in runs]))
+
+ConfigStore.instance().store(group="hydra/sweeper", name="fake", node={"_target_": "hydra_plugins.fake.Fake"})
+"""
+
+
+def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "fake.py").write_text(SWEEPER)
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "from pycls_fast.config import command_line\n"
+        "from pycls_fast.exit_status import Finished\n"
+        "command_line(lambda config, options: Finished(config.seed / 2) if config.seed < 3 else 2)\n"
+    )
+
+    def sweep(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), "--multirun", "hydra/sweeper=fake"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = sweep()
+    assert done.returncode == 2, done.stderr
+    (file,) = tmp_path.glob("multirun/fake-*/found.json")
+    assert done.stderr == f"note: the result of fake will be in {file.parent.relative_to(tmp_path)}\n"
+    assert file.read_text() == "[0.5, 1.0, NaN]"
+    refused = sweep(RANK="0", WORLD_SIZE="2")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        "error: hydra/sweeper: under torchrun each rank's fake would choose its own values"
+    )
+
+
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
     """A mistake is told in half a second, not after the seconds that torch takes."""
     code = (
