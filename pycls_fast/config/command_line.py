@@ -52,6 +52,7 @@ def command_line(
     config_of_weights: bool = False,
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
+    after_sweep: Callable[[Sequence[RunConfig]], str] | None = None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -62,13 +63,19 @@ def command_line(
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        after_sweep: takes the configurations of a `--multirun` that ran in this process; returns a note to print last.
     """
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
+    configs: list[RunConfig] = []
+
+    def noted(config: RunConfig, chosen: Any) -> int:
+        configs.append(config)
+        return run(config, chosen)
 
     def job(config: DictConfig) -> float:
         def action() -> int:
-            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
+            return _run_job(Composed.from_hydra(config, HydraConfig.get()), noted, options, needs_data, trains)
 
         if scheduler.is_task():
             # The run records the user's command, not the one with which the launcher started this task.
@@ -110,6 +117,8 @@ def command_line(
                     raise
                 _print_lines("error", [scheduler.describe_lost_task(error)])
                 return FAULT
+        if after_sweep is not None and len(configs) > 1:
+            _print_lines("note", [after_sweep(configs)])
         return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
     sys.exit(reporting(everything))

@@ -15,7 +15,8 @@ from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
 Record = dict[str, Any]
 
-_OF_THE_PLACE = {"run_dir", "resume"}
+OF_THE_PLACE = {"run_dir", "resume"}
+"""Keys that say where a run is and how it started, not what it computes."""
 # Other tables show the command, ranks and device; the memory size differs by a page from boot to boot.
 _NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 NOT_SET = "-"
@@ -31,14 +32,14 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], devices: tuple[Devic
         a, b: plain values of configurations.
         devices: the devices of the two runs.
     """
-    first, second = _flat(a), _flat(b)
+    first, second = flat(a), flat(b)
     first |= _in_force(a, devices[0])
     second |= _in_force(b, devices[1])
     cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
         for key in dict.fromkeys((*first, *second))
-        if key not in _OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
+        if key not in OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
     ]
 
 
@@ -46,7 +47,7 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
     """Differing versions, commit and machine, as `{key, a, b}`; empty if either is empty, which means unknown."""
     if not a or not b:
         return []
-    first, second = _flat(a), _flat(b)
+    first, second = flat(a), flat(b)
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
         for key in dict.fromkeys((*first, *second))
@@ -54,11 +55,12 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
     ]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values as text by their dotted keys (`optim.lr`), in order; values other than strings as JSON."""
     found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
     return found
