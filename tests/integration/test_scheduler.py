@@ -40,9 +40,10 @@ def test_a_mistake_comes_back(tmp_path: Path, digits: Path) -> None:
 
 
 TASK = """
-import os
-from pycls_fast.config import command_line
+import os, sys
+from pycls_fast.config import command_alone, command_line
 def main(config, options):
+    print("alone:", sys.argv[0], *command_alone())
     if os.environ["RANK"] == "1":
         raise ValueError("broken")
     return 0
@@ -58,6 +59,9 @@ def test_a_crash_of_one_task_fails_and_is_in_its_log(tmp_path: Path) -> None:
     assert "Traceback" in log.read_text()
     assert log.read_text().endswith("ValueError: broken\n")
     assert "ValueError: broken" in done.stderr
+    # The command that resumes one run starts it through the launcher, too.
+    (out,) = tmp_path.glob("multirun/.submitit/*/*_0_log.out")
+    assert f"alone: {script} --config-name vit_digits {' '.join(LAUNCHER)}\n" in out.read_text()
 
 
 @pytest.mark.slow
