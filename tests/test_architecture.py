@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_LEAVES = {"errors", "counter", "network", "paths"}
+_LEAVES = {"errors", "counter", "network", "paths", "exit_status"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "parallel"}
 _TRAIN = _BUILD | {"build", "published"}
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "paths": set(),
     "network": set(),
     "published": set(),
+    "exit_status": set(),
     "models": _LEAVES,
     "data": _LEAVES,
     "optim": _LEAVES,

@@ -18,7 +18,17 @@ from pycls_fast.build.data import (
     train_loader,
     with_preprocessing,
 )
-from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
+from pycls_fast.build.device import (
+    Switches,
+    autocast,
+    compute_dtype,
+    has_decoder,
+    level,
+    set_backend,
+    strategy,
+    switches,
+    world,
+)
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
@@ -59,6 +69,7 @@ __all__ = [
     "evaluation_loss",
     "for_scoring",
     "freeze",
+    "has_decoder",
     "imagenet_wnids",
     "is_sharded",
     "level",

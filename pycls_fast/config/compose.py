@@ -20,12 +20,11 @@ from pycls_fast.config import messages
 from pycls_fast.config.checks import problems
 from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
-    CONFIGS,
     explain,
-    shown_path,
     unreadable,
     without_interpolation,
 )
+from pycls_fast.config.locations import CONFIGS, shown_path
 from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from pycls_fast.config import messages
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
-from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain, no_such_file, unreadable
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
@@ -183,7 +184,8 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
         name, value = override.key_or_group, override.value()
         if override.is_sweep_override():
             typed = str(override.input_line).removeprefix("++")
-            raise UserError(f"{typed}: several values; write a list as {name}=[...] (the command line)")
+            way = f"""a path with commas as '{name}="..."'""" if "/" in typed else f"a list as {name}=[...]"
+            raise UserError(f"{typed}: several values; write {way} (the command line)")
         if name not in names or isinstance(value, dict) or override.is_delete():
             changes.append(override)
             continue

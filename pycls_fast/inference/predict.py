@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predictions import Prediction
@@ -99,7 +100,12 @@ def collect(images: Sequence[str]) -> list[Path]:
     Raises:
         UserError: nothing was named, or an argument matches nothing.
     """
-    listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()] if "-" in images else []
+    listed: list[Path] = []
+    if "-" in images:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # As in arguments: names need not be UTF-8.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
         raise UserError("images: none were given; give files, folders or patterns after the run")

@@ -13,10 +13,10 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.parts import (
     InferencePart,

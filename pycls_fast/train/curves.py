@@ -21,7 +21,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     evaluations = [record for record in records if record["kind"] == "eval"]
     # A Figure without pyplot: no global state, no display needed.
     figure = Figure(figsize=(10, 6.4), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
     _line(loss, train, "loss", "training", "-", marker=None)
     for weights in _kinds(evaluations):

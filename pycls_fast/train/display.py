@@ -189,12 +189,19 @@ def plain_table(
     return table
 
 
+class _TableConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Print no more, like `Display`; rich would end the process with status 1."""
+        self.quiet = True
+        discard_output()
+
+
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, on standard output if no file is given.
 
     Without a terminal the width is only a guess; it is then wide, so that no number is wrapped.
     """
-    console = Console(file=file, highlight=False, emoji=False)
+    console = _TableConsole(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 220
     return console

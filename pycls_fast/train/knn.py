@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network

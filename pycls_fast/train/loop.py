@@ -13,11 +13,11 @@ from itertools import islice
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config import command_alone
-from pycls_fast.config.command_line import DONE, FAULT, STOPPED
+from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
@@ -117,8 +117,7 @@ class Loop:
                         break
         except Stopped:
             return self._leave()
-        self._finish()
-        return DONE
+        return Finished(self._finish())
 
     def _microbatches(self) -> Generator[Batch, None, None]:
         run = self.run
@@ -293,6 +292,8 @@ class Loop:
 
     def _same_command(self) -> str:
         run = self.run
+        if not is_command():
+            return f"the same configuration, run_dir={run.folder.path} and resume=auto"
         command, alone = environment_command(), command_alone()
         if alone is not None and sys.argv[0] in sys.orig_argv:
             # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
@@ -303,19 +304,25 @@ class Loop:
         if run.config.resume != "auto":
             # With any other value it would start from where this run first started, or refuse the folder.
             command += " resume=auto"
-        if run.world.size > 1:
+        if run.world.size > 1 and not scheduler.is_task():
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
             each = run.world.size // nodes
-            launcher = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes}" if nodes > 1 else "")
+            launcher = f"torchrun --nproc_per_node {each}" + (
+                f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
+            )
             command = command.replace("python -u ", f"{launcher} ", 1)
         return command
 
-    def _finish(self) -> None:
+    def _finish(self) -> float:
+        """Write the summary; returns what a sweeper minimises, on rank 0.
+
+        That is 100 - the best top-1 in percent, or the lowest loss if `schedule.early_stopping_metric` says so.
+        """
         run = self.run
         run.finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
-            return
+            return math.nan
         clock = self.clock
         if not clock.intervals:
             # Nothing was left to train: report the speed and memory of the earlier processes.
@@ -334,3 +341,6 @@ class Loop:
                 f"({which} top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
+        if best is None:
+            return math.nan
+        return 100 - best["top1"] if run.config.schedule.early_stopping_metric == "top1" else best["loss"]

@@ -119,7 +119,8 @@ class RunFolder:
 
     def write_config(self, values: dict[str, Any]) -> None:
         """Write `config.yaml`: every value that the run uses, defaults included."""
-        header = f"# {environment_command()}\n"
+        # On one line: a path may contain a newline.
+        header = f"# {' '.join(environment_command().splitlines())}\n"
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from pycls_fast import build, published
-from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
 from pycls_fast.train.building import load_network

@@ -123,6 +123,8 @@ def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, over
 
 
 def test_several_values_are_no_value(run_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"""write a path with commas as 'data.root="..."'"""):
+        load_run_config(run_dir, ["data.root=/photos/a,b"])
     with pytest.raises(UserError, match=r"^seed=1,2: several values; write a list as seed=\[\.\.\.\]"):
         load_run_config(run_dir, ["seed=1,2"])
     with pytest.raises(UserError, match=r"^~optim.nope: there is no optim.nope to delete$"):

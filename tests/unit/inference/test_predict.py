@@ -124,6 +124,16 @@ def test_each_picture_on_the_sheet_has_its_own_words(
     assert len({cell.title for cell in drawn}) == 3
 
 
+def test_a_listed_name_that_is_not_utf_8(
+    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bad / "3.png").rename(bad / os.fsdecode(b"caf\xe9.png"))
+    listed = io.BytesIO(os.fsencode(bad) + b"/caf\xe9.png\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(listed, encoding="utf-8", errors="strict"))
+    assert run_tool("predict", run_dir, "-", "format=json") == 0
+    assert len(json.loads(capsys.readouterr().out)["images"]) == 1
+
+
 def test_a_list_on_standard_input(
     run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

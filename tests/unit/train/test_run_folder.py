@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
@@ -157,7 +158,7 @@ def test_results_beside_the_code_do_not_change_it(tmp_path: Path) -> None:
 
 
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
-    draw_curves([], tmp_path / "empty.png", "nothing yet")
+    draw_curves([], tmp_path / "empty.png", "an experiment called a$x_$")
     train = {"kind": "train", "epoch": 1.0, "loss": None, "lr": 0.1, "images_per_second": 5.0}
     score = {
         "kind": "eval",
@@ -209,6 +210,13 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def test_a_command_with_a_newline_is_one_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", "train_net.py", "data.root=/x\ny: 1"])
+    folder = RunFolder(tmp_path)
+    folder.write_config({"seed": 1})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
