@@ -7,9 +7,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 from pycls_fast import build
@@ -90,7 +89,8 @@ class Loop:
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
-        self.reported: dict[str, str] = {}
+        # Names and reasons of damaged images that have not been reported.
+        self.damaged: dict[str, str] = {}
         # Damaged images that earlier processes recorded: not recorded again, nor counted (they may have been repaired).
         records = run.folder.records() if run.world.is_main else ()
         self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
@@ -128,18 +128,22 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        world = self.run.world
-        asked = time.perf_counter()
-        world.at(f"waiting for the data of step {step + 1}")
-        batches = list(islice(microbatches, self.run.config.optim.accumulation_steps))
-        waited = time.perf_counter() - asked
-        world.at(f"computing step {step + 1}")
-        self.run.step(step, batches, self.metrics)
-        for batch in batches:
-            self.reported.update(batch.damaged)
-        self.clock.add_step(self.run.config.data.global_batch_size, waited)
+        self.run.step(step, self._taken(step, microbatches), self.metrics)
+        self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
-        world.at(f"after step {step + 1}: agreeing whether to stop, logging")
+        self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
+
+    def _taken(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
+        """The step's microbatches, each loaded when it is asked for."""
+        world = self.run.world
+        for _ in range(self.run.config.optim.accumulation_steps):
+            world.at(f"waiting for the data of step {step + 1}")
+            asked = time.perf_counter()
+            batch = next(microbatches)
+            self.clock.add_wait(time.perf_counter() - asked)
+            world.at(f"computing step {step + 1}")
+            self._note_damage(batch.damaged)
+            yield batch
 
     def _after_step(self, done: int) -> None:
         run = self.run
@@ -151,7 +155,8 @@ class Loop:
         evaluating = self.evaluations.due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
         logging = done % runtime.log_every_steps == 0 or saving or stopping
-        record = self._log(done) if logging else None
+        numbers = self._numbers(done) if logging else {}
+        record = self._log(done, numbers) if numbers and run.world.is_main else None
         if saving or stopping:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
@@ -159,6 +164,8 @@ class Loop:
             run.save(done)
         if record is not None:
             self._show(record)
+        if numbers.get("damaged"):
+            self._report_damage(done)
         if stopping:
             run.finish_saving()
             raise Stopped
@@ -167,18 +174,20 @@ class Loop:
         if saving:
             self.clock.start()
 
-    def _log(self, done: int) -> dict[str, Any]:
-        """Read, check and record the numbers since the last call; all ranks call this."""
+    def _numbers(self, done: int) -> dict[str, float]:
+        """Read and check the numbers since the last call; all ranks call this."""
+        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged))
+        steps = self.clock.steps
+        numbers |= self.clock.read()
+        self._check_numbers(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
+        return numbers
+
+    def _log(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Record the numbers; on the main rank."""
         run = self.run
-        numbers = self.metrics.read(run.world)
-        rates = self.clock.read()
-        skipped = numbers.pop("skipped_steps")
-        self._check_numbers(done, numbers["loss"], int(skipped))
         extra: dict[str, Any] = {}
         if run.step.scaler.is_enabled():
-            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(skipped)}
-        if not run.world.is_main:
-            return {"step": done}
+            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
         return run.folder.add_record(
             "train",
             done,
@@ -186,22 +195,18 @@ class Loop:
             loss=numbers["loss"],
             lr=run.step.schedule(done - 1),
             grad_norm=numbers["grad_norm"],
-            **rates,
+            **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
             memory_peak_bytes=memory_peak_bytes(run.world.device),
             **extra,
         )
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        """Show the record; all ranks call this, because each reports its damaged images."""
         run = self.run
-        if run.world.is_main:
-            left = (run.total_steps - record["step"]) * record["step_seconds"]
-            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
-            self.board.add(record)
-        self._report_damage(record["step"])
-        self.clock.start()
+        left = (run.total_steps - record["step"]) * record["step_seconds"]
+        run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
+        self.board.add(record)
 
-    def _check_numbers(self, done: int, loss: float, skipped: int) -> None:
+    def _check_numbers(self, done: int, loss: float, skipped: int, steps: int) -> None:
         precision = self.run.config.precision
         if self.run.step.scaler.is_enabled():
             scale = self.run.step.scaler.get_scale()
@@ -211,7 +216,7 @@ class Loop:
                     "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16",
                     *self._first_not_finite(),
                 )
-            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == self.clock.steps else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == steps else 0
             if precision.loss_scale != "dynamic" and self.skipped_in_a_row >= _SKIPPED_LIMIT:
                 raise UserError(
                     f"precision.loss_scale: the {self.skipped_in_a_row} steps up to step {done} had gradients that are "
@@ -230,10 +235,13 @@ class Loop:
             return ["runtime.watchdog: set it to true to see which module overflows first"]
         return [f"runtime.watchdog: {watchdog.last}"]
 
+    def _note_damage(self, damaged: Iterable[tuple[str, str]]) -> None:
+        self.damaged.update((name, reason) for name, reason in damaged if name not in self.run.damaged)
+
     def _report_damage(self, done: int) -> None:
+        """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
-        new = {name: reason for name, reason in self.reported.items() if name not in run.damaged}
-        self.reported.clear()
+        new, self.damaged = self.damaged, {}
         for part in run.world.gather(new):
             for name, reason in part.items():
                 if name not in run.damaged:
@@ -265,7 +273,7 @@ class Loop:
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
-        self.reported.update(self.evaluations.take(done))
+        self._note_damage(self.evaluations.take(done).items())
         self._report_damage(done)
         # The checkpoint of this step, whose writing began before the evaluation.
         self.run.finish_saving()
