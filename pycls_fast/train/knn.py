@@ -20,6 +20,7 @@ from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
@@ -179,7 +180,9 @@ def _features(
     labels: list[Tensor] = []
     display.begin_evaluation(split, len(source))
     try:
-        for batch in to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"):
+        mode = switches[SwitchName.INPUT_COPY]
+        loader = build.eval_loader(config, source, world, switches)
+        for batch in to_device(loader, world.device, mode=mode):
             for name, reason in batch.damaged:
                 display.warn(f"{name}: {reason}; not counted")
             if len(batch.labels_B):

@@ -24,6 +24,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
@@ -31,6 +32,12 @@ from pycls_fast.train.validation import Evaluations
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
 _SKIPPED_LIMIT = 20
+# How the best evaluation is printed, by the metric that chose it.
+_BEST = {
+    "top1": "best top-1 {top1:.2f}%",
+    "class_top1": "best class top-1 {class_top1:.2f}%",
+    "loss": "at the lowest loss top-1 {top1:.2f}%",
+}
 
 
 class Stopped(Exception):
@@ -89,6 +96,12 @@ class Loop:
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
+        self.profile = StepProfile(
+            run.folder.path / "profile",
+            run.config.runtime.profile_step if run.world.is_main else None,
+            cuda=run.world.device.type == "cuda",
+            display=run.display,
+        )
         # Names and reasons of damaged images that have not been reported.
         self.damaged: dict[str, str] = {}
         # Damaged images that earlier processes recorded: not recorded again, nor counted (they may have been repaired).
@@ -106,10 +119,12 @@ class Loop:
                 # An earlier process had stopped early, and nothing has changed since.
                 run.total_steps = step
             run.display.begin_training(step, run.total_steps)
-            with closing(self._microbatches()) as microbatches:
+            with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
+                    self.profile.before(step + 1)
                     self._train_step(step, microbatches)
+                    self.profile.after(step + 1)
                     self._after_step(step + 1)
                     if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
                         run.total_steps = step + 1
@@ -125,7 +140,7 @@ class Loop:
             run.config, run.sources["train"], run.world, run.switches, start_step=run.start_step, steps=run.total_steps
         )
         mode = run.switches[SwitchName.INPUT_COPY]
-        yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
+        yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
         self.run.step(step, self._taken(step, microbatches), self.metrics)
@@ -149,7 +164,7 @@ class Loop:
         run = self.run
         runtime = run.config.runtime
         if run.saver.done and not run.saver.failed:
-            run.finish_saving()
+            self._finish_saving()
         # A save that failed ends the run on all ranks at the same step, as a signal does.
         stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
         evaluating = self.evaluations.due(done)
@@ -161,6 +176,7 @@ class Loop:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
+            self._finish_saving()
             run.save(done)
         if record is not None:
             self._show(record)
@@ -226,14 +242,15 @@ class Loop:
         elif not math.isfinite(loss) or skipped:
             raise UserError(
                 f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
-                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept"
+                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
+                *self._first_not_finite(),
             )
 
     def _first_not_finite(self) -> list[str]:
         watchdog = self.run.step.watchdog
-        if watchdog is None or watchdog.last is None:
-            return ["runtime.watchdog: set it to true to see which module overflows first"]
-        return [f"runtime.watchdog: {watchdog.last}"]
+        if watchdog is None:
+            return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
+        return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
 
     def _note_damage(self, damaged: Iterable[tuple[str, str]]) -> None:
         self.damaged.update((name, reason) for name, reason in damaged if name not in self.run.damaged)
@@ -275,11 +292,16 @@ class Loop:
     def _evaluate(self, done: int) -> None:
         self._note_damage(self.evaluations.take(done).items())
         self._report_damage(done)
-        # The checkpoint of this step, whose writing began before the evaluation.
-        self.run.finish_saving()
         if self.run.world.is_main:
+            if self.run.saver.idle:
+                # Else `_finish_saving` does it: training does not wait for the checkpoint that is being written.
+                self.evaluations.keep_if_best()
+            self.evaluations.draw_if_due()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and link it as best if its evaluation was the best."""
+        if self.run.finish_saving() and self.run.world.is_main:
             self.evaluations.keep_if_best()
-            self.evaluations.draw()
 
     def _stop_if_asked(self) -> None:
         if self.agreement.reached(bool(self.stop)):
@@ -287,7 +309,7 @@ class Loop:
 
     def _leave(self) -> int:
         run = self.run
-        run.finish_saving()
+        self._finish_saving()
         if run.world.is_main:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
@@ -322,7 +344,7 @@ class Loop:
 
     def _finish(self) -> None:
         run = self.run
-        run.finish_saving()
+        self._finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
             return
@@ -338,9 +360,8 @@ class Loop:
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
-            which = "best" if run.config.schedule.early_stopping_metric == "top1" else "at the lowest loss"
+            which = _BEST[run.config.schedule.early_stopping_metric].format_map(best)
             run.display.note(
-                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  "
-                f"({which} top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
+                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")

@@ -139,11 +139,15 @@ class RunFolder:
                 file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         return record
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`; a last line cut off by a kill is left out."""
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The records of `metrics.jsonl`, or those of one kind; a last line cut off by a kill is left out."""
         if not self.metrics.is_file():
             return
+        # `kind` comes first; other kinds are not parsed.
+        start = "" if kind is None else f'{{"kind": {json.dumps(kind)},'
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            if not line.startswith(start):
+                continue
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:

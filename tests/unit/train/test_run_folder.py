@@ -167,10 +167,20 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
         "loss": 1.0,
         "top1": 3.0,
         "top5": 9.0,
+        "class_top1": 2.0,
     }
     draw_curves([train, score], tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
+    record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
+    added: dict[str, float] = {}
+    with Board(tmp_path, 0, enabled=True) as board:
+        board._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
+        board.add({**record, "class_top1": 2.0})
+    assert added == {"val_model/top1": 3, "val_model/top5": 9, "val_model/class_top1": 2, "val_model/loss": 1}
 
 
 def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
