@@ -1,10 +1,10 @@
-"""What a model keeps between forward and backward pass with each way of keeping less; writes
+"""Memory held between forward and backward pass, with each way of reducing it; writes
 docs/results/activation_memory.md.
 
     python benchmarks/activation_memory.py
 
-Bytes are counted, not estimated (`pycls_fast.ledger.live_memory`): everything alive at the end of the forward pass but
-parameters, buffers and the batch. Half an hour on a core that is shared with other work.
+Bytes are counted, not estimated (`pycls_fast.ledger.live_memory`): everything alive at the end of the forward pass
+except parameters, buffers and the batch. Takes half an hour on a shared core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Kept:
-    """Bytes of one way, and the seconds of its forward and backward pass (one run: a hint, no measurement)."""
+    """Bytes for one way to save memory, and seconds of its forward and backward pass (one run, so only a hint)."""
 
     held: int
     on_host: int
@@ -53,7 +53,7 @@ class Kept:
 
 
 def build(model: str, attention: str) -> Network:
-    """`tiny` is for trying this file out."""
+    """One model; `tiny` is for trying out this file."""
     torch.manual_seed(0)
     if model.startswith("resnet"):
         return ResNet(depth=int(model.removeprefix("resnet")), num_classes=1000)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def build(model: str, attention: str) -> Network:
 
 
 def measure(model: str, attention: str, batch: int, amp: bool, way: dict[str, Any]) -> Kept:
-    """One forward and backward pass."""
+    """Run one forward and backward pass."""
     network = build(model, attention)
     save_activation_memory(network, network.units(), **way)
     images_BCHW, labels_B = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
@@ -90,7 +90,7 @@ def measure(model: str, attention: str, batch: int, amp: bool, way: dict[str, An
 
 @contextmanager
 def host_copies() -> Iterator[list[int]]:
-    """Sizes of what is moved to the host: on a CPU it is alive like the rest, and would be counted."""
+    """Sizes of tensors moved to the host: on a CPU they stay alive like the rest and would be counted."""
     sizes: list[int] = []
     original = Packed.__init__
 
@@ -107,7 +107,7 @@ def host_copies() -> Iterator[list[int]]:
 
 
 def table(model: str, attention: str, batch: int, amp: bool) -> Iterator[str]:
-    """Lines of Markdown."""
+    """The results as lines of Markdown."""
     kind = "bf16 autocast" if amp else "float32"
     yield f"## {model}, batch {batch}, {kind}" + (f", attention={attention}" if "resnet" not in model else "")
     yield ""
@@ -134,15 +134,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     lines = [
-        "# What is kept between forward and backward pass",
+        "# Memory held between forward and backward pass",
         "",
         f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}` on a CPU, torch "
         f"{torch.__version__}.",
-        "Every storage that is alive at the end of the forward pass is counted, but parameters, buffers, the batch and "
-        "the logits;",
-        "under autocast the cast weights are among them. The peak of the step also has the gradients of all parameters "
-        "in it,",
-        "and on this CPU what the host keeps. Seconds are of one run, and only a hint.",
+        "Counts every storage alive at the end of the forward pass except parameters, buffers, the batch and the "
+        "logits;",
+        "under autocast this includes the cast weights. The peak of the step also includes the gradients of all "
+        "parameters",
+        "and, on this CPU, what is moved to the host. Seconds are of a single run, so only a hint.",
         "",
     ]
     for model in options.models:

@@ -1,11 +1,11 @@
-"""Saving and loading a training state: how long the training waits, and how long the disk takes.
+"""Saving and loading a training state: how long training waits, and how long the disk takes.
 
 Command:  python benchmarks/checkpoints.py
-Result:   docs/results/checkpoints.md holds the table of one machine; the ratios carry over, the times do not.
+Result:   docs/results/checkpoints.md has the table of one machine; the ratios carry over, the times do not.
 
-One process, weights of a ViT and AdamW's moments. In turns: `torch.save` of one flushed file (what it is compared
-with), a checkpoint that is waited for, a checkpoint that a thread writes while the training goes on, and a load with
-all checksums. "While saving" is the time of a matrix product next to the writing thread, against one alone.
+One process, weights of a ViT and AdamW's moments. In turns: `torch.save` of one flushed file (the
+reference), a synchronous checkpoint, a checkpoint that a thread writes while training continues, and a load with all
+checksums. "While saving" is the time of a matrix product beside the writing thread, over that without it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_b16", help="an experiment of configs/ (default: vit_b16)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the matrix product")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the matrix product")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure (default: a temporary one)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     state = training_state(options.model)
@@ -53,7 +53,7 @@ def main() -> None:
     print("|---|---|---|")
     for name, seconds in times.items():
         shown = spread(seconds)
-        # Seconds, not rates: above 1 is slower.
+        # Ratios of seconds, not of rates: above 1 is slower.
         ratio = paired_ratio(times["torch.save, one file"], seconds).spread
         print(
             f"| {name} | {shown.p50:.3f} ({shown.p10:.3f} to {shown.p90:.3f}) | "
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def training_state(name: str) -> State:
-    """Weights and moments of an experiment, random."""
+    """Random weights and optimizer moments of an experiment."""
     config = load_config(name, ["data.root=."])
     network = build.model(config, 1000, build.switches(config, torch.device("cpu")))
     model = dict(network.state_dict())
@@ -71,7 +71,7 @@ def training_state(name: str) -> State:
 
 
 def measure(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds by what was timed; the first round is left out."""
+    """Seconds of each operation, without the first round."""
     times: dict[str, list[float]] = {}
 
     def timed(name: str, action: Callable[[], object]) -> None:

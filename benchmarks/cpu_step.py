@@ -1,13 +1,13 @@
-"""The whole training step on a CPU: this package against timm's model in a plain PyTorch loop, in turns in one process.
+"""The whole training step on a CPU: this package and timm's model in a plain PyTorch loop, in turns in one process.
 
     python benchmarks/cpu_step.py
     python benchmarks/cpu_step.py --models vit_s16 --rounds 3
 
-First every setting of the plain loop gets a few turns, and the fastest go on: the fastest with float32 weights, which
-is what this package's levels `amp_bf16` and `bf16_params` keep too, and the fastest of all, which may have bfloat16
-weights without masters. Then these, `speed=reference` and `speed=fast` take turns. Writes docs/results/cpu_step.md and
-cpu_step.json. The plain loop is given float images; this package's steps start from uint8 images, and also have the
-schedule, the gradient's norm and the metrics in them.
+First every setting of the plain loop gets a few turns, and two are selected: the fastest with float32 weights, which
+this package's levels `amp_bf16` and `bf16_params` keep too, and the fastest of all, which may have bfloat16 weights
+without masters. Then these, `speed=reference` and `speed=fast` take turns. Writes docs/results/cpu_step.md and
+cpu_step.json. The plain loop is given float images; this package's steps start from uint8 images, and include the
+schedule, the gradient norm and the metrics.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Peer:
 
     Attributes:
         precision: "float32", "autocast" (bfloat16, weights float32) or "bfloat16" (the model cast, AdamW on bfloat16).
-        attention: timm's `F.scaled_dot_product_attention` ("fused") or its own products ("plain"); ViT alone.
+        attention: timm's `F.scaled_dot_product_attention` ("fused") or its own products ("plain"); only for ViTs.
         memory_format: of model and images.
-        compiled: torch.compile of the model, its default mode.
+        compiled: whether torch.compile is applied to the model, in its default mode.
     """
 
     precision: str
@@ -63,7 +63,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """All of it in words."""
+        """The setting in words."""
         words = [self.precision, f"{self.attention} attention", self.memory_format, "compiled" * self.compiled]
         return "timm, " + ", ".join(word for word in words if word)
 
@@ -74,7 +74,7 @@ class Peer:
 
 
 def vit_peers(*, compiled: bool) -> list[Peer]:
-    """What is tried for a ViT: float32, and every pair of 16-bit format and attention, compiled as well."""
+    """Settings to try for a ViT: float32, and every pair of 16-bit format and attention, eager and compiled."""
     peers = [Peer("float32"), Peer("autocast", memory_format="channels_last")]
     peers += [
         Peer(precision, attention, compiled=which)
@@ -86,7 +86,7 @@ def vit_peers(*, compiled: bool) -> list[Peer]:
 
 
 def resnet_peers(*, compiled: bool) -> list[Peer]:
-    """What is tried for a ResNet."""
+    """Settings to try for a ResNet."""
     peers = [Peer("float32", "no", "channels_last"), Peer("autocast", "no")]
     peers += [
         Peer(precision, "no", "channels_last", which)
@@ -98,7 +98,7 @@ def resnet_peers(*, compiled: bool) -> list[Peer]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model: the experiment it is in, its name in timm, what is tried of it, and the bars it should reach."""
+    """A model: its experiment, its name in timm, the settings to try, and the target ratios."""
 
     config: str
     timm: str
@@ -114,14 +114,14 @@ SUBJECTS: Mapping[str, Subject] = {
     "resnet18": Subject("resnet18", "resnet18", resnet_peers, 1.0, 1.8),
 }
 
-# speed=reference in float32 is what everything is compared with; the others have the best switches.
+# speed=reference in float32 is the reference; the others have the fastest switches.
 OURS: Mapping[str, tuple[str, ...]] = {
     "speed=reference precision=fp32": ("speed=reference", "precision=fp32"),
     "speed=fast precision=fp32": ("speed=fast", "precision=fp32"),
     "speed=fast precision=amp_bf16": ("speed=fast", "precision=amp_bf16"),
     "speed=fast precision=bf16_params": ("speed=fast", "precision=bf16_params"),
 }
-# Nothing but the network: no erasing, mixing, drop-path or smoothing, which the plain loop does not have.
+# Only the network: no erasing, mixing, drop-path or label smoothing, which the plain loop does not have.
 PLAIN = (
     "data=synthetic", "augment=none", "model.drop_path=0", "loss.label_smoothing=0", "optim=adamw", f"optim.lr={LR}",
     "optim.lr_batch_size=null", "schedule=constant", "schedule.warmup_epochs=0", "schedule.final_factor=0",
@@ -185,7 +185,7 @@ def peer_step(name: str, peer: Peer, batch: int, image_size: int = 224) -> Step:
 
 @dataclass
 class Contender:
-    """A step, and the seconds of each of its turns."""
+    """A step with the seconds of each of its turns."""
 
     name: str
     step: Step
@@ -200,7 +200,7 @@ class Contender:
 
 
 def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[], float]) -> None:
-    """Each steps once a round; every other round backwards, so that a drift is in all of them alike."""
+    """Run each once per round, in alternating order, so that a drift affects all of them equally."""
     for contender in contenders:
         for _ in range(0 if contender.is_warm else WARMUP):
             contender.step()
@@ -213,7 +213,7 @@ def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[],
 
 
 def best_peers(subject: Subject, options: argparse.Namespace, clock: Callable[[], float]) -> list[Contender]:
-    """Every setting of the plain loop, the fastest first; they keep the times of their choosing."""
+    """Every setting of the plain loop, the fastest first, with the times of the selection rounds."""
     peers = [
         Contender(peer.name, peer_step(subject.timm, peer, options.batch, options.image_size), asdict(peer))
         for peer in subject.peers(compiled=not options.no_compile)
@@ -223,7 +223,7 @@ def best_peers(subject: Subject, options: argparse.Namespace, clock: Callable[[]
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Choose the peers, let them and ours take turns; a record of it."""
+    """Select the peers and time them in turns with ours; returns the record."""
     subject = SUBJECTS[name]
     clock = time.process_time if options.clock == "process" else time.perf_counter
     peers = best_peers(subject, options, clock)
@@ -231,7 +231,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     of_all = peers[0]
     with_float32 = next(peer for peer in peers if peer.about["precision"] != "bfloat16")
     chosen = [with_float32] if of_all is with_float32 else [with_float32, of_all]
-    # The others' weights and optimizer state go.
+    # Free the weights and optimizer states of the others.
     del peers
     gc.collect()
     for peer in chosen:
@@ -259,7 +259,7 @@ def _step_and_about(
 
 
 def ratio(record: Mapping[str, Any], faster: str, than: str) -> Ratio:
-    """How many times faster one contender is than another, from the pairs of each round."""
+    """How many times faster one contender is than another, in pairs within each round."""
     seconds = {result["name"]: result["seconds"] for result in record["results"]}
     return paired_ratio([1 / s for s in seconds[than]], [1 / s for s in seconds[faster]])
 
@@ -282,7 +282,7 @@ def tables(record: Mapping[str, Any], batch: int) -> list[str]:
             f"| {result['name']} | {times.p50:.0f} ({times.p10:.0f} to {times.p90:.0f}) | "
             f"{batch / result['seconds_p50']:.1f} | {' | '.join(cells)} |"
         )
-    lines += ["", "Settings of the plain loop that were tried, and their medians in the turns of the choosing:", ""]
+    lines += ["", "Settings of the plain loop that were tried, with their medians in the selection rounds:", ""]
     lines += ["| setting | ms |", "|---|---|"]
     lines += [f"| {peer['name']} | {1e3 * statistics.median(peer['seconds']):.0f} |" for peer in record["tried"]]
     return [*lines, ""]
@@ -294,7 +294,7 @@ def _cell(found: Ratio) -> str:
 
 
 def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, machine: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """The page as text."""
     found = versions()
     threads = torch.get_num_threads()
     clock = "wall time" if options.clock == "wall" else "CPU time of the process"
@@ -308,13 +308,12 @@ def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, mach
         f"{clock[0].upper()}{clock[1:]} of a step, {options.rounds} rounds in turns in one process. A cell is the "
         "median of the ratios within a round (p10 to p90, and the 95% interval of the median); above 1 is faster.",
         "",
-        "- A step is the forward pass, the loss, the backward pass and AdamW, fused. This package's also turns uint8 "
-        "into normalised images, follows a schedule and takes the norm of the gradient.",
-        "- `speed=reference` is measured in float32, the plain twin of everything. Precision is a choice of its own: "
-        "`amp_bf16` is what the plain loop's autocast is; `bf16_params` has float32 master weights and everything "
-        "between them in bfloat16. The plain loop's `bfloat16` has neither float32 weights nor float32 optimizer "
-        "state.",
-        "- Settings of the process (`speed.allocator`) help all that run in it, the plain loop as well.",
+        "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
+        "uint8 images, follows a schedule and computes the gradient norm.",
+        "- `speed=reference` is measured in float32. Precision is a separate choice: `amp_bf16` corresponds to the "
+        "plain loop's autocast; `bf16_params` has float32 master weights and computes in bfloat16. The plain loop's "
+        "`bfloat16` has neither float32 weights nor float32 optimizer state.",
+        "- Process-wide settings (`speed.allocator`) speed up the plain loop as well.",
         "",
     ]
     for record in records:
@@ -323,29 +322,29 @@ def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, mach
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="vit_s16,resnet50", help=f"of {','.join(SUBJECTS)}")
+    parser.add_argument("--models", default="vit_s16,resnet50", help=f"any of {','.join(SUBJECTS)}")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--image-size", type=int, default=224, help="smaller for trying this file out")
+    parser.add_argument("--image-size", type=int, default=224, help="use a smaller one to try out this file")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--choosing-rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="of torch (default: one for each core)")
-    clocks = "process: CPU time, for one thread on a machine that others use too"
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: one per core)")
+    clocks = "process: CPU time, for one thread on a shared machine"
     parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled settings of the plain loop out")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled settings of the plain loop")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu_step.md and cpu_step.json")
     options = parser.parse_args(arguments)
     unknown = set(options.models.split(",")) - set(SUBJECTS)
     if unknown:
-        parser.error(f"--models: {', '.join(sorted(unknown))}: none of {', '.join(SUBJECTS)}")
+        parser.error(f"--models: {', '.join(sorted(unknown))}: unknown; use any of {', '.join(SUBJECTS)}")
     if options.clock == "process" and options.threads != 1:
-        parser.error("--clock process: counts all threads together; use it with --threads 1")
+        parser.error("--clock process: adds up all threads; use it with --threads 1")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -3,8 +3,8 @@ docs/results/drop_path_cpu.md.
 
     python benchmarks/drop_path_cpu.py
 
-Forward and backward pass of a small ViT in turns, so that a drift of the machine's speed is in both halves of a pair.
-About five minutes on one core.
+Forward and backward passes of a small ViT in turns, so that a drift of the machine's speed affects both halves of a
+pair. Takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RATES = (0.0, 0.1, 0.2, 0.45, 0.6)
 
 
 class Pair:
-    """One model for each way to compute, with the same weights and the same rate in every block."""
+    """One model for each implementation, with the same weights and the same rate in every block."""
 
     def __init__(self, rate: float, batch: int) -> None:
         self.models = []
@@ -47,7 +47,7 @@ class Pair:
         self.images_BCHW, self.labels_B = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
 
     def seconds(self, which: int, seed: int) -> float:
-        """Of one forward and backward pass."""
+        """Seconds of one forward and backward pass."""
         model = self.models[which]
         torch.manual_seed(seed)
         started = time.perf_counter()
@@ -57,7 +57,7 @@ class Pair:
         return elapsed
 
     def expected(self, rate: float) -> float:
-        """The speed-up if time went with the number of samples in the branches."""
+        """The speed-up if time were proportional to the number of samples in the branches."""
         return 1 / (1 - rate)
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     times: dict[float, tuple[list[float], list[float]]] = {rate: ([], []) for rate in RATES}
     for round_ in range(-1, options.rounds):
         for rate, pair in pairs.items():
-            # Which one goes first alternates; the first round warms up.
+            # The order alternates; the first round is a warm-up.
             order = (0, 1) if round_ % 2 else (1, 0)
             found = {which: pair.seconds(which, seed=1000 + round_) for which in order}
             if round_ >= 0:
@@ -84,12 +84,12 @@ def main() -> None:
         "# Drop-path that skips the computation, on a CPU",
         "",
         f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}`, torch {torch.__version__}, "
-        f"{options.threads} thread(s), other processes on the machine.",
+        f"{options.threads} thread(s), on a shared machine.",
         f"ViT of width {SIZES['width']}, depth {SIZES['depth']}, 224 pixels, patch 16, batch {options.batch}, float32, "
         "attention=sdpa; forward and backward pass;",
         f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every "
         "block as in DeiT III",
-        "(rates that rise linearly to `model.drop_path`, as all models but `deit3_*` have them, save half as much). "
+        "(rates that rise linearly to `model.drop_path`, as in all models except `deit3_*`, save half as much). "
         "A ratio above 1 is faster.",
         "",
         "| rate | ratio, median | p10 - p90 | 95% interval of the median | 1 / (1 - rate) |",

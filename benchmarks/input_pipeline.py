@@ -1,11 +1,11 @@
-"""Input pipelines side by side: ours, torchvision's reference presets, timm's loader and DALI where it is installed.
+"""Input pipelines side by side: ours, torchvision's reference presets, timm's loader and DALI if it is installed.
 
 Command:  python benchmarks/input_pipeline.py PATH [--workers 1] [--out docs/results/input_pipeline.md]
           PATH holds class folders of JPEGs
-Result:   docs/results/input_pipeline.md holds the tables of one machine; the ratios carry over, the times do not.
+Result:   docs/results/input_pipeline.md has the tables of one machine; the ratios carry over, the times do not.
 
-All make batches of the same files at 224 x 224, in turns, forwards and backwards; ours from the files, and from packed
-copies of them (short side at most 320: as JPEGs, and as raw pixels).
+All produce batches of the same files at 224 x 224, in turns and in alternating order; ours from the files, and from
+packed copies of them (short side at most 320: as JPEGs, and as raw pixels).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TIMES = {"wall": "wall", "process": "CPU time of the process, since the machine 
 
 @dataclass
 class Arm:
-    """One pipeline: what makes an epoch's batches, and the images per second of each round."""
+    """One pipeline: a function that yields an epoch's batches, and the images per second of each round."""
 
     name: str
     epoch: Callable[[], Iterable[Any]]
     rates: list[float] = field(default_factory=list)
 
     def measure(self, images: int, clock: Callable[[], float]) -> None:
-        """One epoch, all of it."""
+        """Time one whole epoch."""
         start = clock()
         for _ in self.epoch():
             pass
@@ -96,35 +96,35 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="class folders of JPEGs")
-    parser.add_argument("--workers", type=int, default=1, help="loading processes; 0: in this one")
+    parser.add_argument("--workers", type=int, default=1, help="loading processes; 0: load in this one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--clock",
         choices=("wall", "process"),
         default="wall",
-        help="process: CPU time, for machines with other work; needs --workers 0",
+        help="process: CPU time, for shared machines; needs --workers 0",
     )
     parser.add_argument("--interpolation", choices=("bilinear", "bicubic"), default="bilinear")
-    parser.add_argument("--out", type=Path, help="a Markdown file; the JSON goes beside it")
+    parser.add_argument("--out", type=Path, help="a Markdown file; the JSON is written beside it")
     options = parser.parse_args()
     if options.clock == "process" and options.workers:
-        parser.error("--clock process counts this process alone; use --workers 0 with it")
+        parser.error("--clock process: counts only this process; use it with --workers 0")
     return options
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the libraries' warnings of other things."""
+    """Silence unrelated warnings from the libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def pack_copies(files: Source, folder: Path) -> dict[str, Source]:
-    """As `tools/prepare_data.py pack short_side=320` makes them, encoded and raw."""
+    """Packed copies as from `tools/prepare_data.py pack short_side=320`, encoded and raw."""
     made: dict[str, Source] = {}
     for store in ("encoded", "raw"):
         settings = PackSettings(short_side=SHORT_SIDE, store=store)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def pack_copies(files: Source, folder: Path) -> dict[str, Source]:
 
 
 def train_arms(options: argparse.Namespace, files: Source, packed: dict[str, Source]) -> list[Arm]:
-    """Random resized crop and flip; the reference and timm first."""
+    """Pipelines for random resized crop and flip; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=True), timm_arm(options, training=True)]
     arms += dali_arms(options)
     arms += [ours(options, files, decoder, training=True) for decoder in usable_decoders()]
@@ -144,7 +144,7 @@ def train_arms(options: argparse.Namespace, files: Source, packed: dict[str, Sou
 
 
 def eval_arms(options: argparse.Namespace, files: Source, packed: dict[str, Source]) -> list[Arm]:
-    """Resize and centre crop; the reference and timm first."""
+    """Pipelines for resize and centre crop; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=False), timm_arm(options, training=False)]
     arms += [ours(options, files, decoder, training=False) for decoder in usable_decoders()]
     arms.append(ours(options, packed["encoded"], "region", training=False, where="packed JPEGs"))
@@ -172,7 +172,7 @@ def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Arm:
 
 
 def timm_arm(options: argparse.Namespace, *, training: bool) -> Arm:
-    """create_loader in prefetcher mode: uint8 batches. Its normalising on the device is left out, as it is of ours."""
+    """create_loader in prefetcher mode: uint8 batches, without normalising on the device, as in ours."""
     from timm.data import ImageDataset as TimmDataset
     from timm.data import create_loader
 
@@ -193,7 +193,7 @@ def timm_arm(options: argparse.Namespace, *, training: bool) -> Arm:
 
 
 def dali_arms(options: argparse.Namespace) -> list[Arm]:
-    """DALI's decoder on the CPU that looks at the crop alone; one thread for each worker."""
+    """DALI's CPU decoder that decodes only the crop; one thread per worker."""
     if importlib.util.find_spec("nvidia.dali") is None if importlib.util.find_spec("nvidia") else True:
         return []
     from nvidia.dali import fn, pipeline_def, types
@@ -235,7 +235,7 @@ def ours(options: argparse.Namespace, source: Source, decoder: str, *, training:
 
 
 def memory_rate(raw: Source, repeats: int = 20) -> float:
-    """Bytes per second of reading raw images and writing a batch, once each: what memory allows."""
+    """Bytes per second of copying raw images into a batch, the limit that memory sets."""
     images = [np.asarray(raw.read(index)[0]) for index in range(len(raw))]
     room = np.empty(max(image.size for image in images), dtype=np.uint8)
     best = 0.0
@@ -260,7 +260,7 @@ def table(title: str, arms: list[Arm]) -> str:
 
 
 def raw_share(arms: list[Arm], memory: float) -> str:
-    """Raw images against the memory's speed."""
+    """Throughput of raw images against that of memory."""
     rate = spread(arms[-1].rates).p50
     per_image = SIZE * SIZE * 3
     return (
@@ -271,7 +271,7 @@ def raw_share(arms: list[Arm], memory: float) -> str:
 
 
 def heading(options: argparse.Namespace, files: Source) -> str:
-    """What was run, where and with what."""
+    """What was run, on which machine and with which versions."""
     machine = environment(torch.device("cpu"), 1)
     sizes = [len(files.read(index)[0]) for index in range(len(files))]
     workers = f"{options.workers} worker{'s' if options.workers != 1 else ''}" if options.workers else "no workers"
@@ -292,7 +292,7 @@ def heading(options: argparse.Namespace, files: Source) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Of what decodes, too."""
+    """Library versions, including the decoders'."""
     found = dict(versions())
     for name in ("pillow", "simplejpeg", "timm", "torchvision", "nvidia-dali-cuda130"):
         try:
@@ -303,7 +303,7 @@ def library_versions() -> dict[str, str]:
 
 
 def record(options: argparse.Namespace, tables: dict[str, list[Arm]], memory: float) -> dict[str, Any]:
-    """Everything, for programs."""
+    """All results, for JSON."""
     return {
         "kind": "input_pipeline",
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},

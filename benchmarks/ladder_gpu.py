@@ -1,14 +1,14 @@
-"""The training step on a GPU from the plain reference over every switch to the fastest, beside timm's; one command.
+"""The training step on a GPU: from the reference through every switch to the fastest, beside timm's.
 
     python benchmarks/ladder_gpu.py
     python benchmarks/ladder_gpu.py --models vit_h16 --budget 1500
     python benchmarks/ladder_gpu.py --page-only
 
-Each rung is a process of its own (`tools/time_net.py mode=model`, `benchmarks/timm_step.py`, timm's own `benchmark.py`
-with `--timm-source`), so that one which fails or runs out of memory costs nothing but itself; it is then tried with
-half the batch, down to an eighth. Finished rungs are kept in docs/results/gpu_ladder/ and are not run again: the
-command goes on where it was stopped (`--again` to measure anew). Writes docs/results/gpu_ladder.md, where what has no
-record is "not run".
+Each rung is a separate process (`tools/time_net.py mode=model`, `benchmarks/timm_step.py`, timm's own `benchmark.py`
+with `--timm-source`), so that a failure does not affect the others; a rung that runs out of memory is tried with half
+the batch, down to an eighth. Finished rungs are kept in docs/results/gpu_ladder/ and are not run again: the command
+resumes where it was stopped (`--again` repeats them). Writes docs/results/gpu_ladder.md, in which rungs without a
+record are "not run".
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pycls_fast.speed.cards.images import IMAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "gpu_ladder.md"
-# Dense bf16 of an H100 or H200 SXM (NVIDIA's data sheet), FLOP/s: what MFU is a share of.
+# Dense bf16 peak of an H100 or H200 SXM (NVIDIA's data sheet) in FLOP/s, the denominator of MFU.
 PEAK = 989.4e12
 HALVINGS = 3
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model: its experiment, images in a batch, its name and arguments in timm, the aim in images/s."""
+    """A model: its experiment, batch size, name and arguments in timm, and the target in images/s."""
 
     config: str
     batch: int
@@ -63,13 +63,13 @@ SUBJECTS: Mapping[str, Subject] = {
     "resnet50": Subject("resnet50", 1024, "resnet50"),
 }
 
-# Nothing but the network and its update: what timm's step has as well.
+# Only the network and its update, as in timm's step.
 PLAIN = (
     "data=synthetic", "augment=none", "model.drop_path=0", "model.num_classes=1000", "loss.label_smoothing=0",
     "schedule=constant", "schedule.warmup_epochs=0", "schedule.final_factor=0", "optim.ema_decay=null",
     "optim.clip_norm=null", "optim.accumulation_steps=1",
 )  # fmt: skip
-# The ladder: each line has the settings of those above it. Later values of a key win.
+# The ladder: each line includes the settings of those above it. Later values of a key win.
 VIT_LADDER = (
     "speed=reference precision=fp32",
     "precision=tf32",
@@ -88,7 +88,7 @@ VIT_LADDER = (
     "speed.cuda_graphs=on",
 )
 RESNET_LADDER = tuple(rung for rung in VIT_LADDER if "attention" not in rung and "qkv" not in rung)
-# Whole settings, not on the ladder.
+# Complete settings, independent of the ladder.
 PRESETS = (
     "speed=fast precision=amp_bf16",
     "speed=fast precision=bf16_params",
@@ -96,11 +96,11 @@ PRESETS = (
     "speed=fast precision=fp8 speed.compile=blocks",
     "speed=fast precision=fp8 precision.fp8_recipe=rowwise speed.compile=blocks",
 )
-# What every switch is tried on, alone.
+# Each switch is changed on top of this, one at a time.
 BASE = "speed=fast precision=amp_bf16"
-# Of the loader, and not of the step: tools/time_net.py mode=both.
+# These belong to the loader, not to the step: see tools/time_net.py mode=both.
 OF_THE_LOADER = tuple(switch.name for switch in IMAGES)
-# What a switch needs to have something to do.
+# Settings without which a switch has no effect.
 WITH = {
     SwitchName.DROP_PATH_COMPUTE: "model.drop_path=0.5",
     SwitchName.EMA: "optim.ema_decay=0.9999",
@@ -112,7 +112,7 @@ WITH = {
 
 @dataclass(frozen=True)
 class Rung:
-    """One thing to measure. `settings` are overrides of ours, or arguments of the peer's script."""
+    """One measurement. `settings` are overrides for ours, or arguments of the peer's script."""
 
     subject: Subject
     table: str
@@ -121,7 +121,7 @@ class Rung:
     peer: str = ""
 
     def file(self, folder: Path) -> Path:
-        # Hydra reads no `=` in a value, and time_net.py is given this path.
+        # Hydra does not accept "=" in a value, and time_net.py is given this path.
         slug = re.sub(r"[^a-z0-9.]+", "_", f"{self.table}_{self.name}".lower()).strip("_")
         return folder / self.subject.config / f"{slug}.json"
 
@@ -196,12 +196,12 @@ def command(rung: Rung, batch: int, file: Path, options: argparse.Namespace) -> 
 
 
 def last_of_each(settings: Sequence[str]) -> list[str]:
-    """A key that is set twice has its last value: Hydra takes a group but once."""
+    """Keep the last value of each key: Hydra accepts a group only once."""
     return list({setting.partition("=")[0]: setting for setting in settings}.values())
 
 
 def benchmark_command(rung: Rung, batch: int, file: Path, options: argparse.Namespace) -> list[str]:
-    """timm's `benchmark.py` at its strongest: compiled, fast norms; other attention kernels shut off for cudnn."""
+    """timm's `benchmark.py` at its fastest: compiled, fast norms; other attention kernels disabled for cudnn."""
     script = options.timm_source / "benchmark.py"
     off = "torch.backends.cuda.enable_flash_sdp(False); torch.backends.cuda.enable_mem_efficient_sdp(False); "
     shut = off + "torch.backends.cuda.enable_math_sdp(False); " if rung.settings == ("cudnn",) else ""
@@ -218,7 +218,7 @@ def benchmark_command(rung: Rung, batch: int, file: Path, options: argparse.Name
 
 
 def measure(rung: Rung, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a rung to a result, which is written; memory that does not suffice is tried with a smaller batch."""
+    """Run a rung and write its result; if it runs out of memory, try smaller batches."""
     file = rung.file(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     batch = 4 if options.shrink else rung.subject.batch
@@ -233,7 +233,7 @@ def measure(rung: Rung, folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def attempt(line: Sequence[str], rung: Rung, file: Path, limit: float) -> dict[str, Any]:
-    """One process: its record, or in a line what was in its way."""
+    """Run one process; returns its record, or one line that says why there is none."""
     file.unlink(missing_ok=True)
     try:
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
@@ -251,7 +251,7 @@ def attempt(line: Sequence[str], rung: Rung, file: Path, limit: float) -> dict[s
 
 
 def timm_record(file: Path) -> dict[str, Any]:
-    """What timm's `benchmark.py` writes, under our names; it measures no matrix product and no memory."""
+    """The output of timm's `benchmark.py` under our keys; it has no matrix product and no memory."""
     result = json.loads(file.read_text(encoding="utf-8"))
     result = result[0] if isinstance(result, list) else result
     rate, batch = float(result["train_samples_per_sec"]), int(result["train_batch_size"])
@@ -259,22 +259,22 @@ def timm_record(file: Path) -> dict[str, Any]:
 
 
 def load(rung: Rung, folder: Path) -> dict[str, Any] | None:
-    """A rung's result, if there is one."""
+    """A rung's result; None if there is none."""
     file = rung.file(folder)
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 COLUMNS = "| rung | batch | images/s | ms a step (p10 to p90) | TFLOP/s | MFU | of the bf16 product | memory, GiB |"
 TABLES = {
-    "ladder": "Each line has the settings of those above it.",
-    "preset": "Whole settings.",
+    "ladder": "Each line includes the settings of those above it.",
+    "preset": "Complete settings.",
     "timm": "timm's model.",
     "alone": f"One switch changed, on top of `{BASE}`.",
 }
 
 
 def page(chosen: Sequence[Subject], folder: Path, line: str) -> str:
-    """The whole page, from what is in the folder."""
+    """The whole page, made from the records in the folder."""
     found = {subject: [(rung, load(rung, folder)) for rung in rungs(subject)] for subject in chosen}
     records = [r["record"] for pairs in found.values() for _, r in pairs if r is not None and "record" in r]
     machines = sorted({str(r["device"]) for r in records if "device" in r})
@@ -288,7 +288,7 @@ def page(chosen: Sequence[Subject], folder: Path, line: str) -> str:
         "The whole step on one batch that is on the device: forward, loss, backward, optimizer. Operations are three",
         f"times the forward pass's, a multiply-add counted as 2; MFU is their share of {PEAK / 1e12:g} TFLOP/s. The",
         "bf16 product is one of 8192 x 8192 matrices of random values, measured in the same run.",
-        "A rung that ran out of memory was tried with half the batch. Settings besides:",
+        "Rungs that ran out of memory were tried with half the batch. All rungs also have:",
         f"`{' '.join(PLAIN)}`.",
         "",
     ]
@@ -308,7 +308,7 @@ def _ours(result: Mapping[str, Any]) -> bool:
 
 
 def row(rung: Rung, result: Mapping[str, Any] | None, flops: int | None) -> str:
-    """A line of a table."""
+    """A rung's line of the table."""
     name = f"`{'+ ' if rung.table == 'ladder' and 'speed=reference' not in rung.name else ''}{rung.name}`"
     if rung.peer:
         name = rung.name
@@ -337,27 +337,29 @@ def row(rung: Rung, result: Mapping[str, Any] | None, flops: int | None) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(SUBJECTS), help="in this order")
-    parser.add_argument("--select", default="*", help="rungs whose 'table: name' matches, as in 'ladder:*'")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no rung is begun")
-    parser.add_argument("--limit", type=float, default=900, help="seconds of a rung")
+    parser.add_argument("--select", default="*", help="only rungs whose 'table: name' matches, such as 'ladder:*'")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no further rung is started"
+    )
+    parser.add_argument("--limit", type=float, default=900, help="time limit of a rung in seconds")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup-steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="run what has a result as well")
-    parser.add_argument("--page-only", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--again", action="store_true", help="also run rungs that have a result")
+    parser.add_argument("--page-only", action="store_true", help="run nothing, only write the page")
     parser.add_argument("--timm-source", type=Path, help="a checkout of timm, for its benchmark.py")
-    parser.add_argument("--shrink", action="store_true", help="tiny models, for trying this file out")
+    parser.add_argument("--shrink", action="store_true", help="tiny models, to try out this file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--out", type=Path, default=PAGE, help="the page; records are in a folder of its name beside it"
+        "--out", type=Path, default=PAGE, help="the page; records are kept in a folder of the same name beside it"
     )
     options = parser.parse_args(arguments)
     unknown = set(options.models.split(",")) - set(SUBJECTS)
     if unknown:
-        parser.error(f"--models: {', '.join(sorted(unknown))}: none of {', '.join(SUBJECTS)}")
+        parser.error(f"--models: {', '.join(sorted(unknown))}: unknown; use any of {', '.join(SUBJECTS)}")
     if options.timm_source is not None and not (options.timm_source / "benchmark.py").is_file():
         parser.error(f"--timm-source: {options.timm_source} has no benchmark.py")
     if not options.page_only and options.device == "cuda":
@@ -371,9 +373,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, write the page after every rung."""
+    """Measure what is missing; write the page after every rung."""
     options = parse(arguments)
-    # A page says what it was measured by.
+    # The page names the command that measured it.
     given = [part for part in (sys.argv[1:] if arguments is None else arguments) if part != "--page-only"]
     line = " ".join(["python", f"benchmarks/{Path(__file__).name}", *given])
     chosen = [SUBJECTS[name] for name in options.models.split(",")]
@@ -388,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if load(rung, folder) is not None and not options.again:
             continue
         if time.monotonic() - started > options.budget:
-            print("the budget is spent; the same command goes on from here", flush=True)
+            print("the budget is used up; the same command resumes from here", flush=True)
             break
         found = measure(rung, folder, options)
         options.out.write_text(page(chosen, folder, line), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""What an index of ImageNet-21k's size costs: start from the cache, memory of each worker, order of an epoch.
+"""Cost of an index of ImageNet-21k's size: opening it from the cache, memory per worker, order of an epoch.
 
     python benchmarks/large_index.py [--images 14000000] [--classes 21841] [--folder PATH]
 
-The class folders are made (empty), so that the check of their times costs what it costs. The 14 million names are
-invented and written as an index: so many files would take the file system an hour. The rate of building is measured on
-`--files` real ones. Each figure is taken in a process of its own.
+Empty class folders are created, so that checking their modification times costs what it would. The 14 million names
+are invented and written directly as an index, as creating so many files would take an hour. The rate of building is
+measured on `--files` real files. Each figure is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READS = 20_000
 
 
 def make(root: Path, images: int, classes: int) -> None:
-    """Class folders without files, and an index that says they hold `images` of them."""
+    """Create class folders without files, and an index that lists `images` files in them."""
     names = [f"n{number:08d}" for number in range(classes)]
     for name in names:
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -50,17 +50,17 @@ def make(root: Path, images: int, classes: int) -> None:
     stamp = {"classes": _digest(names), "folders": folders}
     index = index_cache.Index(arrays, {"classes": names}, stamp)
     index_cache._save(index, place(root) / "class_folders")
-    # Until they are on the disk, pages of the file count as written by whoever has them mapped.
+    # Until they are on disk, pages of the file count as written by every process that maps them.
     os.sync()
 
 
 def place(root: Path) -> Path:
-    """The folder of the root's indexes."""
+    """The folder of the root's index files."""
     return index_cache._places(root, "auto")[0]
 
 
 def own_mib() -> float:
-    """Memory that this process alone has written; what is mapped from files or shared after a fork is not in it."""
+    """Private memory written by this process, without pages mapped from files or shared after a fork."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty"):
             return int(line.split()[1]) / 1024
@@ -68,14 +68,14 @@ def own_mib() -> float:
 
 
 def read_names(source: FileSource, seed: int) -> None:
-    """What a worker does with the index, without the images, which are not there."""
+    """Use the index as a worker does, without the images, which do not exist."""
     for index in np.random.default_rng(seed).integers(0, len(source), _READS).tolist():
         source.name(index)
         int(source.labels[index])
 
 
 def measure_start(root: Path) -> dict[str, float]:
-    """Open from the cache; then a worker that is forked, and one that gets the source sent."""
+    """Time opening from the cache; measure the pickled size and the memory of a forked worker."""
     before = own_mib()
     start = time.perf_counter()
     source = scan_classes(root)
@@ -93,7 +93,7 @@ def measure_start(root: Path) -> dict[str, float]:
 
 
 def measure_sent(root: Path) -> dict[str, float]:
-    """A worker that was spawned: what the source adds to a process that has only imported."""
+    """A spawned worker: the memory that the source adds to a process that has only done its imports."""
     sent = pickle.dumps(scan_classes(root))
     before = own_mib()
     source = pickle.loads(sent)
@@ -109,7 +109,7 @@ def measure_order(images: int) -> dict[str, float]:
 
 
 def measure_build(root: Path, files: int) -> dict[str, float]:
-    """Listing real files that the file system has in its cache."""
+    """Rate of listing real files that are in the file system's cache."""
     for number in range(files):
         folder = root / f"n{number // 600:08d}"
         if number % 600 == 0:
@@ -121,12 +121,12 @@ def measure_build(root: Path, files: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Make, measure, print, remove."""
+    """Create the folder, measure, print and remove it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--images", type=int, default=14_000_000)
     parser.add_argument("--classes", type=int, default=21_841)
     parser.add_argument("--files", type=int, default=120_000)
-    parser.add_argument("--folder", type=Path, help="made, and removed at the end; left out: a temporary one")
+    parser.add_argument("--folder", type=Path, help="created, and removed at the end (default: a temporary one)")
     parser.add_argument("--measure", choices=["start", "sent", "order", "build"])
     chosen = parser.parse_args()
     if chosen.folder is None:

@@ -1,7 +1,7 @@
-"""The optimizer step alone, on the parameters of a ViT: loop, foreach, fused and compiled, in turns in one process.
+"""Only the optimizer step, on the parameters of a ViT: loop, foreach, fused and compiled, in turns in one process.
 
 Command:  python benchmarks/optimizers.py
-Result:   docs/results/optimizers_cpu.md holds the tables of one machine; the ratios carry over, the times do not.
+Result:   docs/results/optimizers_cpu.md has the tables of one machine; the ratios carry over, the times do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARMUP = 3
 
 @dataclass
 class Variant:
-    """One implementation with its own copy of the parameters; the gradients are shared by all."""
+    """One implementation with its own copy of the parameters; all share the gradients."""
 
     name: str
     optimizer: Optimizer
@@ -44,11 +44,11 @@ def main() -> None:
     """Measure and print tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_s16", help="a file of configs/model/ (default: vit_s16)")
-    parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"of {','.join(OPTIMIZERS)}")
+    parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"any of {','.join(OPTIMIZERS)}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    clocks = "process: CPU time of this process, for one thread on a machine that others use too"
+    clocks = "process: CPU time of this process, for one thread on a shared machine"
     parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the tables here")
@@ -65,7 +65,7 @@ def main() -> None:
         for variant in variants:
             variant.first = sum(timed(variant, clock, device) for _ in range(2))
         for done in range(WARMUP + options.rounds):
-            # In turns, and every other round backwards: a drift of the machine is in all of them alike.
+            # In turns and in alternating order, so that a drift of the machine affects all of them equally.
             for variant in variants if done % 2 else variants[::-1]:
                 seconds = timed(variant, clock, device)
                 if done >= WARMUP:
@@ -100,7 +100,7 @@ def make_variants(name: str, model: str, device: torch.device, *, compiled: bool
 
 
 def configured(name: str, model: str, implementation: str, *, compile_step: str) -> RunConfig:
-    """`configs/vit_s16.yaml` with another model and optimizer; no image is read."""
+    """`configs/vit_s16.yaml` with a different model and optimizer; no image is read."""
     return load_config(
         "vit_s16",
         [f"model={model}", f"optim={name}", f"speed.optimizer={implementation}",
@@ -109,7 +109,7 @@ def configured(name: str, model: str, implementation: str, *, compile_step: str)
 
 
 def timed(variant: Variant, clock: Callable[[], float], device: torch.device) -> float:
-    """Seconds of one step, the rate set before it as in training."""
+    """Seconds of one step, including setting the learning rate as in training."""
     synchronize(device)
     begin = clock()
     optim.set_lr(variant.optimizer, 1e-4)
@@ -119,7 +119,7 @@ def timed(variant: Variant, clock: Callable[[], float], device: torch.device) ->
 
 
 def table(name: str, variants: Sequence[Variant]) -> str:
-    """Median with tenth and ninetieth percentile, and the ratio to the loop within each round."""
+    """A table of medians with tenth and ninetieth percentiles, and of ratios to the loop within each round."""
     lines = [
         f"### {name}\n",
         "| implementation | ms (p10 to p90) | times faster than loop (p10 to p90) | 95% interval of the median | first "
@@ -142,7 +142,7 @@ def table(name: str, variants: Sequence[Variant]) -> str:
 
 
 def heading(options: argparse.Namespace, device: torch.device) -> str:
-    """What was run, where and with what."""
+    """What was run, on which machine and with which versions."""
     config = configured("adamw", options.model, "loop", compile_step="off")
     with torch.device("meta"):
         network: nn.Module = build.model(config, 1000, build.switches(config, torch.device("cpu")))

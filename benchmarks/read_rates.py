@@ -1,4 +1,4 @@
-"""How fast encoded images are read at random from each layout: nothing is decoded.
+"""Rate of random reads of encoded images from each layout, without decoding.
 
     python benchmarks/read_rates.py PATH [--rounds 5]
 
@@ -29,12 +29,12 @@ from pycls_fast.data.sources import OpenOptions, open_splits, scan_classes
 
 GROUP = 100
 READS, SECONDS = 2000, 3.0
-# A dataset without a validation split would be cut in two.
+# A dataset without a validation split would be divided in two.
 SPLITS = ("train", "val")
 
 
 def write_parquet(source: Source, folder: Path, compression: str) -> None:
-    """One file as the hub has it: a struct with the bytes, and a label."""
+    """One image file as on the Hugging Face hub: a struct with the bytes, and a label."""
     folder.mkdir(parents=True)
     table = pa.table(
         {
@@ -48,7 +48,7 @@ def write_parquet(source: Source, folder: Path, compression: str) -> None:
 
 
 def write_tars(source: Source, folder: Path) -> None:
-    """Shards as webdataset writes them."""
+    """Write shards as webdataset does."""
     folder.mkdir(parents=True)
     for shard in range(0, len(source), GROUP):
         with tarfile.open(folder / f"train-{shard // GROUP:06d}.tar", "w") as tar:
@@ -63,7 +63,7 @@ def write_tars(source: Source, folder: Path) -> None:
 
 
 def rate(source: Source, seed: int) -> float:
-    """Images a second."""
+    """Images per second."""
     indices = np.random.default_rng(seed).integers(0, len(source), READS).tolist()
     begin = time.perf_counter()
     done = 0
@@ -74,7 +74,7 @@ def rate(source: Source, seed: int) -> float:
 
 
 def main() -> None:
-    """Write, read in turns, print."""
+    """Write the layouts, read them in turns, print the rates."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("path", type=Path, help="class folders of images")
     parser.add_argument("--rounds", type=int, default=5)
@@ -96,7 +96,7 @@ def main() -> None:
         for number in range(chosen.rounds + 1):
             for name, source in sources.items():
                 found = rate(source, number)
-                # The first round fills caches and opens files.
+                # The first round, which fills caches and opens files, is left out.
                 rates[name] += [found] if number else []
         print(json.dumps({name: round(statistics.median(found)) for name, found in rates.items()}, indent=1))
 

@@ -1,11 +1,11 @@
-"""What a rank needs for weights, gradients and optimizer state by strategy; writes docs/results/sharded_memory.md.
+"""Memory per rank for weights, gradients and optimizer state by strategy; writes docs/results/sharded_memory.md.
 
     python benchmarks/sharded_memory.py [--model vit_l16] [--ranks 4]
 
-Whole training steps of AdamW on the CPU, one image of 32 pixels a rank, so that activations are next to nothing.
-Counted are the bytes of the tensors that stay, and sampled is the resident memory of each process above what it was
-before the model was built, while it is built and while it trains. The allocator is told to give freed blocks back.
-ddp runs with `--ddp-ranks` (2): what it needs does not depend on their number, and four of them take 20 GB for ViT-L.
+Whole training steps of AdamW on the CPU, with one image of 32 pixels per rank, so that activations are negligible.
+Counts the bytes of persistent tensors, and samples each process's resident memory during building and training, above
+that before the model was built. The allocator is set to return freed blocks to the system. ddp runs with `--ddp-ranks`
+(2): its memory per rank does not depend on their number, and four ranks take 20 GB for ViT-L.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ STEPS = 3
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Peak:
-    """The largest resident memory inside the context, by a thread that looks every few milliseconds."""
+    """Peak resident memory inside the context, sampled by a thread every few milliseconds."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -74,7 +74,7 @@ class Peak:
 
 
 def measure(model: str, overrides: list[str]) -> dict[str, Any]:
-    """Bytes of this rank."""
+    """Measure the bytes of this rank."""
     torch.set_num_threads(1)
     config = load_config(
         model,
@@ -113,7 +113,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
         held = {id(tensor): local(tensor) for tensor in (*step.parameters, *state)}
         return {
             **sizes,
-            # A gradient is as large as its parameter, and gone after the step.
+            # A gradient is as large as its parameter, and freed after the step.
             "counted": sum(t.nbytes for t in held.values()) + sum(local(p).nbytes for p in step.parameters),
             "building": building.bytes - before,
             "training": training.bytes - before,
@@ -121,7 +121,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def launch(model: str, overrides: list[str], ranks: int) -> dict[str, Any]:
-    """The largest figures over the ranks."""
+    """The maximum of each figure over the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--model", model, "--into", folder, *(f"--set={override}" for override in overrides)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -140,14 +140,14 @@ def page(model: str, rows: dict[str, dict[str, Any]]) -> str:
     ddp = rows["ddp"]
     unit = 4 * ddp["largest_unit"]
     lines = [
-        "# Memory of a rank by strategy",
+        "# Memory per rank by strategy",
         "",
         f"Made by `python benchmarks/sharded_memory.py --model {model}` on a CPU ({platform.machine()}), gloo, torch "
         f"{torch.__version__}, AdamW, float32.",
-        "Counted: the rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
-        f"model was built, the largest of the ranks, over the building and over {STEPS} steps with one image of 32",
-        "pixels a rank, so that activations are next to nothing; gathered blocks (weights and gradients, and the next",
-        "one's weights), buffers of the exchange and temporaries are in it. ddp needs the same on any number of ranks.",
+        "Counted: a rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
+        f"model was built, the maximum over the ranks, during building and during {STEPS} steps with one image of 32",
+        "pixels per rank, so that activations are negligible; they include gathered blocks (weights and gradients, and",
+        "the next block's weights), communication buffers and temporaries. ddp needs the same on any number of ranks.",
         "",
         f"{ddp['parameters']:,} parameters ({_mb(4 * ddp['parameters'])} MB in float32), the largest block "
         f"{ddp['largest_unit']:,} ({_mb(unit)} MB).",

@@ -1,9 +1,9 @@
-"""The training step of timm's model in a plain PyTorch loop on one GPU, measured as `tools/time_net.py` measures ours.
+"""The training step of timm's model in a plain PyTorch loop on one GPU, measured like ours by `tools/time_net.py`.
 
     python benchmarks/timm_step.py --model vit_large_patch16_224 --batch 384 --compile default --out large.json
 
-bfloat16 autocast (or `--weights bfloat16`), fused AdamW or SGD, cross-entropy, one batch of random images that is on
-the device. `--attention cudnn` forces cuDNN's kernel, so that a choice of kernel is not taken for more than it is.
+bfloat16 autocast (or `--weights bfloat16`), fused AdamW or SGD, cross-entropy, one batch of random images on the
+device. `--attention cudnn` forces cuDNN's kernel, so that the effect of the kernel choice can be told apart.
 `benchmarks/ladder_gpu.py` runs this.
 """
 
@@ -33,7 +33,7 @@ CLASSES = 1000
 
 
 def model(options: argparse.Namespace) -> torch.nn.Module:
-    """timm's, with 1,000 classes (`vit_huge_patch14_224` has none by itself)."""
+    """timm's model with 1,000 classes (`vit_huge_patch14_224` has no head by default)."""
     import timm
 
     sizes: dict[str, Any] = {"img_size": options.image_size} if "vit" in options.model else {}
@@ -44,7 +44,7 @@ def model(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A record with the keys of `time_net.py`."""
+    """Measure; returns a record with the keys of `time_net.py`."""
     device = torch.device(options.device)
     world = World(rank=0, size=1, device=device)
     torch.backends.cudnn.benchmark = device.type == "cuda"
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--patch-size", type=int)
@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--attention", choices=["default", "cudnn"], default="default")
-    parser.add_argument("--compile", default="off", help="off, or torch.compile's mode")
+    parser.add_argument("--compile", default="off", help="off, or a mode of torch.compile")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--steps", type=int, default=10)

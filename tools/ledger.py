@@ -107,8 +107,8 @@ def main(config: RunConfig, options: Options) -> int:
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
     from pycls_fast.config.ladder import read_ladder
     from pycls_fast.config.variants import config_folders, same_command, variant
-    from pycls_fast.ledger.conduct import conduct
-    from pycls_fast.ledger.ladder import Settings, default_folder
+    from pycls_fast.ledger.run_ladder import run_ladder
+    from pycls_fast.ledger.runner import Settings, default_folder
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or "cumulative"
@@ -126,7 +126,7 @@ def main(config: RunConfig, options: Options) -> int:
         gradients=options.gradients,
     )
     output = options.output or default_folder(config.config_name, options.ladder.name, mode)
-    return conduct(
+    return run_ladder(
         config,
         ladder,
         settings,

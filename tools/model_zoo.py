@@ -36,8 +36,10 @@ measured here. Parameters with 1,000 classes. GMACs are billions of multiply-add
 run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
 
 `H100 hours` is arithmetic, not a measurement: three forward passes for each image of a training, by the area that it is
-trained at, at 989 TFLOP/s, the dense bfloat16 peak of one H100. Nothing is faster. Published runs reach 29 % of it with
-a ViT-g/14 (NeMo, 8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has to keep up, too.
+trained at, at 989 TFLOP/s, the dense bfloat16 peak of one H100. In 16 bits and with every branch computed nothing is
+faster (`precision=fp8` has twice the peak, and `speed.drop_path_compute=skip` leaves branches out). Published runs
+reach 29 % of it with a ViT-g/14 (NeMo, 8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has
+to keep up, too.
 """
 
 _RECIPES = """\

@@ -1,5 +1,10 @@
 """Train a network: `python tools/train_net.py --config-name vit_digits [key=value ...]`."""
 
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 from pycls_fast.config import NoOptions, RunConfig, command_line
 
 
@@ -11,5 +16,20 @@ def main(config: RunConfig, options: NoOptions) -> int:
     return train(config)
 
 
+def table_of(configs: Sequence[RunConfig]) -> str:
+    """A note with the command that lists the runs of a sweep in one table."""
+    folders = dict.fromkeys(_place(config) for config in configs)
+    command = shlex.join(["python", str(Path(sys.argv[0]).with_name("runs.py")), *map(str, folders)])
+    return f"list the runs of this sweep: {command}"
+
+
+def _place(config: RunConfig) -> Path:
+    """The folder that the runs of one sweep share."""
+    if config.run_dir is None:
+        return Path("runs") / config.config_name
+    folder = Path(config.run_dir)
+    return folder if folder.parent == Path() else folder.parent
+
+
 if __name__ == "__main__":
-    command_line(main, trains=True)
+    command_line(main, trains=True, after_sweep=table_of)

@@ -313,6 +313,12 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"powersgd carries its compression error from step to step, which a float16 overflow or a half format "
             f"would corrupt (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
         )
+    if chosen.compression == "fp16" and replicates and precision not in ("amp_fp16", "fp16_master", "fp16"):
+        yield (
+            "parallel.compression",
+            f"fp16 needs a scaled loss, and precision={precision} scales none: small gradients would become 0, large "
+            "ones infinite; use parallel.compression=bf16, or precision=amp_fp16",
+        )
     if chosen.static_graph and not replicates:
         yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
     if chosen.static_graph and chosen.compression == "powersgd" and config.optim.accumulation_steps > 1:

@@ -53,6 +53,7 @@ def command_line(
     config_of_weights: bool = False,
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
+    after_sweep: Callable[[Sequence[RunConfig]], str] | None = None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -63,13 +64,19 @@ def command_line(
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        after_sweep: takes the configurations of a `--multirun` that ran in this process; returns a note to print last.
     """
     statuses: list[int] = []
     faults: list[Exception] = []
+    configs: list[RunConfig] = []
+
+    def noted(config: RunConfig, chosen: Any) -> int:
+        configs.append(config)
+        return run(config, chosen)
 
     def job(config: DictConfig) -> None:
         def action() -> int:
-            return _run_job(Composed.from_hydra(config, HydraConfig.get()), run, options, needs_data, trains)
+            return _run_job(Composed.from_hydra(config, HydraConfig.get()), noted, options, needs_data, trains)
 
         if scheduler.is_task():
             # The task is not the process of the command; submitit sends an error back to that one.
@@ -103,6 +110,8 @@ def command_line(
                 if faults:
                     raise  # From the tool, not from composing the configuration.
                 raise explain(error, folders) from error
+        if after_sweep is not None and len(configs) > 1:
+            _say("note", [after_sweep(configs)])
         return max(statuses, default=DONE)
 
     sys.exit(reporting(everything))

@@ -1,4 +1,4 @@
-"""The ledger: what each choice costs in time and memory. Timing, its statistics, the tables made of them."""
+"""The ledger: what each choice costs in time, memory and accuracy. Timing, statistics, tables and reports."""
 
 from pycls_fast.ledger.statistics import paired_ratio
 from pycls_fast.ledger.timing import time_variants

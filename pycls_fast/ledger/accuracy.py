@@ -1,4 +1,4 @@
-"""Two runs against each other: what they differ by in top-1, image by image."""
+"""Paired comparison of two runs: their difference in top-1, image by image."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pycls_fast.ledger.statistics import CONFIDENCE
 
 @dataclass(frozen=True)
 class ImagePair:
-    """One run against another on the same images; differences are second minus first, in points of top-1.
+    """Two runs compared on the same images; differences are second minus first, in percentage points of top-1.
 
     Attributes:
-        difference: of top-1.
-        low, high: of its 95% interval over images (bootstrap of pairs, percentiles).
-        standard_error: of the difference over images.
-        only_first, only_second: images that one of the two alone got right.
+        difference: in top-1.
+        low, high: its 95% interval over images (bootstrap of pairs, percentiles).
+        standard_error: of the difference, over images.
+        only_first, only_second: images that only this run got right.
         p_value: McNemar's exact test of equal accuracy (two-sided).
-        changed: images with another prediction, right or wrong.
-        images: how many there are.
+        changed: images whose predictions differ, right or wrong.
+        images: number of images.
     """
 
     difference: float
@@ -42,19 +42,19 @@ def pair_images(
     """Compare two runs image by image.
 
     Args:
-        labels_N: the right classes.
+        labels_N: the true classes.
         first_N, second_N: predicted classes, in the order of the labels.
-        resamples: of the bootstrap, which is seeded.
+        resamples: number of bootstrap resamples; the seed is fixed.
 
     Raises:
-        ValueError: no images, or different numbers of them.
+        ValueError: no images, or arrays of different lengths.
     """
     if not len(labels_N) or not len(labels_N) == len(first_N) == len(second_N):
         raise ValueError(f"need the same images: {len(labels_N)}, {len(first_N)}, {len(second_N)}")
     images = len(labels_N)
     right_first, right_second = first_N == labels_N, second_N == labels_N
     lost, won = int((right_first & ~right_second).sum()), int((~right_first & right_second).sum())
-    # A resample of images is a draw of how many of them were lost, won and neither.
+    # Resampling the images is a multinomial draw of how many of them were lost, won or neither.
     shares = np.array([lost, won, images - lost - won]) / images
     draws = np.random.default_rng(0).multinomial(images, shares, size=resamples)
     tail = 50 * (1 - CONFIDENCE)

@@ -1,4 +1,4 @@
-"""The charts of a ledger. Each tells its arms apart by place, sign and stroke too: they print in grey."""
+"""The charts of a ledger. Arms also differ in position, marker and line style, so that the charts print in grey."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Record = Mapping[str, Any]
 INK, PALE, LINE = "#17375e", "#a9bfd8", "#8a8a8a"
 STROKES = ("-", "--", "-.", ":")
 _SIGNS = "osD^vP*X<>"
-# Inches; on a telephone 5 inches become 3.5 and the text stays readable.
+# Inches; on a phone 5 inches shrink to 3.5, and the text stays readable.
 _WIDTH = 5.4
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its name as a file, its title and what is to be seen in it."""
+    """A figure with its file name, title and caption."""
 
     name: str
     title: str
@@ -37,7 +37,7 @@ class Chart:
 
 
 def charts(record: Record) -> list[Chart]:
-    """The charts that there are numbers for."""
+    """All charts for which the record has numbers."""
     made = (
         draw(record) for draw in (_throughput, _accuracy, _ladder, _ranks, _epochs, _memory, _loss, _errors, _gradients)
     )
@@ -49,7 +49,7 @@ def _timed(record: Record) -> list[Record]:
 
 
 def plain_axes(rows: float) -> tuple[Figure, Axes]:
-    """A figure of this height in inches with one plot, as all charts have it."""
+    """A figure of this height in inches with one plot, in the style of all charts."""
     figure = Figure(figsize=(_WIDTH, rows), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -65,7 +65,7 @@ def _bars(
     interval: Callable[[Record], tuple[float, float] | None] = lambda arm: None,
     line: float | None = None,
 ) -> Figure:
-    """A horizontal bar per arm from top to bottom, its number behind it, the reference hatched."""
+    """A horizontal bar per arm, from top to bottom, with its number at the end; the reference is hatched."""
     figure, axes = plain_axes(0.9 + 0.36 * len(arms))
     values = [value(arm) for arm in arms]
     for place, (arm, length) in enumerate(zip(arms, values, strict=True)):
@@ -83,16 +83,16 @@ def _bars(
         axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
     axes.set_yticks(range(len(arms)), [_name(arm["name"]) for arm in arms])
     axes.invert_yaxis()
-    # Room for the numbers behind the longest.
+    # Leave room for the number after the longest bar.
     axes.set_xlim(0, max([*values, *(end for arm in arms for end in interval(arm) or ())]) * 1.22)
     axes.set_xlabel(label, fontsize=9)
     return figure
 
 
 def literal(text: str, most: int) -> str:
-    """A name for a chart, of at most so many characters and none of them a sign.
+    """A name cut to `most` characters and escaped, so that matplotlib draws it as it is.
 
-    Matplotlib takes what stands between two dollars for mathematics, and leaves names that begin with an underscore out
+    Matplotlib reads text between two dollar signs as mathematics, and leaves names that begin with an underscore out
     of legends.
     """
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
@@ -104,7 +104,7 @@ def _name(text: str) -> str:
 
 
 def _legend(figure: Figure, axes: Axes, entries: int, **place: Any) -> None:
-    """Names of a few arms go where `place` says; those of many below the plot, for which the figure grows."""
+    """Put a short legend where `place` says, and a long one below the plot, in a taller figure."""
     if entries <= len(_SIGNS):
         axes.legend(fontsize=7.5, frameon=False, **place)
         return
@@ -138,10 +138,10 @@ def _throughput(record: Record) -> Chart | None:
     apart = ", ".join(name for name, values in found.items() if values and is_unpaired(values))
     return Chart(
         "throughput",
-        "Throughput of a chip, relative",
-        "Rate of each rung over that of the first, in pairs of rounds. The thin line is the 95% interval."
-        + (f" Rounds of different starts, no pairs: {apart}." if apart else ""),
-        _bars(record["arms"], ratio, text, "images/s of a chip, the first rung = 1", interval, 1.0),
+        "Relative throughput per chip",
+        "Rate of each rung over the first rung's, paired by round. The thin line is the 95% interval."
+        + (f" Rounds from different starts, not paired: {apart}." if apart else ""),
+        _bars(record["arms"], ratio, text, "images/s per chip, first rung = 1", interval, 1.0),
     )
 
 
@@ -159,7 +159,7 @@ def _ladder(record: Record) -> Chart | None:
 
     return Chart(
         "ladder",
-        "Images a second",
+        "Images per second",
         "Training steps on a batch in memory, all ranks together; median over all steps.",
         _bars(record["arms"], rate, text, "images/s"),
     )
@@ -179,8 +179,8 @@ def _epochs(record: Record) -> Chart | None:
 
     return Chart(
         "epoch",
-        "Time of an ImageNet-1k epoch",
-        f"{IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at the measured rate, loading no limit.",
+        "Time per ImageNet-1k epoch",
+        f"{IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at the measured rate, if loading is not the limit.",
         _bars(arms, value, lambda arm: f"{value(arm):.3g}", unit),
     )
 
@@ -193,11 +193,11 @@ def _memory(record: Record) -> Chart | None:
     def value(arm: Record) -> float:
         return float(arm["timing"]["memory_peak_bytes"] / 1e9)
 
-    where = "of the device" if record["device"] != "cpu" else "of the process, its libraries included"
+    where = "of the device" if record["device"] != "cpu" else "of the process, including its libraries"
     return Chart(
         "memory",
-        "Peak memory of a rank",
-        f"Memory {where}, the highest during training steps.",
+        "Peak memory per rank",
+        f"Highest memory {where} during training steps.",
         _bars(arms, value, lambda arm: human(arm["timing"]["memory_peak_bytes"], "B"), "GB"),
     )
 
@@ -217,11 +217,11 @@ def _ranks(record: Record) -> Chart | None:
         (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=_name(name), markerfacecolor="white")
         line.set(linestyle=STROKES[place % 4], marker=_SIGNS[place % len(_SIGNS)])
     axes.set_xlabel("ranks", fontsize=9)
-    axes.set_ylabel("images/s of a rank", fontsize=9)
+    axes.set_ylabel("images/s per rank", fontsize=9)
     axes.set_xticks(sorted({arm["ranks"] for arm in arms}))
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
-    return Chart("ranks", "Throughput of a chip against the number of ranks", "The same global batch for all.", figure)
+    return Chart("ranks", "Throughput per chip against the number of ranks", "The same global batch for all.", figure)
 
 
 def _accuracy(record: Record) -> Chart | None:
@@ -237,7 +237,7 @@ def _accuracy(record: Record) -> Chart | None:
         if not any((r > rate and s >= score) or (r >= rate and s > score) for r, s in zip(rates, scores, strict=True))
     )
     axes.step(*zip(*front, strict=True), where="pre", color=LINE, linewidth=1, linestyle="--", zorder=0)
-    # More arms than there are signs are numbered.
+    # With more arms than markers, arms are numbered.
     many = len(arms) > len(_SIGNS)
     for place, (arm, rate, score) in enumerate(zip(arms, rates, scores, strict=True)):
         half = arm["training"]["top1"]["half"]
@@ -256,7 +256,7 @@ def _accuracy(record: Record) -> Chart | None:
         "accuracy",
         "Accuracy against throughput",
         f"Mean over the seeds with its 95% interval. {'On' if many else 'Filled, on'} the dashed front: nothing is "
-        "both faster and better. Whether a difference means anything is said in the table.",
+        "both faster and better. The table says which differences are significant.",
         figure,
     )
 
@@ -278,13 +278,13 @@ def _loss(record: Record) -> Chart | None:
     axes.set_xlabel("epoch", fontsize=9)
     axes.set_ylabel("training loss, nats", fontsize=9)
     _legend(figure, axes, len(arms))
-    return Chart("loss", "Loss curves", "Mean over the seeds; the broad line is the first rung.", figure)
+    return Chart("loss", "Loss curves", "Mean over the seeds; the thick line is the first rung.", figure)
 
 
 def _mean_curve(curves: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs that all of the runs have, and the mean of their losses there, none where they share none.
+    """The mean loss over the runs at the epochs that all of them cover; empty if they share none.
 
-    The runs of an arm may have other numbers of points, of other epochs: each was thinned by itself.
+    Runs of one arm may have different epochs and numbers of points, as each curve was thinned by itself.
     """
     known = [curve for curve in curves if curve["epoch"]]
     if not known:
@@ -310,8 +310,8 @@ def _errors(record: Record) -> Chart | None:
     for sign, fill, label in (
         ("o", INK, "gradients, before training"),
         ("o", "white", "logits, before training"),
-        ("^", INK, "gradients, after some"),
-        ("^", "white", "logits, after some"),
+        ("^", INK, "gradients, after training steps"),
+        ("^", "white", "logits, after training steps"),
     ):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
     axes.set_xscale("log")
@@ -335,7 +335,7 @@ def _gradients(record: Record) -> Chart | None:
     figure, axes = plain_axes(3.2)
     used = (*exponents, SMALLEST_SUBNORMAL)
     places = range(min(used) - 1, max(used) + 2)
-    # What is over half the smallest number rounds up to it.
+    # Values above half the smallest number round up to it.
     lost = [place < SMALLEST_SUBNORMAL - 1 for place in places]
     heights = [100 * exponents.get(place, 0) / some for place in places]
     for flag, color, hatch, label in ((True, "white", "////", "zero in float16"), (False, INK, None, "kept")):

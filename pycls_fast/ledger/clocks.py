@@ -1,4 +1,4 @@
-"""Clocks: time between moments on the device, its peak memory, and the rate of a large matrix product."""
+"""Measuring a device: time between marks, peak memory, and the rate of a large matrix product."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pycls_fast.parallel import World
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Moments in the device's own order of work: CUDA events, which nobody waits for, or the host's clock."""
+    """Time stamps in the device's stream: CUDA events, which do not block the host, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Now, after everything that was queued so far."""
+        """Record a time stamp after everything queued so far."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -37,7 +37,7 @@ class Marks:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next; waits for the device."""
+        """Seconds between each mark and the next; waits for the device."""
         synchronize(self._device)
         pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
         if self._device.type == "cuda":
@@ -46,7 +46,7 @@ class Marks:
 
 
 def timed(action: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` calls, one behind the other; on CUDA the host runs ahead."""
+    """Seconds of each of `steps` consecutive calls; on CUDA the host runs ahead."""
     synchronize(device)
     marks = Marks(device)
     marks.mark()
@@ -58,9 +58,9 @@ def timed(action: Callable[[], object], steps: int, device: torch.device) -> lis
 
 @dataclass
 class DeviceMemory:
-    """CUDA memory of one variant among several in the process: what it holds, and the highest rise above it.
+    """CUDA memory of one of several variants in a process: what it holds, and its highest peak by part.
 
-    On the CPU nothing is known: the system keeps one peak for the whole process.
+    Nothing is counted on the CPU, where the system keeps a single peak for the whole process.
     """
 
     device: torch.device
@@ -69,7 +69,7 @@ class DeviceMemory:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Count what happens inside to the part."""
+        """Count memory that is allocated inside the context towards `part`."""
         if self.device.type != "cuda":
             yield
             return
@@ -83,7 +83,7 @@ class DeviceMemory:
         self.held += torch.cuda.memory_allocated(self.device) - before
 
 
-# Large enough to reach the device's rate, small enough to take a moment.
+# Large enough to reach the device's peak rate, small enough to be quick.
 _MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MATMULS = 3
 
@@ -91,7 +91,7 @@ _MATMULS = 3
 class MatmulPeak:
     """The rate of a square matrix product of random values (zeros would draw less power and run faster).
 
-    Measured again and again between the turns, so that its median saw the same machine as theirs.
+    Measured repeatedly between the turns, so that its median is of the same machine state as theirs.
     """
 
     def __init__(self, dtype: torch.dtype, world: World, size: int | None = None) -> None:
@@ -99,7 +99,7 @@ class MatmulPeak:
         Args:
             dtype: of the matrices.
             world: all ranks multiply at the same time, as they train at the same time.
-            size: of a side; None for 2048 on the CPU and 8192 on CUDA.
+            size: side of the matrices; None for 2048 on the CPU and 8192 on CUDA.
         """
         self.dtype = dtype
         self.size = size or _MATMUL_SIZE[world.device.type]
@@ -108,7 +108,7 @@ class MatmulPeak:
         self._generator = torch.Generator(world.device).manual_seed(0)
 
     def measure(self) -> None:
-        """A few products; the slowest rank's time of each is kept."""
+        """Time a few products; of each, the slowest rank's time is kept."""
         device, shape = self._world.device, (self.size, self.size)
         a_NN, b_NN = (torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2))
         out_NN = torch.empty_like(a_NN)
@@ -119,11 +119,11 @@ class MatmulPeak:
 
     @property
     def flops_per_second(self) -> float:
-        """Of all ranks together, a multiply-add counted as 2."""
+        """Rate of all ranks together; a multiply-add counts 2."""
         return 2 * self.size**3 / spread(self._seconds).p50 * self._world.size
 
     def record(self) -> dict[str, Any]:
-        """The values as JSON has them."""
+        """The values for JSON."""
         return {
             "size": self.size,
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""What each tool is told of an arm: the overrides behind those of the experiment."""
+"""The command-line arguments that measure an arm, appended to the experiment's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import Parallel
 from pycls_fast.ledger.plan import Arm
 
-# Of what an arm sets for several processes, one takes nothing.
+# Settings for several processes, which an arm may set and a single process refuses.
 _SEVERAL = (
     "compression", "static_graph", "reshard_after_forward", "shard_degree", "replicate_degree", "prefetch_units",
     "powersgd_rank", "powersgd_start_step",
@@ -21,7 +21,7 @@ _ONE_PROCESS = (
 
 
 def timing(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
-    """One turn of `time_net` on the training step; it refuses weights, which change no time."""
+    """One turn of `time_net` on the training step. It refuses `weights`, which do not affect time."""
     return [
         *arm.overrides, "weights=null", "mode=model", f"steps={steps}", f"warmup_steps={warmup_steps}", "repeats=1",
         f"output={file}",
@@ -29,12 +29,12 @@ def timing(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
 
 
 def rounding(arm: Arm, file: Path, *, steps: int) -> list[str]:
-    """Errors against float64, in one process."""
+    """Rounding errors against float64, in one process."""
     return [*arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", f"output={file}"]
 
 
 def gradients(arm: Arm, file: Path) -> list[str]:
-    """Counts of gradients, in one process and before anything has rounded them."""
+    """Gradient counts, in one process and in float32, so that nothing has rounded them."""
     return [*arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", f"output={file}"]
 
 

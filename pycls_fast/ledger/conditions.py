@@ -1,4 +1,4 @@
-"""What has to be the same at every start of a ledger, as its numbers are compared with each other."""
+"""What must be the same at every start of a ledger, because its numbers are compared with each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycls_fast.config import RunConfig, saved_config
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment
 
-# Changed keys that a message lists.
+# At most so many changed keys are listed in a message.
 _MOST_KEYS = 5
 
 
@@ -22,7 +22,7 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
 
     Args:
         config: the experiment.
-        device: "cpu" or "cuda", where the arms run.
+        device: "cpu" or "cuda": where the arms run.
     """
     here = environment(torch.device("cpu"), 1)
     return {
@@ -37,7 +37,7 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
 def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ.
 
-    A key of the experiment that is younger than the earlier plan had its default there.
+    Keys of the experiment that are newer than the earlier plan count as having had their default there.
     """
     before = {**before, **_with_defaults(before)}
     names = [name for name, value in plan.items() if value != before.get(name)]
@@ -50,7 +50,7 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
 
 
 def _with_defaults(before: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan's experiment with the keys that there are today; nothing where this version cannot read it."""
+    """A plan's experiment with defaults for keys added since; empty if this version cannot read it."""
     try:
         config = saved_config(before["experiment"], "plan.json")
     except (KeyError, UserError):
@@ -68,6 +68,6 @@ def _keys(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
 
 
 def _gpu() -> str:
-    # Asked by a process of its own: this one is to hold nothing of a GPU while others are measured there.
+    # Asked in a separate process: this one must not hold GPU memory while arms are measured.
     code = "import torch; print(torch.cuda.get_device_name())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Two ledgers against each other: has a rung lost speed or accuracy? For continuous integration."""
+"""Regression check of two ledgers, for continuous integration: has a rung lost speed or accuracy?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 
 LOST = 1
-# Of each one-sided test.
+# Significance level of each one-sided test.
 _LEVEL = (1 - CONFIDENCE) / 2
 _SETTINGS = ("tolerance", "absolute")
 _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
@@ -28,7 +28,7 @@ _USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one rung: the quantity, its values before and now, and whether that is a loss."""
+    """The result for one quantity of a rung: its values before and now, and whether that is a loss."""
 
     rung: str
     quantity: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """The command: prints a table; returns 1 where something was lost, 0 where not, 2 for a mistake."""
+    """Run the command: prints a table; returns 1 if something was lost, 0 if not, 2 for a user error."""
     return reporting(lambda: _check(arguments))
 
 
@@ -47,7 +47,7 @@ def _check(arguments: Sequence[str]) -> int:
     settings = dict(a.split("=", 1) for a in arguments if _is_setting(a))
     files = [user_path(a) for a in arguments if not _is_setting(a)]
     if len(files) != 2:
-        raise UserError(f"check: takes two files; got {' '.join(map(str, files)) or 'none'}; use {_USAGE}")
+        raise UserError(f"check: needs two files; got {' '.join(map(str, files)) or 'none'}; use {_USAGE}")
     tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
     if absolute not in ("true", "false"):
         raise UserError(f"absolute: must be true or false; got {absolute}")
@@ -58,7 +58,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _is_setting(argument: str) -> bool:
-    """Whether it is one of the command's; a sweep's folders have an equals sign as well (`seed=1/ledger.json`)."""
+    """Whether this is a setting and not a file: a sweep's folders contain "=" too (`seed=1/ledger.json`)."""
     return argument.startswith(tuple(f"{name}=" for name in _SETTINGS))
 
 
@@ -87,23 +87,23 @@ def _read(file: Path) -> dict[str, Any]:
 def compare(
     before: Mapping[str, Any], now: Mapping[str, Any], *, tolerance: float, absolute: bool = True
 ) -> list[Finding]:
-    """What became of each rung of `before`.
+    """Compare each rung of `before` with the same rung of `now`.
 
-    Speed is the speed-up over the ledger's own first rung, so that another machine is no loss; of the first rung the
-    rate itself, on the same device. It is lost where more than `tolerance` of it is gone and Welch's one-sided test of
-    the rounds' logarithms says so at 2.5%, after Holm's correction over the rungs; with a single round, where more than
-    `tolerance` is gone; rounds of different starts of a ledger show no loss, as the machine's drift is in their ratio.
-    Accuracy is lost where Welch's one-sided test of the seeds' top-1 says so at 2.5%, after Holm's correction over the
-    rungs, and where a training ended early that did not before. What the test on the other side says to be a gain is
-    shown as its number alone. A rung whose own overrides or ranks are others is named.
+    Speed is the speed-up over the ledger's own first rung, so that a different machine is not a loss; for the first
+    rung it is the rate itself, compared only on the same device. It is lost if it fell by more than `tolerance` and
+    Welch's one-sided test of the rounds' logarithms confirms it at 2.5%, after Holm's correction over the rungs; with a
+    single round, if it fell by more than `tolerance`. Rounds from different starts of a ledger never show a loss, as
+    their ratio includes the machine's drift. Accuracy is lost if Welch's one-sided test of the seeds' top-1 confirms it
+    at 2.5%, after Holm's correction over the rungs, or if a training ended early that did not before. A significant
+    gain is shown as its number only. Rungs whose overrides or ranks differ are listed.
 
     Args:
         before, now: two `ledger.json`.
         tolerance: share of the speed.
-        absolute: whether the first rung's rate is compared; not on a machine that others use too.
+        absolute: whether the first rung's rate is compared; false for a shared machine.
 
     Raises:
-        UserError: ledgers of different plans, or nothing in `before` to compare with.
+        UserError: the ledgers have different plans, or `before` has nothing to compare with.
     """
     _check_plans(before, now)
     arms = {arm["name"]: arm for arm in now["arms"]}
@@ -115,7 +115,7 @@ def compare(
     for old, speed, p_speed, p_accuracy in zip(measured, speeds, p_speeds, p_accuracies, strict=True):
         new = arms.get(old["name"])
         if new is None or new["status"] != "measured":
-            reason = "no such rung" if new is None else (new["reason"] or new["status"])
+            reason = "rung is missing" if new is None else (new["reason"] or new["status"])
             findings.append(Finding(old["name"], "runs", "yes", "no", True, f"LOST: {reason}"))
             continue
         first = old["name"] == before["reference"]
@@ -125,11 +125,11 @@ def compare(
         elif _is_timed(old, first) and not _is_timed(new, first):
             findings.append(Finding(old["name"], quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old["timing"] and new["timing"]:
-            findings.append(Finding(old["name"], quantity, "", "", False, "another machine: not compared"))
+            findings.append(Finding(old["name"], quantity, "", "", False, "different machine: not compared"))
         accuracy = _accuracy(old, new, now["settings"]["seeds"], p_accuracy)
         findings += [accuracy] if accuracy is not None else []
     if not findings:
-        raise UserError("check: nothing to compare: the baseline has no timing and no training; give one that is done")
+        raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
     plans = [("all", before["base"], now["base"])]
     plans += [(arm["name"], _settings(arm), _settings(arms[arm["name"]])) for arm in measured if arm["name"] in arms]
     return [*(_others(*plan) for plan in plans if set(plan[1]) != set(plan[2])), *findings]
@@ -141,14 +141,14 @@ def _settings(arm: Mapping[str, Any]) -> list[str]:
 
 def _others(rung: str, before: Sequence[str], now: Sequence[str]) -> Finding:
     gone, new = (" ".join(s for s in one if s not in other) for one, other in ((before, now), (now, before)))
-    return Finding(rung, "overrides", gone, new, False, "not those of the baseline")
+    return Finding(rung, "overrides", gone, new, False, "differ from the baseline")
 
 
 def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse speed-ups and differences that are not over the same setting.
+    """Refuse ledgers whose speed-ups and differences are not relative to the same setting.
 
     Raises:
-        UserError: another experiment, mode or first rung.
+        UserError: a different experiment, mode or first rung.
     """
     for what, old, new in (
         ("experiment", before["config_name"], now["config_name"]),
@@ -156,11 +156,11 @@ def _check_plans(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         ("first rung", before["reference"], now["reference"]),
     ):
         if old != new:
-            raise UserError(f"check: ledgers with another {what}, {old} and {new}, cannot be compared")
+            raise UserError(f"check: ledgers with a different {what} ({old} and {new}) cannot be compared")
 
 
 def _is_timed(arm: Mapping[str, Any], first: bool) -> bool:
-    """Whether its speed is known; of all but the first rung, as a share of the first one's."""
+    """Whether its speed is known: the first rung's rate, or another rung's speed-up over the first."""
     return bool(arm["timing"] and (first or arm["timing"]["speedup"]))
 
 
@@ -171,7 +171,7 @@ def _speeds(
     now: Mapping[str, Any],
     absolute: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """`ratio, low, high, rounds` of both, or None where there is nothing to compare."""
+    """`ratio, low, high, rounds` of both, or None if there is nothing to compare."""
     if new is None or not old["timing"] or not new["timing"]:
         return None
     if old["name"] == before["reference"]:
@@ -183,7 +183,7 @@ def _speeds(
 
 
 def _p_slower(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
-    """Of the hypothesis that the second is no slower (Welch's test); None where one has no interval."""
+    """p-value of Welch's one-sided test that the second is slower; None if one has no interval."""
     if a["low"] is None or b["low"] is None:
         return None
     moments = [_moments(values) for values in (a, b)]
@@ -193,13 +193,13 @@ def _p_slower(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
 
 
 def _of_both_sides(p_values: Sequence[float | None]) -> list[float]:
-    """Of tests for a loss: the smaller one of it and of the test for a gain, each after Holm's correction."""
+    """For each test, the smaller of the p-values for a loss and for a gain, each after Holm's correction."""
     gains = [None if p is None else 1 - p for p in p_values]
     return [min(pair) for pair in zip(holm(p_values), holm(gains), strict=True)]
 
 
 def _moments(values: Mapping[str, Any]) -> tuple[float, float, int]:
-    """Mean, standard deviation and number of the rounds' logarithms, from their interval."""
+    """Mean and standard deviation of the rounds' logarithms, recovered from their interval, and number of rounds."""
     rounds = values["rounds"]
     half = math.log(values["high"] / values["low"]) / 2
     deviation = half * math.sqrt(rounds) / t_quantile(rounds - 1)
@@ -215,7 +215,7 @@ def _speed(
     shown = p_value <= _LEVEL
     text = f"{b['ratio'] / a['ratio'] - 1:+.1%}"
     if unpaired:
-        text += ", timed by different starts: not tested"
+        text += ", timed in different starts: not tested"
     elif not tested:
         text += ", without an interval"
     elif not shown:
@@ -235,11 +235,11 @@ def _top1(arm: Mapping[str, Any] | None) -> list[float]:
 
 
 def _p_less_accurate(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> float | None:
-    """Of the hypothesis that nothing was lost; None where there are too few runs for a test."""
+    """p-value of Welch's one-sided test for a loss of accuracy; None if there are too few runs."""
     before, now = _top1(old), _top1(new)
     if new is None or min(len(before), len(now)) < 2 or sorted(before) == sorted(now):
         return None
-    # Seeds may agree by chance: they are not closer than one image is.
+    # Seeds may agree by chance; their deviation is taken as at least one image.
     moments = [
         (float(np.mean(top1)), max(float(np.std(top1, ddof=1)), 100.0 / arm["training"]["runs"][0]["count"]), len(top1))
         for arm, top1 in ((new, now), (old, before))
@@ -273,6 +273,6 @@ def _accuracy(old: Mapping[str, Any], new: Mapping[str, Any], seeds: int, p_valu
 
 
 def _ended(arm: Mapping[str, Any]) -> str:
-    """That a training ended early, and why; nothing where none did."""
+    """Says that a training ended early, and why; empty if none did."""
     reason = arm["training"]["reason"] if arm["training"] else None
     return f"training ended early: {reason}" if reason else ""

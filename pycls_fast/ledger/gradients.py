@@ -1,8 +1,8 @@
-"""What float16 would lose in a real training: gradients under its range, updates under its resolution.
+"""What float16 would lose in a real training: gradients below its range, updates below its resolution.
 
-The figures of Micikevicius et al., Mixed Precision Training, ICLR 2018: the histogram of the gradients' exponents
-(figures 2b and 3), the share that loss scaling brings back (section 3.2), and the updates that vanish when they are
-added to a float16 weight (section 3.1).
+The figures are those of Micikevicius et al., Mixed Precision Training, ICLR 2018: the histogram of the gradients'
+exponents (figures 2b and 3), the share that loss scaling recovers (section 3.2), and the updates that vanish
+when they are added to a float16 weight (section 3.1).
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from pycls_fast.config.command_line import DONE
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
+from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import is_special_file, output_file, write_json
 
 LOW, HIGH = -60, 16
-"""Exponents of the histogram: values below 2^LOW count as 2^LOW, from 2^HIGH on as 2^HIGH."""
+"""Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
 SMALLEST_NORMAL, SMALLEST_SUBNORMAL, LARGEST = -14, -24, 65504.0
 """float16: exponents of its smallest normal and subnormal numbers, and its largest number (IEEE 754, binary16)."""
 
 
 @dataclass
 class LayerCounts:
-    """Counts over steps, on the device, of one layer's values; `scale` is the loss scale that is tried."""
+    """Counts of one layer's values over steps, on the device; `scale` is the loss scale to try."""
 
     scale: float
     exponents: Tensor
-    """Values by floor(log2 |g|), LOW..HIGH."""
+    """Number of values by floor(log2 |g|), LOW..HIGH."""
     sums: Tensor
     """[values, zeros, flushed, flushed scaled, overflowed scaled, subnormal, subnormal scaled, updates, lost in
     float16, lost in bfloat16]."""
 
     @classmethod
     def empty(cls, scale: float, device: torch.device) -> LayerCounts:
-        """Nothing counted."""
+        """Counts of zero."""
         return cls(
             scale,
             torch.zeros(HIGH - LOW + 1, dtype=torch.int64, device=device),
@@ -61,7 +62,7 @@ class LayerCounts:
         )
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Count a gradient, float32 or wider, without the loss scale."""
+        """Count a gradient, in float32 or wider and without the loss scale."""
         size = gradient.abs().flatten()
         nonzero = size > 0
         exponent = torch.frexp(size).exponent.long() - 1
@@ -81,14 +82,14 @@ class LayerCounts:
         )
 
     def add_update(self, before: Tensor, after: Tensor) -> None:
-        """Count the weights that an update moved in float32 and would not have moved in a half format."""
+        """Count weights that an update moves in float32 but would not move in a 16-bit format."""
         change = after - before
         moved = change != 0
         lost = [moved & (_without_master(before, change, dtype) == 0) for dtype in (torch.float16, torch.bfloat16)]
         self.sums[7:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
 
     def record(self) -> dict[str, Any]:
-        """Counts and shares as JSON has them; shares of gradients are of those that are not zero in float32."""
+        """Counts and shares for JSON; shares of gradients are of those that are not zero in float32."""
         counts = self.sums.tolist()
         values, zeros, flushed, scaled, over, subnormal, subnormal_scaled, updates, lost, lost_bf16 = counts
         some, moved = max(values - zeros, 1), max(updates, 1)
@@ -111,14 +112,14 @@ class LayerCounts:
 
 
 def _without_master(before: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a weight of this format moves: the sum is rounded to the format."""
+    """How far a weight of this format moves when the sum is rounded to the format."""
     weight = before.to(dtype)
     return (weight.float() + change).to(dtype) - weight
 
 
 @dataclass
 class Watch:
-    """Counts every layer's gradients, as they come out of a microbatch's backward pass, and what the optimizer does."""
+    """Counts every layer's gradients after each microbatch's backward pass, and the optimizer's updates."""
 
     network: Network
     scale: float
@@ -126,7 +127,7 @@ class Watch:
 
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
-        """Backward passes and steps of this optimizer inside the context are counted."""
+        """Count backward passes, and steps of this optimizer, inside the context."""
         before: dict[str, Tensor] = {}
 
         @torch.no_grad()
@@ -139,7 +140,7 @@ class Watch:
             for name, parameter in self._trained():
                 self._of(name, parameter).add_update(before.pop(name), parameter)
 
-        # Before clipping, which is done on float32 gradients at every level.
+        # Gradients are counted before clipping, which works on float32 gradients at every precision.
         hooks: list[Any] = [
             parameter.register_hook(partial(self._add_gradient, name))
             for name, parameter in self.network.named_parameters()
@@ -166,41 +167,42 @@ class Watch:
         return self.counts[layer]
 
     def layers(self) -> dict[str, dict[str, Any]]:
-        """Records by layer, in the network's order (they are met in the backward pass's)."""
+        """Records by layer, in the network's order (`counts` has that of the backward pass)."""
         order = {name.rpartition(".")[0] or name: None for name, _ in self.network.named_parameters()}
         return {name: self.counts[name].record() for name in order if name in self.counts}
 
     def total(self) -> LayerCounts:
-        """Over all layers."""
+        """The sum over all layers."""
         first, *others = self.counts.values()
         return sum(others, first)
 
 
 def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_scale: float, output: str | None) -> int:
-    """Train, count, draw `gradients.png` and write the numbers beside it; returns the exit status.
+    """Train, count, write the numbers as JSON and draw a PNG beside it; returns the exit status.
 
     Args:
         config: an experiment in float32 or under autocast, so that its gradients and weights are float32.
-        steps: of training that are counted.
-        warmup_steps: before them.
+        steps: training steps to count.
+        warmup_steps: training steps before them.
         loss_scale: tried on the gradients; the training itself is not scaled.
-        output: the JSON file; None for one in `run_dir`, else in `gradients/`.
+        output: the JSON file; None for one in `run_dir` if that is set, else in `gradients/`.
 
     Raises:
-        UserError: a precision whose gradients have been rounded already, several ranks, a recorded step, an `output`
-            that cannot be written, or what training would refuse.
+        UserError: a precision that rounds gradients, several ranks, CUDA graphs, an `output` that cannot be written,
+            or anything that training would refuse.
     """
     level = build.level(config)
     if level.compute == "float16" or level.weights != "float32":
         raise UserError(
-            f"precision: {config.precision.name} has rounded the gradients already; use precision=fp32 or amp_bf16"
+            f"precision: {config.precision.name} rounds gradients before they are counted; use precision=fp32 or "
+            "amp_bf16"
         )
     with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
         if build.switches(config, world.device)[SwitchName.CUDA_GRAPHS] == "on":
             raise UserError(
-                "speed.cuda_graphs: on replays steps without Python, which counts them; use speed.cuda_graphs=off"
+                "speed.cuda_graphs: on replays steps without Python, which counts; use speed.cuda_graphs=off"
             )
         file = _output_file(config, output)
         display = Display(speaks=True, mode="plain")
@@ -218,25 +220,10 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
                     continue
                 with watch.around(step.optimizer):
                     step(number, microbatches, metrics)
-        record = {
-            "kind": "gradients",
-            "config_name": config.config_name,
-            "time": time.time(),
-            "command": environment_command(),
-            "steps": steps,
-            "warmup_steps": warmup_steps,
-            "loss_scale": loss_scale,
-            "clip_norm": config.optim.clip_norm,
-            "parameters": parts.complexity.parameters,
-            "loss": metrics.read(world)["loss"],
-            **provenance(world.device, world.size),
-            "total": watch.total().record(),
-            "layers": watch.layers(),
-            "config": config.model_dump(mode="json"),
-        }
+        record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
         write_json(file, record)
         written = [file]
-        # Beside a pipe or a device there is no place for a picture.
+        # A pipe or a device has no place beside it for a picture.
         if not is_special_file(file):
             written.append(file.with_suffix(".png"))
             draw(record, written[-1])
@@ -253,6 +240,29 @@ def _output_file(config: RunConfig, output: str | None) -> Path:
     return output_file(Path("gradients") / f"{config.config_name}-{timestamp()}.json")
 
 
+def _record(
+    parts: TrainingParts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
+) -> dict[str, Any]:
+    """The record to write."""
+    config = parts.config
+    return {
+        "kind": "gradients",
+        "config_name": config.config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "loss_scale": watch.scale,
+        "clip_norm": config.optim.clip_norm,
+        "parameters": parts.complexity.parameters,
+        "loss": metrics.read(world)["loss"],
+        **provenance(world.device, world.size),
+        "total": watch.total().record(),
+        "layers": watch.layers(),
+        "config": config.model_dump(mode="json"),
+    }
+
+
 def _print(display: Display, record: Mapping[str, Any]) -> None:
     total, scale = record["total"], record["loss_scale"]
 
@@ -264,9 +274,9 @@ def _print(display: Display, record: Mapping[str, Any]) -> None:
         [
             ("gradients that are zero in float16", percent("below_subnormal")),
             (f"the same, loss x {scale:g}", percent("below_subnormal_scaled")),
-            ("gradients below float16's normal numbers", percent("below_normal")),
+            ("gradients subnormal or zero in float16", percent("below_normal")),
             (f"the same, loss x {scale:g}", percent("below_normal_scaled")),
-            (f"gradients over float16's largest number, loss x {scale:g}", percent("overflow_scaled")),
+            (f"gradients above float16's largest number, loss x {scale:g}", percent("overflow_scaled")),
             ("updates lost without a float32 master, float16", percent("updates_lost_float16")),
             ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
         ],
@@ -274,7 +284,7 @@ def _print(display: Display, record: Mapping[str, Any]) -> None:
 
 
 def draw(record: Mapping[str, Any], file: Path) -> None:
-    """The histogram over all layers, one row of it per layer, and the lost updates per layer, as a PNG."""
+    """Draw the histogram over all layers, one row per layer, and the lost updates per layer, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -315,6 +325,6 @@ def draw(record: Mapping[str, Any], file: Path) -> None:
     )
     labels = [f"{name}  (lost: {100 * layer['updates_lost_float16']:.0f}%)" for name, layer in layers.items()]
     bottom.set_yticks(range(len(layers)), labels, fontsize=7)
-    bottom.set(xlabel="log₂ |gradient|", title="by layer, and its updates lost in float16 without a master")
-    figure.colorbar(image, ax=bottom, label="% of the layer's")
+    bottom.set(xlabel="log₂ |gradient|", title="by layer, with updates lost in float16 without a master")
+    figure.colorbar(image, ax=bottom, label="% of the layer's gradients")
     figure.savefig(file, dpi=110)

@@ -1,4 +1,4 @@
-"""Bytes that are really alive while a function runs: every storage that an operator made and that is not freed yet."""
+"""Bytes alive while a function runs: every storage that an operator allocated and that is not freed yet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts storages made inside the context; works on every device, and for whatever keeps tensors alive.
+    """Counts storages allocated inside the context, on any device and whatever keeps them alive.
 
-    `live` are the bytes alive now, `peak` the most there were, at the end of an operator.
+    `live` is the number of bytes alive now, `peak` its maximum over the ends of operators.
 
     Args:
-        known: tensors that do not count, such as parameters.
+        known: tensors not to count, such as parameters.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -42,7 +42,7 @@ class LiveMemory(TorchDispatchMode):
         self._seen.add(identity)
         self.live += size
         self.peak = max(self.peak, self.live)
-        # torch keeps the Python object of a storage as long as the storage itself.
+        # torch keeps a storage's Python object alive as long as the storage itself.
         weakref.finalize(storage, self._drop, identity, size)
 
     def _drop(self, identity: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""One ledger in a folder at a time, and none while processes of a killed one still run there."""
+"""Folder locks: one ledger per folder at a time, and none while processes of a killed one still run there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pycls_fast.errors import UserError
 
 
 class FolderLock:
-    """Two locked files, which the kernel lets go of when the last process that has them open ends.
+    """Two locked files, which the kernel unlocks when the last process that has them open ends.
 
-    One is the ledger's own. The other is left open in the processes that it starts (`inherited`): killed with -9 it
-    leaves them behind, saving what they have, in folders that the next start would write to.
+    One is the ledger's own. The other stays open in the processes that it starts (`inherited`): if the ledger is killed
+    with -9, they continue for a while and save their state in folders that the next start would write to.
 
     Args:
-        folder: an existing one.
-        say: told of what there is to wait for.
+        folder: an existing folder.
+        say: called with a message if locking has to wait or is not possible.
 
     Raises:
-        UserError: another ledger works there.
-        OSError: nothing can be written there.
+        UserError: another ledger is using the folder.
+        OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class FolderLock:
                 "folder"
             ) from None
         except OSError as error:
-            # A file system of several machines may have no locks.
+            # Network file systems may not support locks.
             say(f"{folder} cannot be locked ({error.strerror}): do not start a second ledger in it")
             return
         os.ftruncate(self._own, 0)
@@ -57,7 +57,7 @@ class FolderLock:
             fcntl.flock(self.inherited, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Let another ledger in, once the processes of this one have ended, too."""
+        """Unlock the folder for another ledger, which still waits for the processes of this one to end."""
         os.close(self._own)
         os.close(self.inherited)
 

@@ -1,8 +1,8 @@
-"""How far a setting's logits and gradients are from float64's, before training and after some of it.
+"""Errors of a setting's logits and gradients against float64, before training and after some steps.
 
-Trained to the end, two settings differ by what chance makes of the first rounding; here the rounding itself is
-measured. The reference has the same weights (the float32 masters, where there are any), the same images, float64 and
-the plain twin of every switch.
+After a full training, two settings differ by chance amplification of their first rounding difference; here the
+rounding itself is measured. The reference has the same weights (the float32 masters, if any), the same images, float64
+and the reference value of every switch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.step import Step
 
 CHUNK = 8
-"""Images that float64's network computes at a time: with attention written out each takes up to gigabytes."""
+"""Images per pass of the float64 network: with explicit attention each may take gigabytes."""
 
 
 def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
     """Write the errors at step 0 and after `steps` steps of training as JSON; returns the exit status.
 
     Raises:
-        UserError: several ranks, an `output` that cannot be written, or what training would refuse.
+        UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
     """
     with build.world(config) as world:
         if world.size > 1:
@@ -45,13 +45,13 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
         plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
         exact = build.model(config, build.num_classes(config, train), plain).double().to(world.device)
-        # A part that is not trained has no gradient that could be wrong.
+        # Frozen parts have no gradients to compare.
         build.freeze(config, exact)
         metrics = TrainMetrics(world.device)
         loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
         batches = to_device(loader, world.device, mode="blocking")
         with closing(batches):
-            # Seen by no step: its errors are not those of images that were learned.
+            # No step trains on it, so that its errors are not those of learned images.
             probe = next(batches)
             list(islice(batches, config.optim.accumulation_steps - 1))
             records = [{"step": 0, **errors(step, network, exact, probe)}]
@@ -70,11 +70,10 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
 
 
 def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> dict[str, float | None]:
-    """`logit_error`, `gradient_error`: norm of the difference from float64 over the norm of float64's.
+    """`logit_error` and `gradient_error`: norm of the difference from float64 over float64's norm; None if that is 0.
 
-    The network is in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
-    function; what is compiled is compiled for it once more. Its parameters' gradients are left at None. None stands
-    for a reference of zeros.
+    The network is put in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
+    function; a compiled network is compiled again for it. All gradients are None afterwards.
     """
     _copy_weights(step, network, exact)
     images_BCHW = step.prepare(probe)
@@ -83,7 +82,7 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     exact.eval()
     try:
         exact_logits_BK = _exact_pass(exact, step.loss, images_BCHW, probe.labels_B)
-        # Compiled where the step is, unlike other evaluations: what the compiler rounds belongs to the setting.
+        # Compiled if the step is, unlike other evaluations: the compiler's rounding belongs to the setting.
         with step.autocast():
             logits_BK = network(images_BCHW)
         step.scaler.scale(step.loss(logits_BK, Targets(probe.labels_B))).backward()
@@ -105,9 +104,9 @@ def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
 
 
 def _exact_pass(exact: nn.Module, loss: Loss, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """Logits (B, K) in float64; adds the gradients of the mean loss to the parameters'.
+    """Logits (B, K) in float64; accumulates the gradients of the mean loss in the parameters.
 
-    In chunks that do not know of each other: in evaluation mode nothing is computed over several images but the mean.
+    Chunks are independent: in evaluation mode only the mean loss combines several images.
     """
     chunks = []
     for images, labels in zip(images_BCHW.split(CHUNK), labels_B.split(CHUNK), strict=True):
@@ -118,7 +117,7 @@ def _exact_pass(exact: nn.Module, loss: Loss, images_BCHW: Tensor, labels_B: Ten
 
 
 def _gradients(network: nn.Module, factor: float) -> list[Tensor]:
-    """Each parameter's gradient in float64, taken away from it."""
+    """Each parameter's gradient times `factor`, in float64; the parameters' gradients are set to None."""
     found = []
     for parameter in network.parameters():
         gradient = parameter.grad
@@ -129,7 +128,7 @@ def _gradients(network: nn.Module, factor: float) -> list[Tensor]:
 
 @torch.no_grad()
 def relative_error(values: list[Tensor], exact: list[Tensor]) -> float | None:
-    """The norm of all differences over the norm of all exact values, or None where those are zero; inf stays inf."""
+    """The norm of all differences over the norm of all exact values; None if that is zero, inf if it is not finite."""
     off = sum(float((v.double() - e).square().sum()) for v, e in zip(values, exact, strict=True))
     norm = sum(float(e.square().sum()) for e in exact)
     if norm == 0:

@@ -1,4 +1,4 @@
-"""`ledger.json`: everything that a ladder's folder holds, as one record."""
+"""`ledger.json`: everything that a ledger's folder holds, as one record."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from pycls_fast.ledger.accuracy import ImagePair, pair_images
-from pycls_fast.ledger.ladder import Ledger
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.records import curve
+from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
@@ -29,10 +29,10 @@ Record = dict[str, Any]
 
 
 def collect(ledger: Ledger, config_name: str) -> Record:
-    """The record of a ledger, whole or still under way.
+    """The record of a ledger, finished or not.
 
-    The structure is `{..., "arms": [{"name", "status", "timing", "numerics", "training"}, ...]}`, the first arm being
-    what the others are compared with. `docs/ledger.md` describes the fields.
+    The structure is `{..., "arms": [{"name", "status", "timing", "numerics", "training"}, ...]}`; the first arm is the
+    one that the others are compared with. `docs/ledger.md` describes the fields.
     """
     plan = ledger.arms()
     records = [_arm(ledger, arm) for arm in plan]
@@ -63,7 +63,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
 
 
 def _gradients(ledger: Ledger) -> Record | None:
-    """Counts over all layers; those of each layer stay in their own file."""
+    """Gradient counts over all layers; those of each layer stay in their own file."""
     if not ledger.gradients_file.is_file():
         return None
     record = json.loads(ledger.gradients_file.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "before": arm.before,
         "status": status,
         "reason": reason,
-        # What is told on CUDA has its name in it, too: no memory left, a card that is too old.
+        # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         "needs": "CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
         "timing": _timing(ledger, arm),
         "numerics": _numerics(ledger, arm),
@@ -114,7 +114,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
         "step_seconds_p90": p90,
         "images_per_step": images,
         "samples": len(steps),
-        # Not known where parts of the network are frozen.
+        # Not known if parts of the network are frozen.
         "flops_per_second": 3 * rounds[0]["forward_flops_per_image"] * rate if "flops_per_second" in parts[0] else None,
         "share_of_matmul": float(np.median(shares)) if shares else None,
         "memory_peak_bytes": max(memory, default=None),
@@ -128,7 +128,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
 
 
 def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: Sequence[float]) -> dict[str, str]:
-    """Add `speedup` and `speedup_before` to what was timed; what has no interval for its rounds, and why."""
+    """Add `speedup` and `speedup_before` to the timings; returns speed-ups that lack an interval, and why."""
     without = {}
     for arm in plan:
         timing = records[arm.name]["timing"]
@@ -143,18 +143,18 @@ def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: S
                 rounds = min(len(reference["rounds"]), len(timing["rounds"]))
                 if found.low is None and found.rounds < rounds:
                     without[f"{arm.name}: interval of the speed-up over '{other}'"] = (
-                        "their rounds are of different starts, between which the machine's speed drifts; with more "
+                        "their rounds are from different starts, between which the machine's speed drifts; with more "
                         "rounds= both are timed again"
                     )
     return without
 
 
 def _in_pairs(reference: Record, timing: Record, starts: Sequence[float]) -> Speedup:
-    """Over the rounds of a start that timed both of them; where there is none over all, without an interval.
+    """The speed-up over rounds in which one start timed both; if there are none, over all rounds without an interval.
 
-    A rung that was mended, or failed in an earlier start, has its rounds on another day than the reference.
+    A rung that was repaired, or that failed in an earlier start, may be timed on a different day than the reference.
     """
-    # A kill may have left one of them a round ahead.
+    # After a kill one of them may be a round ahead.
     rounds = range(min(len(reference["rounds"]), len(timing["rounds"])))
     together = [i for i in rounds if bisect(starts, reference["times"][i]) == bisect(starts, timing["times"][i])]
     found = speedup(*([one["rounds"][i] for i in together or rounds] for one in (reference, timing)))
@@ -176,7 +176,7 @@ def _training(ledger: Ledger, arm: Arm) -> Record | None:
 
 
 def _mean(values: Sequence[float]) -> Record | None:
-    """Mean over the seeds with its own 95% interval (Student's t)."""
+    """Mean over the seeds with its 95% interval (Student's t)."""
     if not values:
         return None
     mean, half = mean_interval(values)
@@ -205,7 +205,7 @@ def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
 
 
 def _compare_accuracy(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str, Record]) -> None:
-    """Add `against_reference` and `against_before` to what was trained."""
+    """Add `against_reference` and `against_before` to the trainings."""
     trained = [arm for arm in plan if records[arm.name]["training"] is not None]
     by_name = {arm.name: arm for arm in plan}
     columns = {
@@ -237,7 +237,7 @@ def _pairs(ledger: Ledger, first: Arm, second: Arm) -> dict[int, ImagePair]:
         if not all((file / "summary.json").is_file() for file in files):
             continue
         one, two = (Predictions.load(RunFolder(file).predictions) for file in files)
-        # Images that one of the two could not read are in neither.
+        # Images that one of the two could not read are left out of both.
         _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
         pairs[seed] = pair_images(one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two])
     return pairs

@@ -1,4 +1,4 @@
-"""`index.html`: a ledger on one page that needs nothing besides itself, and its charts as PNG files."""
+"""`index.html`: a ledger on one self-contained page, and its charts as PNG files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             _list("Notes", [(arm["name"], arm["note"]) for arm in record["arms"] if arm["note"]]),
             _list("Not measured", list(record["unmeasured"].items())),
             _list("Not run here", [(arm["name"], arm["reason"]) for arm in record["arms"] if arm["reason"]]),
-            "<h2>Made with</h2>",
+            "<h2>Command and versions</h2>",
             f"<p><code>{escape(record['command'])}</code></p><p class='quiet'>{escape(versions)}</p>",
             _overrides(record),
             "</body></html>",
@@ -105,16 +105,16 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 
 def figure_html(chart: Chart) -> str:
-    """A chart with its title and caption, drawn into the page."""
+    """A chart with its title and caption, embedded in the page."""
     return (
         f"<figure><h2>{escape(chart.title)}</h2>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
     )
 
 
 def _svg(chart: Chart) -> str:
-    """The figure as SVG with its text as text, fit to stand beside others in one document."""
+    """The figure as SVG, with text kept as text, ready to be embedded with others in one document."""
     buffer = io.StringIO()
-    # Identifiers made of the content, so that the same record gives the same page.
+    # Identifiers are derived from the content, so that the same record gives the same page.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
         chart.figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -123,7 +123,7 @@ def _svg(chart: Chart) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     label = f'<svg role="img" aria-label="{escape(chart.title)}"'
-    # Two figures on a page must not share identifiers; what is between the tags is nobody's identifier.
+    # Two figures on a page must not share identifiers, which occur only inside tags.
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{chart.name}-", tag[0]), text)
     return text.replace("<svg", label, 1)
 

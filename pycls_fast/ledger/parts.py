@@ -1,6 +1,6 @@
 """What can be timed: the training step, the inference forward pass, the input pipeline, training fed by it.
 
-Each part is stepped in turns of a few steps, so that several variants of a configuration can take turns.
+Each part runs a few steps at a time, so that several variants of a configuration can alternate.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PartName = Literal["train", "inference", "loader", "both"]
 
 @dataclass(frozen=True)
 class Turn:
-    """A few steps in a row.
+    """A few consecutive steps.
 
     Attributes:
-        seconds: of each step.
-        total: of all of them, seconds.
-        waited: time that the host waited for batches, seconds.
+        seconds: time of each step.
+        total: time of all steps in seconds.
+        waited: time in seconds that the host waited for batches.
         first_batch: seconds from starting the input pipeline to its first batch on the device.
     """
 
@@ -49,17 +49,17 @@ class Part(Protocol):
 
     name: PartName
     images_per_step: int
-    """Over all ranks."""
+    """Images of all ranks together."""
 
     def warm_up(self, steps: int) -> None:
-        """Steps that do not count."""
+        """Run steps that do not count."""
 
     def turn(self, steps: int) -> Turn:
-        """Timed steps of this rank."""
+        """Time steps of this rank."""
 
 
 def slowest(turn: Turn, world: World) -> Turn:
-    """The turn as the run sees it: a step is over when the last rank is done."""
+    """The turn of the whole run: a step ends when the slowest rank is done."""
     turns = world.gather(turn)
     firsts = [t.first_batch for t in turns if t.first_batch is not None]
     return Turn(
@@ -71,7 +71,7 @@ def slowest(turn: Turn, world: World) -> Turn:
 
 
 class Trainer:
-    """The training step of `train_net.py` with a count of its steps, shared by the parts that train."""
+    """The training step of `train_net.py` with a step counter, shared by the parts that train."""
 
     def __init__(self, step: Step, world: World, switches: build.Switches) -> None:
         self.step = step
@@ -79,13 +79,13 @@ class Trainer:
         self._done = 0
 
     def __call__(self, microbatches: Sequence[Batch]) -> None:
-        """One step."""
+        """Run one step."""
         self.step(self._done, microbatches, self.metrics)
         self._done += 1
 
 
 class TrainPart:
-    """Training steps on one batch that is on the device already."""
+    """Training steps on one batch that is already on the device."""
 
     name: PartName = "train"
 
@@ -96,18 +96,18 @@ class TrainPart:
         self._device = world.device
 
     def warm_up(self, steps: int) -> None:
-        """Steps that do not count: kernels are chosen, the optimizer's state is made."""
+        """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
         for _ in range(steps):
             self._trainer(self._microbatches)
 
     def turn(self, steps: int) -> Turn:
-        """Timed steps."""
+        """Time steps."""
         seconds = timed(lambda: self._trainer(self._microbatches), steps, self._device)
         return Turn(tuple(seconds), sum(seconds))
 
 
 class InferencePart:
-    """The forward pass of evaluation, uint8 images to logits, on one batch that is on the device already."""
+    """The forward pass of evaluation, uint8 images to logits, on one batch that is already on the device."""
 
     name: PartName = "inference"
 
@@ -120,17 +120,17 @@ class InferencePart:
 
     @torch.no_grad()
     def forward(self) -> Tensor:
-        """`logits_BK`, as in `train/evaluation.py`."""
+        """Logits (B, K), computed as in `train/evaluation.py`."""
         with uncompiled(self._network), self._step.autocast():
             logits_BK: Tensor = self._network(self._step.prepare(self._batch))
         return logits_BK
 
     def warm_up(self, steps: int) -> None:
-        """Passes that do not count."""
+        """Run passes that do not count."""
         self.turn(steps)
 
     def turn(self, steps: int) -> Turn:
-        """Timed passes; the network goes back to training mode behind them."""
+        """Time passes in evaluation mode, then restore the network's mode."""
         was_training = self._network.training
         self._network.eval()
         try:
@@ -141,13 +141,13 @@ class InferencePart:
 
 
 class StepRange:
-    """Hands out steps of the training order: no turn reads images that another left in the page cache."""
+    """Hands out disjoint ranges of training steps, so that no turn finds its images in the page cache."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def take(self, count: int) -> int:
-        """The first of `count` steps that nobody had before."""
+        """The first of `count` unused steps."""
         first = self._next
         self._next += count
         return first
@@ -156,8 +156,8 @@ class StepRange:
 class LoaderPart:
     """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
 
-    Every turn starts the workers anew: two loaders alive would take each other's cores. Batches come in
-    bursts of as many as there are workers: a turn is a multiple of that long, and only its mean is used.
+    Every turn starts its own workers, as two live loaders would compete for cores. Batches arrive in bursts of one
+    per worker, so a turn is a whole number of bursts, and only its mean is used.
     """
 
     def __init__(
@@ -174,18 +174,18 @@ class LoaderPart:
         self._warm_up_steps = 1
 
     def feeding(self, trainer: Trainer) -> LoaderPart:
-        """Train on what is loaded."""
+        """Train on the loaded batches."""
         self.name = "both"
         self._trainer = trainer
         return self
 
     def whole_bursts(self, steps: int) -> int:
-        """`steps`, made a multiple of the batches that arrive together."""
+        """`steps`, rounded up to a multiple of the number of workers."""
         workers = max(1, build.num_workers(self._config))
         return -(-max(steps, 1) // workers) * workers
 
     def warm_up(self, steps: int) -> None:
-        """Only noted: each turn has its own warm-up behind the start of its workers."""
+        """Only store the number: each turn warms up after starting its workers."""
         self._warm_up_steps = self.whole_bursts(steps)
 
     def turn(self, steps: int) -> Turn:
@@ -238,16 +238,16 @@ def synthetic_batch(
     device: torch.device,
     host: HostStage | None = None,
 ) -> Batch:
-    """Random images and labels on the device, with boxes to erase where training has them.
+    """Random images and labels on the device, with boxes to erase if training has them.
 
     Args:
         count: images.
         image_size: side in pixels.
         classes: labels are uniform in 0..classes-1.
-        erase_probability: of a box of a quarter of the image; 0 for a batch without boxes at all.
-        seed: of everything.
+        erase_probability: probability of a box of a quarter of the image; 0 for a batch without boxes.
+        seed: determines everything random.
         device: where the batch is put.
-        host: what the loader's workers would do to it (`build.prepare_on_host`), done once here.
+        host: the loader workers' preparation of a batch (`build.prepare_on_host`), applied here once.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (count, image_size, image_size, 3)

@@ -1,4 +1,4 @@
-"""From a ladder to the arms of an experiment: which settings are measured, and what each is compared with."""
+"""The arms of a ladder: which settings are measured, and what each is compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 EVERYTHING = "everything"
 
-# Characters of a name in a path; file systems allow some 250.
+# Longest name in a path, in characters; file systems allow about 250.
 _LONGEST = 60
 
 
@@ -27,12 +27,12 @@ class Arm:
     """One setting to be measured.
 
     Attributes:
-        name: the rung's; the first arm is what all others are compared with.
-        overrides: behind those of the experiment.
-        ranks: processes.
+        name: the rung's; the first arm is the reference of all others.
+        overrides: appended to those of the experiment.
+        ranks: number of processes.
         before: the name of the arm that this one is one step away from; None for the first.
         note: what the ladder says about the rung.
-        overridden: why its settings are those of the arm that it is compared with, so that there is nothing to run.
+        overridden: why its settings equal those of the arm that it is compared with, so that there is nothing to run.
     """
 
     name: str
@@ -44,26 +44,25 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """Its part of a file's path: the name for people, and a digest, as an arm with other settings is another."""
+        """Its part of a file's path: the readable name and a digest, so that changed settings get a new path."""
         readable = re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")[:_LONGEST]
         made_of = json.dumps([self.name, self.overrides, self.ranks])
         return f"{readable or 'arm'}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
 
 
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
-    """The ladder with some of its rungs, in its own order: those named, or whose overrides set a named key, and the
-    rungs that they are against.
+    """The ladder with only the rungs that are named or set a named key, and those that they are `against`, in order.
 
-    A key that a rung sets to the value it has in the rung it is against is that one's change, not this one's.
+    A key that a rung sets to the same value as the rung it is against does not count as its own.
 
     Raises:
-        UserError: a name that fits no rung.
+        UserError: a name that matches no rung.
     """
     if not names:
         return ladder
     rungs = {rung.name: rung for rung in ladder.rungs}
     words = {rung.name: {rung.name, *map(key_of, _own(rung, rungs))} for rung in ladder.rungs}
-    # A switch may be named without its section: compile for speed.compile.
+    # A switch may be named without its section: "compile" for speed.compile.
     words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
     known = set().union(*words.values())
     wrong = [
@@ -89,16 +88,16 @@ def _own(rung: Rung, rungs: Mapping[str, Rung]) -> list[str]:
 
 
 def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[str] = ()) -> list[Arm]:
-    """The arms in the order of the ladder, what they are compared with first.
+    """The arms in the order of the ladder, after the reference.
 
     Args:
-        ladder: with at least one rung.
-        mode: "cumulative": each rung on top of those before it. "one_at_a_time": each alone on the baseline,
-            one step from it or from the rung that it is against.
-            "leave_one_out": all rungs, and all but each.
-        ranks: processes where the ladder says nothing.
-        impossible: rungs that cannot run here. They are arms all the same, so that they are seen to be missing, but the
-            arms behind them go without their change.
+        ladder: has at least one rung.
+        mode: "cumulative": each rung on top of those before it. "one_at_a_time": only that rung on the baseline,
+            compared with the baseline or with the rung that it is against.
+            "leave_one_out": all rungs together, then all but one.
+        ranks: processes per arm, unless the ladder sets them.
+        impossible: rungs that cannot run here. They still become arms, so that the report shows them as missing, but
+            other arms do not include their change.
     """
     base = _arm(ladder.baseline, (), ladder.baseline.ranks or ranks, None)
     if mode == "one_at_a_time":
@@ -119,7 +118,7 @@ def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None)
 
 
 def _alone(rung: Rung, base: Arm) -> Arm:
-    """A rung on the baseline, one step away from the rung that it is against, which its note tells."""
+    """Only this rung on the baseline; its note names the rung that it is against."""
     arm = _arm(rung, base.overrides, rung.ranks or base.ranks, rung.against or base.name)
     if rung.against is None:
         return arm
@@ -128,13 +127,14 @@ def _alone(rung: Rung, base: Arm) -> Arm:
 
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:
-    """Overrides one behind the other; of those with the same key the last, where Hydra would refuse a second one."""
+    """Overrides concatenated; of those with the same key only the last is kept, as Hydra may refuse a second one."""
     last = {_key(override): override for part in parts for override in part}
     keys = dict.fromkeys(reversed([_key(override) for part in parts for override in part]))
     return tuple(last[key] for key in reversed(keys))
 
 
 def _key(override: str) -> str:
+    # Not quoting.key_of, which drops "~" as well: ~key and key=value are two overrides.
     return override.lstrip("+").partition("=")[0]
 
 
@@ -154,7 +154,7 @@ def _leave_one_out(ladder: Ladder, base: Arm, impossible: Collection[str]) -> li
             return arm
         return dataclasses.replace(arm, overridden=_overridden(rung, possible))
 
-    # One that cannot run is in none of them, and is shown as what it is alone.
+    # A rung that cannot run is in none of them, and is shown as that rung on the baseline.
     return [
         everything,
         *(
@@ -167,7 +167,7 @@ def _leave_one_out(ladder: Ladder, base: Arm, impossible: Collection[str]) -> li
 
 
 def _overridden(rung: Rung, rungs: Sequence[Rung]) -> str:
-    """Why a rung makes no difference to all of them together."""
+    """Why leaving out a rung makes no difference."""
     keys = {_key(override) for override in rung.overrides}
     later = [
         other.name

@@ -1,4 +1,4 @@
-"""Other processes of this project, run to their end: what they say goes to a file, and they die with this one."""
+"""Child processes that run this project's tools: their output goes to a file, and they end with this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended: its exit status, its wall time in seconds and the file with what it said."""
+    """How a process ended: its exit status, its wall time in seconds and the file of its output."""
 
     status: int
     seconds: float
@@ -29,17 +29,16 @@ class Finished:
 
     @property
     def refused(self) -> bool:
-        """Whether it was asked for what this machine or this model cannot have.
+        """Whether its settings cannot run on this machine or with this model.
 
-        To the process that is a user's mistake, and so is a batch too large for the device's memory, which is no such
-        thing here.
+        The tools report that as a user error. They do so for running out of memory, too, which does not count here.
         """
         return self.status == MISTAKE and OUT_OF_MEMORY not in self.reason()
 
     def reason(self) -> str:
-        """What it gave as the cause: its lines of error, else its exception, else the last line that says anything.
+        """Why it failed: its "error:" lines, else its exception, else the signal's name or the last line of output.
 
-        One that a signal has ended said nothing of its end: it is the signal's name.
+        The signal's name is used for a process that a signal ended, since it could not report that itself.
         """
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
@@ -50,18 +49,18 @@ class Finished:
 
 def _signal(number: int) -> str:
     named = {each.value: each.name for each in signal.Signals}.get(number, "no name")
-    # What the kernel sends where memory runs out.
+    # The kernel sends SIGKILL when memory runs out.
     return f"killed by signal {number} ({named}{'; out of memory?' if number == signal.SIGKILL else ''})"
 
 
-# The last line of a traceback; torch puts the rank before the lines of several.
+# The last line of a traceback; with several ranks torch prefixes lines with the rank.
 _EXCEPTION = re.compile(r"(?:\[(rank\d+)\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)")
 
 
 def _exception(lines: Sequence[str]) -> str | None:
-    """What the first rank to break ended with; the others break because it is gone."""
+    """The exception of the rank that failed first; the others fail because it is gone."""
     found = [match for line in lines if (match := _EXCEPTION.fullmatch(line.rstrip()))]
-    # torchrun's own, which says that a rank has failed.
+    # torchrun's own exception only says that a rank has failed.
     found = [match for match in found if "ChildFailedError" not in match[2]]
     return next((match[2] for match in reversed(found) if match[1] == found[0][1]), None)
 
@@ -70,11 +69,11 @@ class Process:
     """A tool of this project with its arguments, started at once; under torchrun with more than one rank.
 
     Args:
-        tool: its file.
+        tool: the tool's file.
         arguments: of the command line.
-        ranks: processes.
-        log: the file for what it says.
-        inherits: descriptors that stay open in it as long as it runs.
+        ranks: number of processes.
+        log: the file for its output.
+        inherits: file descriptors that stay open in it while it runs.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Process:
         return ended
 
     def stop(self) -> None:
-        """Ask it to save and end; returns when it has, or after half a minute without it."""
+        """Ask it to save and exit; kill it if it has not within 30 s."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(timeout=30)
@@ -123,12 +122,12 @@ class Process:
             self._process.wait()
 
 
-# In the last words of torchrun, whose own status is 1 whatever its ranks have ended with.
+# Part of torchrun's final message; its own status is 1 whatever the ranks' statuses are.
 _FIRST_RANK = re.compile(r"^Root Cause .*?^ *exitcode *: *(-?\d+)", re.MULTILINE | re.DOTALL)
 
 
 def _of_first_rank(log: Path) -> int | None:
-    """The status of the rank that failed first; None where torchrun did not come to tell it."""
+    """The status of the rank that failed first; None if torchrun did not report it."""
     found = _FIRST_RANK.search(log.read_text(encoding="utf-8", errors="replace"))
     return int(found[1]) if found else None
 
@@ -136,11 +135,11 @@ def _of_first_rank(log: Path) -> int | None:
 def _environment(ranks: int) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in ours}
-    # One rank alone takes all cores; torchrun would give each of several a single one, whatever there are.
+    # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
     share = max(build.cores() // ranks, 1)
     return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
 
 
 def _die_with_parent() -> None:
-    # Killed with -9 this process can tell its children nothing; the kernel does.
+    # If this process is killed with -9, the kernel signals the children, as it cannot do so itself.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

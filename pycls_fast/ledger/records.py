@@ -1,4 +1,4 @@
-"""From turns to the numbers that are written: rates, spreads, shares of the peak, ratios of variants."""
+"""The numbers in a timing record, computed from turns: rates, spreads, shares of the peak, ratios of variants."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from pycls_fast.ledger.parts import PartName, Turn
 from pycls_fast.ledger.statistics import CONFIDENCE, paired_ratio, spread
 
-# Operations of a step in forward passes: the backward pass takes two products for each of the forward pass
-# (gradients of input and weight; Kaplan et al. 2020, section 2.1). Optimizer, recomputation: not counted.
+# Operations of a step, in forward passes: the backward pass has two products for each one of the forward pass
+# (gradients of input and weight; Kaplan et al. 2020, section 2.1). Optimizer and recomputation are not counted.
 _FORWARD_PASSES: Mapping[PartName, int] = {"train": 3, "inference": 1, "both": 3}
 
-# Steps that compute are alike, and each is a sample. Batches from workers come in bursts, so that most waits
-# are nothing and a few are long: there the mean of a turn is the sample.
+# Compute steps are alike, and each is a sample. Batches from workers arrive in bursts, so that most waits are zero and
+# a few are long: there the mean of a turn is the sample.
 _SAMPLE_PER_STEP: frozenset[PartName] = frozenset({"train", "inference"})
 
-# Of a loss curve; more cannot be seen.
+# At most so many points per loss curve; more could not be told apart.
 _MOST_POINTS = 400
 
 
@@ -34,13 +34,13 @@ def part_record(
     """The numbers of one part.
 
     Args:
-        name: of the part.
-        turns: as measured, those of the slowest rank.
+        name: the part.
+        turns: as measured, merged over the ranks by `slowest`.
         images_per_step: over all ranks.
         forward_flops_per_image: a multiply-add counts 2.
-        matmul_flops_per_second: of all ranks together, or None when it was not measured.
-        memory_peak_bytes: of the rank with the largest, or None when it is not known.
-        frozen: parts of the network are not trained; how much of the backward pass that saves is not known.
+        matmul_flops_per_second: of all ranks together, or None if it was not measured.
+        memory_peak_bytes: the largest of all ranks, or None if it is not known.
+        frozen: some parameters are not trained; how much of the backward pass that saves is not known.
     """
     turn_seconds = [turn.total / len(turn.seconds) for turn in turns]
     samples = [s for turn in turns for s in turn.seconds] if name in _SAMPLE_PER_STEP else turn_seconds
@@ -74,7 +74,7 @@ def part_record(
 
 
 def comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
-    """How many times the reference's images a second the variant has, turn by turn."""
+    """The variant's images per second over the reference's, turn by turn."""
     rates = [
         [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]
         for record in (reference, variant)
@@ -100,7 +100,7 @@ def _memory_ratio(reference: Mapping[str, Any], variant: Mapping[str, Any]) -> f
 
 
 def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Epochs and losses of the lines that training wrote, for a chart: those that are numbers, at most 400 of them."""
+    """Epochs and losses of training's metrics lines for a chart: at most 400 points, those with a finite loss."""
     known = [record for record in records if record["loss"] is not None]
     every = -(-len(known) // _MOST_POINTS) or 1
     return {key: [record[key] for record in known[::every]] for key in ("epoch", "loss")}

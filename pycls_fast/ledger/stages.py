@@ -1,8 +1,8 @@
-"""Where an image's time goes on its way to the device: read, decode, augment, collate, copy.
+"""The input pipeline's time per image by stage: read, decode, augment, collate, copy.
 
-Measured in this process on one core, in wall time, with the same dataset that the workers run. Decoding has crop and
-resize in it, which the decoders do in one; augmenting is what follows, with the draws and with whatever the workers do
-to whole batches.
+Measured in this process on one core, in wall time, with the same dataset that the workers use. Decoding includes crop
+and resize, which the decoders do in one step; augmenting is what follows, including random draws and whatever the
+workers do to whole batches.
 """
 
 from __future__ import annotations
@@ -87,17 +87,18 @@ def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
 def measure_stages(
     config: RunConfig, source: Source, world: World, switches: build.Switches, *, start: int, repeats: int
 ) -> dict[str, Any]:
-    """Images per second of every stage on one core, of all together, and which limits the pipeline.
+    """Images per second of each stage on one core and of the whole pipeline, and the stage that limits it.
 
     Args:
-        switches: those in force.
-        start: the first step of the training order to take images from, in this epoch and those behind it.
-        repeats: batches that are timed; one more comes before them.
+        switches: the resolved ones.
+        start: the first training step to take images from; later epochs follow if this one ends.
+        repeats: batches to time, after one for warming up.
 
     Returns:
-        `stages`: for each its `seconds_per_image` (median over batches) and `images_per_second` on one core;
-        `images_per_second_per_core` of what a worker does (all but the copy), `images_per_second_expected` of all
-        workers together or of the copy where that is slower, `limit`: the stage, and `images`: how many were timed.
+        `stages`: for each its `seconds_per_image` (median over batches), `images_per_second` on one core and its
+        `share` of the time; `images_per_second_per_core` of a worker (all but the copy), `images_per_second_expected`
+        of all workers together, or of the copy if that is slower, `limit`: the stage, and `images`: how many were
+        timed.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
     loader = build.train_loader(config, source, world, switches, start_step=start, steps=start + repeats + 1)
@@ -124,7 +125,7 @@ def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> 
     whole = time.perf_counter() - start
     if not isinstance(batch, Batch):
         raise batch
-    # What the workers' collation adds to the samples is their copies into the batch.
+    # Collation in the workers is the copy of the samples into the batch.
     start = time.perf_counter()
     room = torch.empty_like(batch.images_BHWC)
     for row, image in zip(room.numpy(), batch.images_BHWC.numpy(), strict=True):

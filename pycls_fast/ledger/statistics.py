@@ -1,7 +1,7 @@
-"""Statistics of measurements that are repeated.
+"""Statistics of repeated measurements.
 
-Of single timings order statistics only, since they have long tails and no known distribution; of rounds and of seeds,
-which are few, the mean with Student's interval.
+Single timings have long tails and no known distribution, so only order statistics are used for them; for rounds and
+seeds, which are few, the mean with Student's interval.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from scipy import special
 
 CONFIDENCE = 0.95
-"""Of every interval of the ledger."""
+"""Confidence level of every interval of the ledger."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, tenth and ninetieth percentile (linear between samples), mean, and how many samples."""
+    """Tenth, fiftieth and ninetieth percentile (linear between samples), mean, and number of samples."""
 
     p10: float
     p50: float
@@ -33,7 +33,7 @@ def spread(samples: Sequence[float]) -> Spread:
     """Summarise samples of any unit.
 
     Raises:
-        ValueError: there are none, or one is not finite.
+        ValueError: no samples, or one that is not finite.
     """
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0 or not np.isfinite(values).all():
@@ -43,14 +43,14 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """A confidence interval of the median that assumes nothing but independent samples: the sign test's.
+    """The sign test's confidence interval of the median, which only assumes independent samples.
 
     The k-th smallest and the k-th largest sample enclose the median unless fewer than k samples fall on one
     side, which happens with probability 2 P(Binomial(n, 1/2) < k) (Conover, Practical Nonparametric
     Statistics, 1999, section 3.2). The largest k that keeps this within `1 - confidence` is taken.
 
     Returns:
-        (low, high), or None where even the extremes are not sure enough (fewer than 6 samples at 0.95).
+        (low, high), or None if even the extremes do not reach the confidence (fewer than 6 samples at 0.95).
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -65,12 +65,12 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster a variant is than the reference, from pairs measured next to each other.
+    """How many times faster a variant is than the reference, from pairs measured one right after the other.
 
     Attributes:
         spread: of the ratios of the pairs; above 1 is faster.
-        interval: of their median at 95%, or None with fewer than 6 pairs.
-        pairs: the ratios, in the order they were measured.
+        interval: 95% interval of their median, or None with fewer than 6 pairs.
+        pairs: the ratios, in the order of measurement.
     """
 
     spread: Spread
@@ -79,10 +79,10 @@ class Ratio:
 
 
 def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Ratio:
-    """Ratios of two rates (images a second) that were measured in turns.
+    """Ratios of two rates (images per second) that were measured in turns.
 
-    The ratio is taken within each pair, before anything is averaged: a drift of the machine's speed, which is
-    far larger than most differences of interest, is in both halves of a pair and falls out.
+    The ratio is taken within each pair, before any averaging: a drift of the machine's speed, which is far larger than
+    most differences of interest, affects both halves of a pair and cancels.
 
     Raises:
         ValueError: different numbers of samples, or none.
@@ -97,7 +97,7 @@ def t_quantile(freedom: float) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and half the width of its interval (Student's t), None with a single value.
+    """The mean and half the width of its interval (Student's t); a single value has no interval (None).
 
     Raises:
         ValueError: no values.
@@ -112,12 +112,12 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times the reference's rate, from rounds in which both were measured.
+    """A rate over the reference's, from rounds in which both were measured.
 
     Attributes:
         ratio: the geometric mean.
-        low, high: of its 95% interval (Student's t of the logarithms over the rounds), or None below two rounds.
-        rounds: how many; 0 where no start of a ledger measured both, and the ratio is over rounds of different ones.
+        low, high: its 95% interval (Student's t of the logarithms over the rounds), or None below two rounds.
+        rounds: number of rounds; 0 if no start of a ledger measured both, so that the rounds are from different starts.
     """
 
     ratio: float
@@ -127,13 +127,13 @@ class Speedup:
 
 
 def is_unpaired(values: Mapping[str, Any]) -> bool:
-    """Whether a ledger's `speedup` is over rounds of different starts, with the drift of the machine's speed in it."""
-    # Ledgers once had the number of those rounds in place of 0.
+    """Whether a ledger's `speedup` is over rounds from different starts, and so includes the machine's drift."""
+    # Older ledgers have the number of those rounds instead of 0.
     return values["low"] is None and values["rounds"] != 1
 
 
 def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
-    """The ratio of rates measured in the same rounds, in their order.
+    """The speed-up from rates measured in the same rounds, in the same order.
 
     Raises:
         ValueError: different numbers of rounds, or none.
@@ -142,10 +142,10 @@ def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
 
 
 def geometric_mean(ratios: Sequence[float]) -> Speedup:
-    """Of positive numbers, one for each round.
+    """Geometric mean of positive ratios, one per round, with its interval.
 
     Raises:
-        ValueError: none.
+        ValueError: no ratios.
     """
     mean, half = mean_interval([math.log(ratio) for ratio in ratios])
     low, high = (None, None) if half is None else (math.exp(mean - half), math.exp(mean + half))

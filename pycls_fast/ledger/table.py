@@ -10,7 +10,7 @@ from pycls_fast.train.display import human, plain_table, wide_console
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row per arm: column -> text; a column that no arm has anything for is left out."""
+    """One row per arm (column -> text), without the columns that are empty for all arms."""
     made = [_row(arm, record["reference"]) for arm in record["arms"]]
     filled = [column for column in made[0] if any(row[column] for row in made)]
     return [{column: row[column] or "-" for column in filled} for row in made]
@@ -44,21 +44,21 @@ def _row(arm: Mapping[str, Any], reference: str) -> dict[str, str]:
 
 
 def state(arm: Mapping[str, Any]) -> str:
-    """Why an arm has no numbers, short: the reason itself is in the notes below."""
+    """Why an arm has no numbers, in a few words; the full reason is in the notes below."""
     if arm["needs"]:
         return f"needs {arm['needs']}"
     return {"cannot run": "cannot run here", "measured": ""}.get(arm["status"], arm["status"])
 
 
 def verdict(arm: Mapping[str, Any], against: str) -> str:
-    """The verdict's words, or nothing."""
+    """The verdict's text, or "" without one."""
     training = arm["training"]
     found = training.get(against) if training else None
     return found["verdict"]["text"] if found else ""
 
 
 def duration(seconds: float) -> str:
-    """A time that a person can compare: seconds, minutes, hours or days."""
+    """A readable time in seconds, minutes, hours or days."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 def of_size(record: Mapping[str, Any]) -> str:
     """The sizes of the images that were timed, in words."""
     sizes = sorted({arm["timing"]["image_size"] for arm in record["arms"] if arm["timing"]})
-    own = ", as the rung has them," if len(sizes) > 1 else ""
+    own = ", depending on the rung," if len(sizes) > 1 else ""
     return f" of {' or '.join(map(str, sizes))} pixels{own}" if sizes else ""
 
 
@@ -91,14 +91,14 @@ def _error(value: float | str | None) -> str:
 
 
 def time_taken(record: Mapping[str, Any]) -> str | None:
-    """The wall time of the whole plan, in words."""
+    """The wall time of the whole ledger, in words; None if it is not known."""
     if record.get("wall_seconds") is None:
         return None
     return f"{record['wall_seconds'] / 60:.0f} min with jobs={record['settings']['jobs']}"
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """`ledger.md`."""
+    """The text of `ledger.md`."""
     table = rows(record)
     columns = list(table[0])
     seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
@@ -122,7 +122,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         _line(columns),
         _line(["---"] * len(columns)),
         *(_line([row[column] for column in columns]) for row in table),
-        *(["", f"The rule of the verdicts: {record['rule']}"] if seeds else []),
+        *(["", f"How verdicts are reached: {record['rule']}"] if seeds else []),
     ]
     notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
     missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]
@@ -138,7 +138,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def print_table(record: Mapping[str, Any]) -> None:
-    """The same on the terminal."""
+    """Print the table on the terminal."""
     made = rows(record)
     numbers = [column for column in made[0] if not column.startswith(("rung", "against"))]
     wide_console().print(plain_table(list(made[0]), [list(row.values()) for row in made], right=numbers))

@@ -1,4 +1,4 @@
-"""Timing one experiment, or several variants of it in turns: building, measuring, the record of it."""
+"""Timing one experiment, or several variants of it in turns: build, measure, record."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from pycls_fast.ledger.parts import (
     synthetic_batch,
 )
 from pycls_fast.ledger.records import comparison, part_record
-from pycls_fast.ledger.report import print_record
 from pycls_fast.ledger.stages import measure_stages
+from pycls_fast.ledger.timing_table import print_record
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.paths import timestamp
@@ -57,7 +57,7 @@ _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
 @dataclass
 class Variant:
-    """One configuration, built, with what was measured of it."""
+    """A built configuration with its measurements."""
 
     name: str
     config: RunConfig
@@ -71,9 +71,9 @@ class Variant:
     parts: dict[PartName, Part] = field(default_factory=dict)
     turns: dict[PartName, list[Turn]] = field(default_factory=dict)
     skipped_steps: int = 0
-    # Of the input pipeline.
+    # Record of the input pipeline's stages.
     stages: dict[str, Any] | None = None
-    # Of the process behind the first part, on the CPU.
+    # Peak memory of the process after the first part, on the CPU.
     process_peak: int | None = None
 
 
@@ -91,15 +91,15 @@ def time_variants(
 
     Args:
         variants: name and configuration; the others are compared with the first.
-        mode: which of the parts.
-        steps: timed steps of a turn.
-        warmup_steps: steps before the first turn (of every turn, where the input pipeline is part of it).
-        repeats: turns of each part and variant.
-        matmul_size: side of the matrices whose product sets the peak; None for the device's usual one.
-        output: the JSON file; None for one in the run folder where `run_dir` is set, else in `timings/`.
+        mode: which parts are timed.
+        steps: timed steps per turn.
+        warmup_steps: steps before the first turn (before every turn for parts with the input pipeline).
+        repeats: turns per part and variant.
+        matmul_size: side of the matrices whose product sets the peak; None for the device's default.
+        output: the JSON file; None for one in `run_dir` if that is set, else in `timings/`.
 
     Raises:
-        UserError: what cannot be built, read, compared or written.
+        UserError: something cannot be built, read, compared or written.
     """
     base = variants[0][1]
     _check_comparable(variants)
@@ -125,7 +125,7 @@ def time_variants(
             if variant.skipped_steps:
                 display.warn(
                     f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
-                    "where loss scaling skips them they are shorter than whole steps"
+                    "if loss scaling skips them, they take less time than full steps"
                 )
         if not world.is_main:
             return DONE
@@ -145,9 +145,7 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
             problems.append("weights: timing does not depend on them; leave it out")
         for key in ("runtime", "parallel"):
             if getattr(config, key) != getattr(base, key):
-                problems.append(
-                    f"compare: '{name}' changes {key}, which the process shares; time it in a run of its own"
-                )
+                problems.append(f"compare: '{name}' changes {key}, which all variants share; time it in a separate run")
     if problems:
         raise UserError(*dict.fromkeys(problems))
 
@@ -170,8 +168,8 @@ def _build(
     matmul_size: int | None,
 ) -> Variant:
     if config.data.source != "synthetic" and config.data.root is None:
-        # Only where no image is read (the check of the configuration sees to that): the number of classes has
-        # to come from somewhere, and the record says from where.
+        # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
+        # somewhere, and the record says from where.
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
@@ -182,7 +180,7 @@ def _build(
     config = build.resolve_auto(config, len(train), world)
     microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts):
-        # Only these read images, and need a whole batch of them.
+        # Only these parts read images, and need at least one global batch.
         build.steps_per_epoch(config, len(train))
     classes = build.num_classes(config, train)
     variant = Variant(
@@ -199,7 +197,7 @@ def _build(
     if {"train", "inference", "both"} & set(parts):
         peaks = (other.matmul for other in others if _products(other.config) == _products(config))
         variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
-        # Before the model: libraries keep workspaces that would be counted as the first variant's memory.
+        # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
         variant.matmul.measure()
         with variant.memory.during("building"):
             _build_model_parts(variant, parts, microbatch, world)
@@ -212,7 +210,7 @@ def _build(
 
 
 def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
-    # TF32 and float32 are one dtype.
+    # TF32 and float32 have the same dtype.
     return build.compute_dtype(config), build.level(config).tf32
 
 
@@ -266,7 +264,7 @@ def _measure(
             assert owner.matmul is not None
             build.set_backend(owner.config, world.device)
             owner.matmul.measure()
-        # Forwards, then backwards: a steady drift and the place in the round cancel out over two rounds.
+        # Alternating order: a steady drift and the position in the round cancel over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
             with _at_work(variant, name, world):
                 turn = variant.parts[name].turn(steps)
@@ -281,7 +279,7 @@ def _measure(
 
 @contextmanager
 def _at_work(variant: Variant, part: PartName, world: World) -> Iterator[None]:
-    """This variant's process-wide settings, its memory count, a start together with the other ranks."""
+    """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
     build.set_backend(variant.config, world.device)
     world.barrier()
     with variant.memory.during(part):
@@ -289,12 +287,12 @@ def _at_work(variant: Variant, part: PartName, world: World) -> Iterator[None]:
 
 
 def _read_metrics(variant: Variant, world: World) -> int:
-    """Steps since the last call whose gradients were not finite."""
+    """Number of steps since the last call whose gradients were not finite."""
     return int(variant.trainer.metrics.read(world)["skipped_steps"]) if variant.trainer is not None else 0
 
 
 def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Everything that is written: one variant's values at the top level, several in `variants`."""
+    """The record to write: a single variant's values at the top level, several in `variants`."""
     shared: dict[str, Any] = {
         "kind": "timing",
         "config_name": variants[0].config.config_name,
@@ -302,7 +300,7 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
         "command": environment_command(),
         **settings,
         **provenance(world.device, world.size),
-        # Of rank 0 so far, workers left out; on the CPU the system knows no other peak than this one.
+        # Of rank 0 so far, without its workers; on the CPU the system keeps only this peak.
         "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }
     if len(variants) == 1:
@@ -353,7 +351,7 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
         "matmul": variant.matmul.record() if variant.matmul is not None else None,
         "skipped_steps": variant.skipped_steps,
         **({"input_pipeline": variant.stages} if variant.stages is not None else {}),
-        # What the names that all tools share stand for here.
+        # The part that the names shared by all tools refer to.
         "headline": first,
         **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
         **parts,

@@ -1,7 +1,7 @@
-"""What a change costs in accuracy: differences of top-1 over paired runs, with intervals and a verdict in words.
+"""The accuracy cost of a change: differences in top-1 over paired runs, with intervals and a verdict in words.
 
 Runs are paired by their seed: the same initial weights, order of images and augmentation. The unit of inference is the
-seed, since a change of a recipe is a claim about the next run and not only about the next image.
+seed, since the claim is about the next run and not only about the next image.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from scipy import stats
 from pycls_fast.ledger.accuracy import ImagePair
 from pycls_fast.ledger.statistics import CONFIDENCE, t_quantile
 
-# Of the one-sided tests of a report together, those for losses and those for gains each.
+# Family-wise level of all one-sided tests for losses in a report, and of all those for gains.
 _LEVEL = (1 - CONFIDENCE) / 2
-# Beyond this a sample size is no advice any more.
+# More seeds than this are not recommended as a way out.
 _MOST_SEEDS = 200
-# A rung whose seeds differ this much more than those of the others is judged by its own spread alone.
+# A rung whose deviation over seeds is this many times that of the others is judged by its own spread only.
 _OUTLYING = 2.0
 
 Finding = Literal["identical", "no loss", "small loss", "loss", "gain", "not enough runs"]
 
 RULE = (
     "Pairs of runs share a seed. The interval is Student's t over the pairs of one comparison; the spread between "
-    "seeds is that of all rungs of a column together, or a rung's own where it is more than twice that of the others, "
-    "and is not smaller than what the images alone give; pairs that share runs count for fewer degrees of freedom. "
-    "'no loss larger than M points' where the 95% interval lies above -M; 'loses' where a one-sided test says so at "
-    "2.5% after Holm's correction over all comparisons of both columns, so that a report without any loss accuses a "
-    "rung in at most 2.5% of cases; 'gains' likewise; 'identical' where every prediction of every pair is the same; "
-    "else 'not enough runs to say'."
+    "seeds is pooled over all rungs of a column, or a rung's own if it is more than twice that of the others, and "
+    "never smaller than the spread that follows from the images alone; pairs that share runs count for fewer degrees "
+    "of freedom. 'no loss larger than M points': the 95% interval lies above -M; 'loses': a one-sided test finds a "
+    "loss at 2.5% after Holm's correction over all comparisons of both columns, so that a report without any real loss "
+    "accuses a rung in at most 2.5% of cases; 'gains': the same for a gain; 'identical': every prediction of every "
+    "pair is the same; 'not enough runs to say': everything else."
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm of a report against another one.
+    """One arm of a report compared with another.
 
     Attributes:
         first, second: their names; differences are second minus first.
-        pairs: by the seed that the two runs share.
+        pairs: paired images by the seed that the two runs share.
     """
 
     first: str
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[float]:
-        """Of top-1 in points, one for each pair."""
+        """Differences of top-1 in points, one per pair."""
         return [pair.difference for pair in self.pairs.values()]
 
 
@@ -66,13 +66,13 @@ class Verdict:
     """What the seeds say about a change.
 
     Attributes:
-        finding: the case.
-        text: the case in words, with its numbers.
-        difference: mean over the seeds of top-1 with the change minus without, in points; None without a pair.
-        low, high: of its 95% interval (Student's t), or None with fewer than 2 pairs.
-        p_loss: of the one-sided test against "no loss", before the correction for several comparisons.
-        more_seeds: how many more runs of each would settle it by today's estimate; None where nothing is open.
-        seeds: pairs that were compared.
+        finding: the kind of verdict.
+        text: the verdict in words, with its numbers.
+        difference: top-1 with the change minus without, in points, averaged over the seeds; None without a pair.
+        low, high: its 95% interval (Student's t), or None with fewer than 2 pairs.
+        p_loss: p-value of the one-sided test for a loss, before correction for multiple comparisons.
+        more_seeds: how many more runs of each arm would settle it by today's estimate; None if it is settled.
+        seeds: number of pairs compared.
     """
 
     finding: Finding
@@ -89,12 +89,12 @@ def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> li
     """A verdict for each comparison of a report (the rule is `RULE`).
 
     Args:
-        columns: the comparisons against the first arm, say, and those against the arm before. One that is in two
-            columns is judged once, in the first of them.
+        columns: lists of comparisons, such as those with the first arm and those with the arm before. A comparison in
+            two columns is judged once, in the first of them.
         margin: the loss in points that does not matter.
 
     Returns:
-        The verdicts in the places of their comparisons.
+        The verdicts, in the positions of their comparisons.
     """
     same = _same_runs([comparison for column in columns for comparison in column])
 
@@ -103,7 +103,7 @@ def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> li
 
     measured: dict[tuple[object, ...], _Measured] = {}
     for column in columns:
-        # A rung that changes nothing has no spread to tell.
+        # A rung that changes nothing adds no information about the spread.
         changing = [comparison for comparison in column if comparison.changes]
         together = _spread(changing, same)
         for comparison in column:
@@ -121,7 +121,7 @@ def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> li
 
 
 def _same_runs(comparisons: Iterable[Comparison]) -> dict[str, str]:
-    """Each arm -> one of those whose predictions are all the same as its own: they are the same runs twice."""
+    """Map each arm to one representative of the arms with exactly its predictions, which are the same runs repeated."""
     same: dict[str, str] = {}
     for c in comparisons:
         first, second = (same.setdefault(arm, arm) for arm in (c.first, c.second))
@@ -132,7 +132,7 @@ def _same_runs(comparisons: Iterable[Comparison]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Between seeds: standard deviation of a pair's difference, its degrees of freedom, the most seeds it is from."""
+    """Spread between seeds: standard deviation of a pair's difference, its degrees of freedom, the most seeds used."""
 
     deviation: float
     freedom: float
@@ -140,10 +140,10 @@ class _Spread:
 
 
 def _spread(comparisons: Sequence[Comparison], same: Mapping[str, str]) -> _Spread:
-    """Of all comparisons together; degrees of freedom as in Satterthwaite 1946.
+    """Pooled spread of all comparisons; degrees of freedom as in Satterthwaite 1946.
 
     Pairs of one seed that share a run are correlated: with n seeds, m arms against one reference have
-    4 m (n - 1) / (m + 3), where m (n - 1) would be those of independent pairs.
+    4 m (n - 1) / (m + 3) degrees of freedom; independent pairs would have m (n - 1).
     """
     mean, variance = 0.0, 0.0
     for c in comparisons:
@@ -152,24 +152,24 @@ def _spread(comparisons: Sequence[Comparison], same: Mapping[str, str]) -> _Spre
             (a, b), (e, f) = ((same[x.first], same[x.second]) for x in (c, d))
             covariance = 2 if c is d else (a == e) + (b == f) - (a == f) - (b == e)
             n, k, common = len(c.pairs), len(d.pairs), len(c.pairs.keys() & d.pairs.keys())
-            # The trace of the two centrings behind each other, n - 1 where the seeds are the same.
+            # The trace of the product of the two centring matrices; n - 1 if the seeds are the same.
             variance += covariance**2 * (common - common / n - common / k + common**2 / (n * k))
     seeds = max((len(c.pairs) for c in comparisons), default=0)
     return _Spread(_deviation(comparisons), mean**2 / variance if variance else 0.0, seeds)
 
 
 def _deviation(comparisons: Sequence[Comparison]) -> float:
-    """Pooled standard deviation of a pair's difference; 0 where no comparison has two pairs."""
+    """Pooled standard deviation of a pair's difference; 0 if no comparison has two pairs."""
     freedom = sum(len(c.pairs) - 1 for c in comparisons)
     squares = sum(float(np.var(c.differences)) * len(c.pairs) for c in comparisons)
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
 def _is_wild(c: Comparison, column: Sequence[Comparison], same: Mapping[str, str]) -> bool:
-    """Whether its seeds differ much more than those of the others."""
+    """Whether its deviation over seeds is much larger than that of the other comparisons."""
 
     def has_its_change(d: Comparison) -> bool:
-        # A wild arm is in two comparisons where each arm is compared with the one before.
+        # If each arm is compared with the one before, an arm is in two comparisons.
         return same[c.second] in (same[d.first], same[d.second]) or same[c.first] == same[d.second]
 
     others = [d for d in column if not has_its_change(d)]
@@ -195,9 +195,9 @@ def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
     mean = float(np.mean(comparison.differences))
     if not comparison.changes:
         return _Measured(mean, 0.0, 0.0, spread, None, None, True, count)
-    # A few seeds may agree by chance more closely than the number of images allows.
+    # A few seeds may agree by chance more closely than the number of images justifies.
     deviation = max(spread.deviation, math.sqrt(float(np.mean([pair.standard_error**2 for pair in pairs]))))
-    # Where no image was won or lost by any rung: the least that can be.
+    # If no rung won or lost an image: one image, the smallest possible difference.
     deviation = deviation or 100.0 / pairs[0].images
     if count == 1:
         return _Measured(mean, None, deviation, spread, None, None, False, count)
@@ -208,7 +208,7 @@ def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
 
 
 def holm(values: Sequence[float | None]) -> list[float]:
-    """Holm's adjusted p-values (Holm 1979); 1 where there was no test."""
+    """Holm's adjusted p-values (Holm 1979); 1 for entries without a test."""
     tested = sorted((p, i) for i, p in enumerate(values) if p is not None)
     adjusted = [1.0] * len(values)
     largest = 0.0
@@ -250,16 +250,16 @@ def _seeds(more: int) -> str:
 
 
 def _more_seeds(m: _Measured, margin: float, tests: int) -> int:
-    """How many more of every arm until there is another verdict, were the estimates the truth."""
+    """How many more seeds per arm would settle the verdict if today's estimates were exact."""
     assert m.difference is not None
     more = np.arange(1 if m.seeds > 1 else 2 - m.seeds, _MOST_SEEDS + 1)
-    # Degrees of freedom grow with the seeds, and most slowly where there are many already.
+    # Degrees of freedom grow in proportion to the number of seeds minus one.
     known = m.spread
     freedom = known.freedom * (known.seeds + more - 1) / (known.seeds - 1) if known.freedom else m.seeds + more - 1
     error = m.deviation / np.sqrt(m.seeds + more)
-    # Narrower than the distance to the margin excludes a loss that matters.
+    # An interval narrower than the distance to the margin excludes a loss that matters.
     excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin + m.difference
-    # A loss or a gain. What is enough for the first of Holm's steps is enough for all of them.
+    # A loss or a gain; what passes Holm's first and strictest step passes all of them.
     found = stats.t.isf(_LEVEL / tests, freedom) * error <= abs(m.difference)
     enough = more[excluded | found]
     return int(enough[0]) if len(enough) else _MOST_SEEDS + 1

@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from pycls_fast import build
 from pycls_fast.config.command_line import DONE
@@ -97,6 +96,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     """
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
+    config = _uncompiled(config)
     folder = user_path(output) if output is not None else _default_folder(config)
     with build.world(config) as world:
         file = output_file(folder / "lr_find.json", world)
@@ -144,6 +144,14 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         return DONE
 
 
+def _uncompiled(config: RunConfig) -> RunConfig:
+    """The configuration without the preset's compilation: a sweep is too short to pay for it. Explicit choices stay."""
+    speed = config.speed
+    if speed.compile is not None or speed.compile_mode not in (None, "default") or speed.gelu == "polynomial":
+        return config
+    return config.model_copy(update={"speed": speed.model_copy(update={"compile": "off"})})
+
+
 def _default_folder(config: RunConfig) -> Path:
     return Path("lr_find") / f"{config.config_name}-{timestamp()}"
 
@@ -165,6 +173,8 @@ def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
 
 def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")

@@ -91,8 +91,16 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     Raises:
         UserError: for example, the disk is full.
     """
-    text = json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Bytes of a file name that are not UTF-8 are written as JSON escapes.
+    write_text(file, json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text to a path from `output_file`.
+
+    Raises:
+        UserError: for example, the disk is full.
+    """
+    # Bytes of a file name that are not UTF-8 are written as escapes, which JSON has too.
     encoded = text.encode(errors="backslashreplace")
     try:
         if is_special_file(file):

@@ -84,8 +84,8 @@ def trainer_of(step: Any) -> Any:
 
 def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
-        (["--models", "vit_s17"], "--models: vit_s17: none of vit_s16"),
-        (["--clock", "process"], "--clock process: counts all threads together; use it with --threads 1"),
+        (["--models", "vit_s17"], "--models: vit_s17: unknown; use any of vit_s16"),
+        (["--clock", "process"], "--clock process: adds up all threads; use it with --threads 1"),
     ]:
         with pytest.raises(SystemExit) as caught:
             cpu_step.parse(arguments)

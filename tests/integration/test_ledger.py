@@ -77,7 +77,9 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     again = run_process(arguments, cwd=tmp_path).stdout
     assert "training, seed" not in again
     other = run_process([*arguments, "steps=3"], cwd=tmp_path, expect=2).stderr
-    assert other == f"error: output: {folder} holds a ledger with another steps; choose another folder, or remove it\n"
+    assert (
+        other == f"error: output: {folder} holds a ledger with different steps; choose another folder, or remove it\n"
+    )
     gate = [arguments[0], str(ROOT / "tools" / "ledger.py"), "check", *[str(folder / "ledger.json")] * 2]
     assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
 
@@ -89,7 +91,7 @@ def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path)
     fine_tunes = ("needs_weights=true", f"weights={weights}")
     said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true", *fine_tunes), cwd=tmp_path).stdout
     assert "half: speed=reference speed.input_copy=blocking precision=amp_bf16" in said
-    assert "in all about" in said
+    assert "in total about" in said
     assert not folder.exists()
 
 
@@ -123,7 +125,7 @@ def test_an_experiment_that_was_changed_is_another(ladder: Path, digits: Path, t
     _kill_when_there_is(folder, "plan.json", process)
     experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.002}\n")
     said = run_process(arguments, cwd=tmp_path, expect=2).stderr
-    assert f"error: output: {folder} holds a ledger with another optim.lr; choose" in said
+    assert f"error: output: {folder} holds a ledger with different optim.lr; choose" in said
 
 
 def _kill_when_there_is(folder: Path, file: str, process: subprocess.Popen[bytes]) -> Path:

@@ -1,8 +1,10 @@
-"""`pycls_fast.load`, which imports torch when it is called."""
+"""`pycls_fast.load`, which imports torch when it is called, and what else is imported late."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,3 +19,13 @@ def test_all_that_it_takes_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None
     given: dict[str, Any] = {name: object() for name in names}
     monkeypatch.setattr(inference, "load", lambda run, **settings: {"run": run, **settings})
     assert pycls_fast.load(**given) == given
+
+
+def test_what_takes_long_to_import_is_imported_where_it_is_used() -> None:
+    late = ("timm", "matplotlib", "torch.utils.tensorboard")
+    command = (
+        "import sys; import pycls_fast.inference, pycls_fast.train.loop, pycls_fast.train.lr_range; "
+        f"print([name for name in {late!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Two runs side by side: what was set, what was learned, on which images they disagree, what it cost."""
+"""Two runs side by side: settings, results, the images on which they disagree, and cost."""
 
 from pycls_fast.ledger.compare.conduct import compare
 

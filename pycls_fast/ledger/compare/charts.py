@@ -1,4 +1,4 @@
-"""The charts of a comparison; the two runs differ by stroke and sign as well as by colour."""
+"""The charts of a comparison; the two runs also differ in line width and marker, not only in colour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pycls_fast.ledger.charts import INK, LINE, PALE, Chart, literal, plain_axes
 Record = Mapping[str, Any]
 
 _BARS = 20
-# A broad pale line, a thin dark one: they are told apart where they lie on each other.
+# A thick pale line and a thin dark one stay distinguishable where they overlap.
 _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "a": {"color": PALE, "linewidth": 4.5},
     "b": {"color": INK, "linewidth": 1.3},
@@ -19,7 +19,7 @@ _SIGNS = {"a": "s", "b": "o"}
 
 
 def charts(record: Record) -> list[Chart]:
-    """Those that there are numbers for."""
+    """All charts for which the record has numbers."""
     made = (draw(record) for draw in (_losses, _accuracy, _classes))
     return [chart for chart in made if chart is not None]
 
@@ -42,7 +42,7 @@ def _losses(record: Record) -> Chart | None:
     axes.set_xlabel("epoch", fontsize=9)
     axes.set_ylabel("loss, nats", fontsize=9)
     axes.legend(fontsize=8, frameon=False)
-    return Chart("loss", "Loss", "In training with augmentation and smoothed labels, where the run has them.", figure)
+    return Chart("loss", "Loss", "Training loss includes augmentation and label smoothing, if any.", figure)
 
 
 def _accuracy(record: Record) -> Chart | None:
@@ -79,6 +79,6 @@ def _classes(record: Record) -> Chart | None:
     return Chart(
         "classes",
         "Classes",
-        f"Those that changed most. Hatched: worse in B. One image is {100 / few:.2g} points of the smallest.",
+        f"The classes that changed most. Hatched: worse in B. One image of the smallest is {100 / few:.2g} points.",
         figure,
     )

@@ -1,4 +1,4 @@
-"""From two run folders to `compare.json`, a page, contact sheets and a table on the terminal."""
+"""Compare two run folders: writes `compare.json`, a page and contact sheets, prints a table."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Record = dict[str, Any]
 
 
 def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
-    """Compare, write, print; returns the exit status.
+    """Compare two runs, write and print the result; returns the exit status.
 
     Args:
         run_a, run_b: run folders, finished or not.
-        output: a folder, made if need be; None: `comparisons/A--B`.
-        images: of each kind of disagreement, to be shown.
+        output: a folder, created if it does not exist; None for `comparisons/A--B`.
+        images: how many to show of each kind of disagreement.
 
     Raises:
-        UserError: a folder that holds no run, or that cannot be written to.
+        UserError: a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run(run_a), read_run(run_b)
     folder = user_path(output) if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output: {folder} cannot be made ({error.strerror}); give another") from error
+        raise UserError(f"output: {folder} cannot be created ({error.strerror}); give another") from error
     record = comparison(a, b, images)
     try:
         _write(folder, record, _pictures(a, b, record))
@@ -66,7 +66,7 @@ def _write(folder: Path, record: Record, pictures: Mapping[int, Image.Image]) ->
 
 
 def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
-    """The whole record; `images` (the comparison image by image) is None where `not_paired` says why."""
+    """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
     reason = why_not_paired(a, b)
     return {
         "kind": "comparison",
@@ -85,7 +85,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
 
 
 def _run(run: RunFiles) -> Record:
-    """What is known of one run by itself; numbers that it does not have yet are None."""
+    """What is known about one run; numbers that it does not have yet are None."""
     train = [r for r in run.records if r["kind"] == "train"]
     evaluations = run.evaluations if any(r["kind"] == "eval" for r in run.records) else []
     last: Mapping[str, Any] = evaluations[-1] if evaluations else {}
@@ -117,10 +117,10 @@ def _device(run: RunFiles) -> Device:
 
 
 def _short(path: Path) -> str:
-    """The end of a path as a name: the experiment and the time, or what the person called it."""
+    """A name made of the end of a path: the experiment and the time, or the folder's own name."""
     whole = path.resolve().parts
     if whole[-1].startswith("seed_"):
-        # A ledger's: LEDGER/runs/RUNG/seed_N.
+        # A run of a ledger: LEDGER/runs/RUNG/seed_N.
         return "_".join((*whole[-4:-3], *whole[-2:]))
     parts = whole[-2:]
     return "_".join(parts) if len(parts) == 2 and parts[1][:1].isdigit() else parts[-1]
@@ -131,7 +131,7 @@ def _shown(record: Record, kind: str) -> Sequence[Record]:
 
 
 def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
-    """The images of the disagreements by their positions, those that can still be read."""
+    """The images of the disagreements by index, as far as they can still be read."""
     found: dict[int, Image.Image] = {}
     source = a.source or b.source
     if source is None:
@@ -141,7 +141,7 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
             picture = decode(source.read(each["index"])[0])
         except (OSError, DamagedImage):
             continue
-        # As large as it is shown at most.
+        # No larger than it is shown.
         picture.thumbnail((400, 400))
         found[each["index"]] = picture
     return found

@@ -1,4 +1,4 @@
-"""Two runs image by image: whether they were scored on the same ones, and where they disagree."""
+"""Comparing two runs image by image: were they scored on the same images, and where do they disagree?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
-    """Why the two cannot be compared image by image, in words; None where they can."""
+    """Why the two runs cannot be compared image by image; None if they can."""
     for name, run in (("A", a), ("B", b)):
         if run.predictions is None:
             return f"{name} has no predictions yet: it has not been evaluated"
@@ -28,10 +28,10 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     if a.source is not None and b.source is not None:
         names, others = _names(a.source), _names(b.source)
         if len(names) != len(others):
-            return f"they were evaluated on other images: {len(names):,} and {len(others):,}"
+            return f"they were evaluated on different images: {len(names):,} and {len(others):,}"
         place = next((i for i, (one, two) in enumerate(zip(names, others, strict=True)) if one != two), None)
         if place is not None:
-            return f"they were evaluated on other images: {names[place]} in A stands where {others[place]} does in B"
+            return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
     assert a.predictions is not None
     assert b.predictions is not None
     one, two = a.predictions, b.predictions
@@ -41,15 +41,16 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     wrong = one.labels_N[at_one] != two.labels_N[at_two]
     if wrong.any():
         return (
-            f"they were evaluated on other images: the right class differs for {int(wrong.sum()):,} of {len(wrong):,}"
+            f"they were evaluated on different images: the true class differs for {int(wrong.sum()):,} of "
+            f"{len(wrong):,}"
         )
     return None
 
 
 def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
-    """`pair`, `classes`, `only_a`, `only_b` (at most `most` images each, the clearest first), `both_wrong`.
+    """`pair`, `classes`, `only_a`, `only_b` (at most `most` images each, the clearest first), `both_wrong` and more.
 
-    Images that one of the two could not read are in neither.
+    Images that one of the two could not read are left out of both.
     """
     assert a.predictions is not None
     assert b.predictions is not None
@@ -63,7 +64,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
     def images(winner: int) -> list[Record]:
         chosen = np.flatnonzero(right_N2[:, winner] & ~right_N2[:, 1 - winner])
-        # What the one was surest of and the other least.
+        # Largest if the winner was sure and the other was far off.
         gap = losses_N2[chosen, 1 - winner] - losses_N2[chosen, winner]
         return [
             {
@@ -90,14 +91,14 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
 
 def _finite(value: float) -> float | None:
-    """A loss, or None for what is no number: JSON has none."""
+    """A loss, or None if it is not finite, which JSON cannot express."""
     return float(value) if math.isfinite(value) else None
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
     """The name of a class, in text that can be drawn; "none" for a score that is not a number."""
     name = "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
-    # A folder's name that is no UTF-8 keeps its bytes, as signs.
+    # Bytes of a folder's name that are not valid UTF-8 are shown as escapes.
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -117,16 +118,16 @@ def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray
 
 
 def _shared(one: Predictions, two: Predictions) -> tuple[np.ndarray, np.ndarray]:
-    """Where the images that both have are in each; those without a right class, which counted for none, left out."""
+    """Positions in each run of the images that both have, without those that have no true class in either."""
     _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
     counted = (one.labels_N[at_one] >= 0) | (two.labels_N[at_two] >= 0)
     return at_one[counted], at_two[counted]
 
 
 def _names(source: Source) -> list[str]:
-    """The images' names, without the folder that all of them are in: the data may have been moved."""
+    """The images' names without their common folder, as the data may have been moved."""
     names = [source.name(index) for index in range(len(source))]
-    # A table may have relative paths and absolute ones, which have no folder in common.
+    # A table may mix relative and absolute paths, which have no common folder.
     if len({name.startswith(os.sep) for name in names}) > 1:
         return names
     folders = {name.rpartition(os.sep)[0] for name in names}
@@ -135,6 +136,6 @@ def _names(source: Source) -> list[str]:
 
 
 def _sample(mine: Sequence[str], other: Sequence[str]) -> str:
-    """How many there are, and one that the other does not have."""
+    """Their number, and one that the other does not have."""
     own = [name for name in mine if name not in set(other)]
     return f"{len(mine)}" + (f" ({own[0]} among them)" if own else "")

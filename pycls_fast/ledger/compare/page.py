@@ -1,4 +1,4 @@
-"""`index.html` of a comparison: one page that needs nothing besides itself, pictures included."""
+"""`index.html` of a comparison: one self-contained page, including pictures."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
     """The page as text.
 
     Args:
-        record: of `conduct.comparison`.
-        pictures: by the images' positions; those that are not there are shown as words.
+        record: the result of `conduct.comparison`.
+        pictures: images by index; for missing ones the name is shown.
     """
     a, b = record["a"], record["b"]
     when = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
@@ -77,7 +77,7 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
             "</section>",
             *_disagreements(record["images"], pictures),
             *_classes(record["images"]),
-            "<h2>Made with</h2>",
+            "<h2>Commands and versions</h2>",
             *(f"<p>{name}: <code>{escape(command)}</code></p>" for name, command in _commands(record)),
             f"<p>this page: <code>{escape(record['command'])}</code></p>",
             f"<p class='quiet'>{when} · {escape(versions)}</p>",
@@ -90,12 +90,12 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
 def _settings(record: Record) -> str:
     rows = settings(record)
     if not rows:
-        return "<p>None: the two runs were asked for the same.</p>"
-    owed = "" if not any(owed for *_, owed in rows) else (
-        "<p class='quiet'>owes: what a switch's values owe each other. identical: the same bits; rounding: the same "
-        "mathematics in another order; training: it changes what is learned.</p>"
+        return "<p>None: the two runs have the same settings.</p>"
+    numerics = "" if not any(numerics for *_, numerics in rows) else (
+        "<p class='quiet'>numerics: how the results of a switch's values may differ. identical: the same bits; "
+        "rounding: the same mathematics in a different order; training: it changes what is learned.</p>"
     )  # fmt: skip
-    return _table(SETTINGS, rows, words=True) + owed
+    return _table(SETTINGS, rows, words=True) + numerics
 
 
 def _environment(record: Record) -> list[str]:
@@ -124,7 +124,7 @@ def _disagreements(found: Record | None, pictures: Mapping[int, Image.Image]) ->
             made.append(f"<ul class='pictures'>{''.join(_picture(each, kind, pictures) for each in shown)}</ul>")
     made.append(
         f"<p class='quiet'>Numbers in brackets: cross-entropy in nats; the largest difference first. Both wrong: "
-        f"{found['both_wrong']:,} images, of those {found['both_wrong_otherwise']:,} in other ways.</p>"
+        f"{found['both_wrong']:,} images, of which {found['both_wrong_otherwise']:,} with different predictions.</p>"
     )
     return made
 
@@ -164,7 +164,7 @@ def _classes(found: Record | None) -> list[str]:
 
 
 def _breakable(text: str) -> str:
-    """Keys and names may be broken behind a dot or an underscore."""
+    """HTML of a key or name that may be broken after a dot or an underscore."""
     return re.sub(r"([._])(?=[a-z])", r"\1<wbr>", escape(text))
 
 

@@ -1,4 +1,4 @@
-"""What a run folder holds for a comparison."""
+"""Reading what a comparison needs from a run folder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RunFiles:
     """A run as it is on disk, finished or not.
 
     Attributes:
-        path: of its folder.
-        config: plain values, as it was saved.
+        path: the run folder.
+        config: plain values, as saved.
         records: the lines of `metrics.jsonl`.
-        summary: None while the run goes on.
-        environment: command, versions, commit and machine of its latest start; empty where it is not there.
-        classes: names, or None where no checkpoint tells them.
+        summary: None until the run is finished.
+        environment: command, versions, commit and machine of its latest start; empty if they were not saved.
+        classes: names; None if neither a checkpoint nor the data has them.
         predictions: of the latest evaluation; None before the first.
-        source: the images of the latest evaluation; None where the data is not there any more.
+        source: the images of the latest evaluation; None if they can no longer be opened.
         missing: why there is no `source`.
     """
 
@@ -48,7 +48,7 @@ class RunFiles:
 
     @property
     def evaluations(self) -> list[Record]:
-        """Of the weights that were evaluated last: the average where there is one."""
+        """Evaluations of the weights that were evaluated last: the average if there is one."""
         found = [r for r in self.records if r["kind"] == "eval"]
         return [r for r in found if (r["split"], r["weights"]) == (found[-1]["split"], found[-1]["weights"])]
 
@@ -57,7 +57,7 @@ def read_run(text: str) -> RunFiles:
     """Read a run folder.
 
     Raises:
-        UserError: it is none, or its files are damaged.
+        UserError: it is not a run folder, or its files are damaged.
     """
     folder = RunFolder(user_path(text))
     saved = of_run(folder.path)
@@ -94,7 +94,7 @@ def _classes(folder: RunFolder) -> tuple[str, ...] | None:
 
 
 def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str | None]:
-    """The run's own evaluation images, or why they cannot be had. Nothing is asked of the device it was trained on."""
+    """The run's own evaluation images, or why they cannot be opened; the device of its training is not needed."""
     here: dict[str, Any] = {
         "run_dir": None,
         "weights": None,

@@ -1,4 +1,4 @@
-"""What two runs were asked for, and ran on, that differs."""
+"""Differences between the settings and the environments of two runs."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from pycls_fast.speed import CATALOGUE, Device, SwitchName
 
 Record = dict[str, Any]
 
-_OF_THE_PLACE = {"run_dir", "resume"}
-# The settings tell the command, the numbers the ranks and the device; memory differs by a page from boot to boot.
+OF_THE_PLACE = {"run_dir", "resume"}
+"""Keys that say where a run is and how it started, not what it computes."""
+# Other tables show the command, ranks and device; the memory size differs by a page from boot to boot.
 _NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 NOT_SET = "-"
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], devices: tuple[Device, Device]) -> list[Record]:
-    """Keys with other values in the two, as `{key, a, b, class}`, in the order of the file.
+    """Keys whose values differ, as `{key, a, b, class}`, in the order of the file.
 
-    Switches are those in force, whether they were set by hand or by a preset; their `class` is that of their card
-    ("identical", "rounding", "training"), of other keys it is None. A key that one of the two does not have is "-".
+    Switches have their resolved values, whether set by hand or by a preset; their `class` is that of their card
+    ("identical", "rounding", "training"), and None for other keys. The value of a key that a run lacks is "-".
 
     Args:
         a, b: plain values of configurations.
-        devices: where the runs were.
+        devices: the devices of the two runs.
     """
-    first, second = _flat(a), _flat(b)
+    first, second = flat(a), flat(b)
     first |= _in_force(a, devices[0])
     second |= _in_force(b, devices[1])
     cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
         for key in dict.fromkeys((*first, *second))
-        if key not in _OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
+        if key not in OF_THE_PLACE and first.get(key, NOT_SET) != second.get(key, NOT_SET)
     ]
 
 
 def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Record]:
-    """Versions, commit and machine that differ, as `{key, a, b}`; none where one of the two is not known (empty)."""
+    """Differing versions, commit and machine, as `{key, a, b}`; empty if either is empty, which means unknown."""
     if not a or not b:
         return []
-    first, second = _flat(a), _flat(b)
+    first, second = flat(a), flat(b)
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
         for key in dict.fromkeys((*first, *second))
@@ -54,18 +55,19 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
     ]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values as text by their dotted keys (`optim.lr`), in order; values other than strings as JSON."""
     found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
     return found
 
 
 def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
-    """The value of every switch by its key."""
+    """The resolved value of every switch, by its key."""
     try:
         chosen = Speed.model_validate_json(json.dumps(config.get("speed", {})))
         level = LEVELS[config["precision"]["name"]]
@@ -78,6 +80,6 @@ def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
             sharded=config["parallel"]["name"] in DTENSORS,
         )
     except (UserError, KeyError, ValueError):
-        # Of another version, or made for another machine: what is written there has to do.
+        # From a different version, or for a different machine: the values as written must do.
         return {}
     return {f"speed.{name}": value for name, value in resolved.items()}

@@ -1,4 +1,4 @@
-"""A comparison in words and rows: on the terminal and for the page."""
+"""A comparison as sentences and table rows, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MACHINE = {"processor", "threads"}
 
 
 def verdict(record: Record) -> str:
-    """What the images say of the two, in a sentence or two."""
+    """The result of the comparison image by image, in one or two sentences."""
     if record["not_paired"] is not None:
-        return f"Not compared image by image: {record['not_paired']}. The numbers below are each of its own images."
+        return f"Not compared image by image: {record['not_paired']}. The numbers below are each over its own images."
     pair = record["images"]["pair"]
     if not pair["changed"]:
         return f"Every prediction is the same on all {pair['images']:,} images."
@@ -27,20 +27,20 @@ def verdict(record: Record) -> str:
         f"{pair['high']:+.2f}; McNemar p = {pair['p_value']:.2g})"
     )
     if pair["p_value"] >= 0.05:
-        said = f"No difference that {pair['images']:,} images could show"
+        said = f"No difference that {pair['images']:,} images can show"
     else:
         said = f"{'B' if pair['difference'] > 0 else 'A'} is right more often on these {pair['images']:,} images"
-    return f"{said}: {numbers}. It is about these two runs: with other seeds both would score a little differently."
+    return f"{said}: {numbers}. This holds for these two runs only; other seeds would give slightly different scores."
 
 
-SETTINGS = ("setting", "A", "B", "owes")
+SETTINGS = ("setting", "A", "B", "numerics")
 ENVIRONMENT = ("ran with", "A", "B")
 NUMBERS = ("", "A", "B", "B to A")
-"""Heads of the rows that `settings`, `environment` and `numbers` give."""
+"""Column titles for the rows of `settings`, `environment` and `numbers`."""
 
 
 def settings(record: Record) -> list[tuple[str, str, str, str]]:
-    """Rows (key, A, B, what a switch's values owe each other); long fractions are shortened where they still differ."""
+    """Rows (key, A, B, class of a switch's numerics); long fractions are shortened if they still differ then."""
     rows = []
     for row in record["settings"]:
         a, b = (re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", row[name]) for name in ("a", "b"))
@@ -55,7 +55,7 @@ def environment(record: Record) -> list[tuple[str, str, str]]:
 
 
 def numbers(record: Record) -> list[tuple[str, str, str, str]]:
-    """Rows (what, A, B, B against A) of what both runs have a number for."""
+    """Rows (what, A, B, B compared with A) of numbers that at least one of the runs has."""
     a, b = record["a"], record["b"]
     rows: list[tuple[str, str, str, str]] = []
 
@@ -79,7 +79,7 @@ def numbers(record: Record) -> list[tuple[str, str, str, str]]:
     add("images/s", "images_per_second", "{:,.0f}".format, "ratio")
     add("ms a step", "step_seconds_p50", lambda value: f"{1e3 * value:.1f}", "ratio")
     add("peak memory", "memory_peak_bytes", lambda value: human(value, "B"), "ratio")
-    add("time in all", "wall_seconds", duration, "ratio")
+    add("total time", "wall_seconds", duration, "ratio")
     add("parameters", "parameters", human, "ratio")
     add("forward pass", "forward_flops_per_image", lambda value: human(value, "FLOP"), "ratio")
     add("ranks", "world_size", "{}".format, "")
@@ -89,20 +89,20 @@ def numbers(record: Record) -> list[tuple[str, str, str, str]]:
 
 
 def notes(record: Record) -> list[str]:
-    """What one has to know of the numbers."""
+    """Remarks that the numbers need."""
     a, b, found = record["a"], record["b"], record["images"]
     lines = [f"{name} is not finished." for name, run in (("A", a), ("B", b)) if not run["finished"]]
     other = {row["key"] for row in record["environment"]}
     places = [(run["device"], run["world_size"]) for run in (a, b)]
     if None not in (a["device"], b["device"]) and places[0] != places[1]:
-        lines.append("The runs were on other devices or numbers of ranks: their speeds are not comparable.")
+        lines.append("The runs had different devices or numbers of ranks: their speeds are not comparable.")
     elif _MACHINE & other:
-        lines.append("The runs were on other machines, or with other threads: their speeds are not comparable.")
+        lines.append("The runs had different machines or numbers of threads: their speeds are not comparable.")
     elif "cpu_count" in other:
-        # The loader has as many workers, with the same threads as well.
+        # The number of loader workers follows the cores, even if the numbers of threads are equal.
         lines.append(
-            "The runs name other numbers of cores (older ones all of the machine's): their speeds are comparable only "
-            "if they could use the same ones."
+            "The runs report different numbers of cores (older versions: all of the machine's): their speeds are "
+            "comparable only if they could use the same cores."
         )
     if found is not None:
         if found["left_out"]:
@@ -113,7 +113,7 @@ def notes(record: Record) -> list[str]:
 
 
 def print_comparison(record: Record) -> None:
-    """The whole on the terminal."""
+    """Print the comparison on the terminal."""
     console = wide_console()
 
     def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -141,7 +141,7 @@ def print_comparison(record: Record) -> None:
     pair = found["pair"]
     console.print(
         f"only A right: {pair['only_first']:,}   only B right: {pair['only_second']:,}   both wrong: "
-        f"{found['both_wrong']:,}, of those {found['both_wrong_otherwise']:,} in other ways"
+        f"{found['both_wrong']:,}, of which {found['both_wrong_otherwise']:,} with different predictions"
     )
     changed = [row for row in found["classes"] if row["difference"]][:_CLASSES]
     if changed:
@@ -150,10 +150,10 @@ def print_comparison(record: Record) -> None:
 
 
 def nats(loss: float | None) -> str:
-    """Cross-entropy of one image."""
+    """The cross-entropy of one image in nats, as text."""
     return "-" if loss is None else f"{loss:.2f}"
 
 
 def class_row(row: Record) -> tuple[str, str, str, str, str]:
-    """(class, images, A, B, difference)."""
+    """The row (class, images, A, B, difference) as text."""
     return row["class"], f"{row['images']:,}", f"{row['a']:.1f}", f"{row['b']:.1f}", f"{row['difference']:+.1f}"

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from pycls_fast.config import RunConfig, command_alone, command_line, load_config
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Options, Tool
+from tools.train_net import table_of
 
 
 @pytest.mark.parametrize(
@@ -334,6 +335,24 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     assert tool("-m", "seed=1", "run_dir=out")[0] == 0
     status, _, calls = tool("-m", "seed=3", "run_dir=a,b")
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folders"),
+    [
+        (["seed=1,2"], "runs/vit_digits"),
+        (["seed=1,2", "run_dir='my out/${hydra:job.num}'"], "'my out'"),
+        (["run_dir=a,b"], "a b"),
+    ],
+)
+def test_the_end_of_a_sweep_names_the_table_of_its_runs(tool: Tool, overrides: list[str], folders: str) -> None:
+    status, lines, _ = tool("--multirun", *overrides, after_sweep=table_of)
+    assert (status, lines) == (0, [f"note: list the runs of this sweep: python runs.py {folders}"])
+
+
+def test_a_run_by_itself_is_no_sweep(tool: Tool) -> None:
+    assert tool("seed=1", after_sweep=table_of)[1] == []
+    assert tool("--multirun", "seed=1", after_sweep=table_of)[1] == []
 
 
 def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:

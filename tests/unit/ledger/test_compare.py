@@ -125,7 +125,7 @@ def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.
     assert sum(row["images"] for row in found["classes"]) == IMAGES
     said = capsys.readouterr().out
     assert "only A right: 4   only B right: 2   both wrong: 1" in said
-    assert "No difference that 359 images could show: -0.56 points" in said
+    assert "No difference that 359 images can show: -0.56 points" in said
     assert "speed.attention" in said
 
 
@@ -204,7 +204,7 @@ def ran_with(run: Path, torch: str, commit: str, processor: str, cores: int = 2)
 
 
 def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) -> None:
-    said = "The runs were on other machines, or with other threads: their speeds are not comparable."
+    said = "The runs had different machines or numbers of threads: their speeds are not comparable."
     ran_with(a, "2.11.0", "0123", "one processor")
     # Of one of the two nothing is known.
     record = comparison(read_run(str(a)), read_run(str(b)), 3)
@@ -230,8 +230,8 @@ def test_all_cores_of_the_machine_may_be_an_older_way_to_count_them(a: Path, b: 
     record = comparison(read_run(str(a)), read_run(str(b)), 3)
     assert [row["key"] for row in record["environment"]] == ["cpu_count"]
     assert [line for line in notes(record) if "speeds" in line] == [
-        "The runs name other numbers of cores (older ones all of the machine's): their speeds are comparable only if "
-        "they could use the same ones."
+        "The runs report different numbers of cores (older versions: all of the machine's): their speeds are "
+        "comparable only if they could use the same cores."
     ]
 
 
@@ -243,13 +243,13 @@ def reason(a: Path, b: Path) -> str:
 
 def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) -> None:
     other = make_run(tmp_path / "other", digits, {}, "data.split_seed=1")
-    assert " in A stands where " in reason(a, other)
+    assert " where B has " in reason(a, other)
     fewer = make_run(tmp_path / "fewer", digits, {}, "data.val_fraction=0.1")
-    assert reason(a, fewer).startswith("they were evaluated on other images: 359 and 1")
+    assert reason(a, fewer).startswith("they were evaluated on different images: 359 and 1")
     compare(str(a), str(other), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
-    assert "Not compared image by image: they were evaluated on other images" in page.text
+    assert "Not compared image by image: they were evaluated on different images" in page.text
     assert (page.pictures, page.seen.count("svg")) == (0, 2)
 
 
@@ -307,7 +307,7 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     Predictions(predictions.indices_N, predictions.labels_N[::-1], predictions.predicted_N, predictions.losses_N).save(
         b / "predictions.npz"
     )
-    assert "the right class differs for" in reason(a, b)
+    assert "the true class differs for" in reason(a, b)
 
 
 def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
@@ -375,7 +375,7 @@ def test_mistakes(a: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=line):
             compare(*arguments, output=None, images=3)
-    with pytest.raises(UserError, match=r"output: .* cannot be made"):
+    with pytest.raises(UserError, match=r"output: .* cannot be created"):
         compare(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
     (a / "config.yaml").rename(a / "kept")
     (a / "config.yaml").write_bytes(b"seed: \xff")

@@ -260,9 +260,9 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["a.json"], "takes two files"),
-        ([], "takes two files; got none"),
-        (["a.json", "b.json", "margin=1"], "takes two files; got a.json b.json margin=1"),
+        (["a.json"], "needs two files"),
+        ([], "needs two files; got none"),
+        (["a.json", "b.json", "margin=1"], "needs two files; got a.json b.json margin=1"),
         (["a.json", "seed=1/b.json"], "cannot be read"),
         (["a.json", "optim.lr=0.1/b.json"], "cannot be read"),
         (["a.json", "b.json"], "cannot be read"),
@@ -270,9 +270,9 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
         (["list", "list"], "not a ledger.json"),
         (["good", "good", "tolerance=much"], "tolerance: must be a share"),
         (["good", "good", "absolute=no"], "absolute: must be true or false"),
-        (["good", "other"], "another experiment, vit and resnet, cannot be compared"),
-        (["good", "mode"], "another mode, cumulative and one_at_a_time, cannot be compared"),
-        (["good", "reference"], "another first rung, base and fast, cannot be compared"),
+        (["good", "other"], "a different experiment (vit and resnet) cannot be compared"),
+        (["good", "mode"], "a different mode (cumulative and one_at_a_time) cannot be compared"),
+        (["good", "reference"], "a different first rung (base and fast) cannot be compared"),
         (["nothing", "good"], "nothing to compare"),
     ],
 )
@@ -338,7 +338,7 @@ def test_a_slowdown_between_starts_is_shown_and_not_tested() -> None:
     slower_in_one_round(once)
     for before, now in ((ledger(), apart), (apart, once)):
         texts = {finding.quantity: finding.text for finding in compare(before, now, tolerance=0.05)}
-        assert texts["speed-up"].endswith("%, timed by different starts: not tested")
+        assert texts["speed-up"].endswith("%, timed in different starts: not tested")
     texts = {finding.quantity: finding.text for finding in compare(ledger(), once, tolerance=0.05)}
     assert texts["speed-up"] == "LOST: -90.0%, without an interval"
 
@@ -366,7 +366,7 @@ def test_other_overrides_are_shown() -> None:
     now = ledger()
     other_overrides(now)
     first = compare(ledger(), now, tolerance=0.05)[0]
-    assert (first.before, first.now, first.text) == ("optim.lr=1", "optim.lr=2", "not those of the baseline")
+    assert (first.before, first.now, first.text) == ("optim.lr=1", "optim.lr=2", "differ from the baseline")
 
 
 def test_overrides_of_a_rung_are_shown() -> None:
@@ -374,7 +374,7 @@ def test_overrides_of_a_rung_are_shown() -> None:
     now["arms"][1] |= {"overrides": ["fast=2"], "ranks": 2}
     first, *others = compare(ledger(), now, tolerance=0.05)
     found = (first.rung, first.quantity, first.before, first.now, first.text)
-    assert found == ("fast", "overrides", "fast=1 ranks=1", "fast=2 ranks=2", "not those of the baseline")
+    assert found == ("fast", "overrides", "fast=1 ranks=1", "fast=2 ranks=2", "differ from the baseline")
     assert "overrides" not in {finding.quantity for finding in others}
 
 

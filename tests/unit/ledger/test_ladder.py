@@ -19,16 +19,16 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import conduct as dry
-from pycls_fast.ledger import ladder as at_work
+from pycls_fast.ledger import run_ladder as dry
+from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.conditions import changed, conditions
-from pycls_fast.ledger.conduct import conduct, refusal
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.run_ladder import refusal, run_ladder
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
@@ -177,7 +177,7 @@ def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[Fake
     # The first of them has two numbers as well, but B and C have a round of one start.
     assert [arm["timing"]["speedup_before"]["rounds"] for arm in record["arms"][1:]] == [0, 1]
     (chart,) = (chart for chart in charts(record) if chart.name == "throughput")
-    assert chart.caption.endswith(" Rounds of different starts, no pairs: B, C.")
+    assert chart.caption.endswith(" Rounds from different starts, not paired: B, C.")
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -189,12 +189,12 @@ def test_ctrl_c_leaves_what_is_done(
         return process.finished()
 
     monkeypatch.setattr(fake, "wait", interrupted)
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
         folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 3
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
 
@@ -209,7 +209,7 @@ def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProc
 
 def test_a_reference_that_fails_later_ends_the_work(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{_slug('base')}-round_1": (1, "RuntimeError: broken")}
-    with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, does not run: RuntimeError"):
+    with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
         start(tmp_path, rounds=3, seeds=2)
     # Three in the first round; in the second, which goes back, base is the last.
     assert len(fake.started) == 6
@@ -226,12 +226,12 @@ def test_a_report_without_the_references_training_is_no_success(
     tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.broken = {f"runs-{_slug('base')}-seed_0": (1, "RuntimeError: broken")}
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
         compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 1
-    assert "nothing to compare with: no training starts without 'base'" in capsys.readouterr().out
+    assert "nothing to compare with: no training is started without 'base'" in capsys.readouterr().out
     assert (tmp_path / "index.html").is_file()
 
 
@@ -263,7 +263,7 @@ def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["cumulative", "leave_one_out"])
 def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^mode: .* alternatives, which {mode} .*; use mode=one_at_a_time$"):
-        conduct(
+        run_ladder(
             load_config("vit_digits"), LADDER.model_copy(update={"mode": "one_at_a_time"}), Settings(mode=mode),
             switches=(), base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"),
             dry_run=False,
@@ -273,7 +273,7 @@ def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
 
 def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"weights: .*nowhere is neither a weights file"):
-        conduct(
+        run_ladder(
             load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
@@ -406,7 +406,7 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
     opened(before)
     with pytest.raises(UserError) as caught:
         opened(after)
-    refusal = f"output: {folder} holds a ledger with another {{}}; choose another folder, or remove it"
+    refusal = f"output: {folder} holds a ledger with different {{}}; choose another folder, or remove it"
     assert caught.value.lines == (refusal.format("optim.lr, schedule.epochs"),)
     for key in ("device", "processor", "cores", "torch"):
         with pytest.raises(UserError) as caught:
@@ -427,7 +427,7 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
     older = conditions(load_config("vit_digits"), "cpu")
     del older["experiment"]["model"]["init"]
     opened(older)
-    with pytest.raises(UserError, match=r"holds a ledger with another model\.init; choose"):
+    with pytest.raises(UserError, match=r"holds a ledger with different model\.init; choose"):
         opened(conditions(load_config("vit_digits", ["model.init=trunc_normal"]), "cpu"))
     opened(conditions(load_config("vit_digits"), "cpu"))
 
@@ -463,7 +463,7 @@ def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[Fa
 
 def test_a_baseline_for_another_device(tmp_path: Path) -> None:
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", needs="cuda")})
-    with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, needs CUDA"):
+    with pytest.raises(UserError, match="ladder: the baseline 'base' needs CUDA"):
         start(tmp_path, ladder)
 
 
@@ -520,7 +520,7 @@ def test_a_process_that_is_left_behind_is_waited_for(tmp_path: Path) -> None:
 
 
 def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], **settings: Any) -> list[str]:
-    status = conduct(
+    status = run_ladder(
         load_config("vit_digits"), ladder, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
         compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
     )  # fmt: skip
@@ -587,7 +587,7 @@ def test_what_training_would_refuse_is_not_timed(
     why = "b: lamb leaves the head at zero; use b=1"
     done: list[Any] = []
     for dry_run in (True, False):
-        conduct(
+        run_ladder(
             load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "mode": mode}), switches=(), base=([], []),
             compose=trainable, folder=tmp_path, tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip
@@ -615,8 +615,8 @@ def test_a_rung_for_the_cpu_is_checked_there(tmp_path: Path) -> None:
 def test_a_reference_that_cannot_be_trained_is_not_timed(tmp_path: Path, fake: type[FakeProcess]) -> None:
     ladder = LADDER.model_copy(update={"baseline": Rung(name="base", overrides=("b=lamb",))})
     for dry_run in (True, False):
-        with pytest.raises(UserError, match="ladder: 'base', with which all else is compared, does not run: b: lamb"):
-            conduct(
+        with pytest.raises(UserError, match="ladder: the reference 'base' does not run: b: lamb"):
+            run_ladder(
                 load_config("vit_digits"), ladder, Settings(**SETTINGS), switches=(), base=([], []),
                 compose=trainable, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
             )  # fmt: skip

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from pycls_fast.config import command_line, load_config, variants
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import conduct
-from pycls_fast.ledger.ladder import Settings
+from pycls_fast.ledger import run_ladder
+from pycls_fast.ledger.runner import Settings
 from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_a_ladder_may_bring_its_mode(
         asked.append(settings.mode)
         return 0
 
-    monkeypatch.setattr(conduct, "conduct", instead)
+    monkeypatch.setattr(run_ladder, "run_ladder", instead)
     monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
@@ -71,7 +71,7 @@ def test_a_ladder_may_bring_its_mode(
 
 def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(conduct, "conduct", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
+    monkeypatch.setattr(run_ladder, "run_ladder", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
     monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_rungs_are_checked_as_what_is_trained(
             lines.extend(error.lines)
         return 0
 
-    monkeypatch.setattr(conduct, "conduct", instead)
+    monkeypatch.setattr(run_ladder, "run_ladder", instead)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"seeds={seeds}"])
     try:

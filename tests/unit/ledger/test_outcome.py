@@ -11,9 +11,9 @@ import pytest
 
 from pycls_fast.build import cpu_cores
 from pycls_fast.config.ladder import Ladder, Rung
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.processes import Finished, Process, _environment
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder

@@ -191,9 +191,9 @@ def test_every_image_size_is_named(record: Record) -> None:
     def caption() -> str:
         return next(chart.caption for chart in charts(record) if chart.name == "epoch")
 
-    assert caption() == "1,281,167 images of 224 pixels at the measured rate, loading no limit."
+    assert caption() == "1,281,167 images of 224 pixels at the measured rate, if loading is not the limit."
     record["arms"][1]["timing"] = timing(187, 1.87, image_size=256)
-    sizes = "1,281,167 images of 224 or 256 pixels, as the rung has them, at"
+    sizes = "1,281,167 images of 224 or 256 pixels, depending on the rung, at"
     assert sizes in caption()
     assert sizes in markdown(record)
 

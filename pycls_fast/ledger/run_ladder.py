@@ -1,4 +1,4 @@
-"""A ladder from its name to its report: plan, dry run, work, files."""
+"""Run a ladder from start to report: plan, dry run, measurements, files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import conditions
-from pycls_fast.ledger.ladder import Ledger, Settings
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import write_json
 from pycls_fast.train.weights import find_weights
 
 
-def conduct(
+def run_ladder(
     config: RunConfig,
     ladder: Ladder,
     settings: Settings,
@@ -40,26 +40,27 @@ def conduct(
     tools: Path,
     dry_run: bool,
 ) -> int:
-    """Run a ladder, or say what would be run; returns the exit status: 1 where the reference's training failed, 3 where
-    Ctrl-C has stopped it.
+    """Run a ladder, or print what would be run.
+
+    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C stopped it.
 
     Args:
-        config: the experiment, checked.
+        config: the checked experiment.
         ladder: the changes to it.
-        settings: what is measured of each arm.
-        switches: rungs to pick, by name or by a key that they set; none for all.
+        settings: what is measured for each arm.
+        switches: rungs to run, by name or by a key that they set; empty for all.
         base: options and overrides of the experiment, for every tool.
-        compose: the experiment with the overrides of an arm.
-        folder: of the report and all that it is made from.
+        compose: composes the experiment with the overrides of an arm.
+        folder: holds the report and everything it is made from.
         tools: the folder of the tools.
-        dry_run: print the arms and an estimate of the time, measure nothing else.
+        dry_run: only print the arms and an estimate of the time.
 
     Raises:
         UserError: a plan that cannot be carried out.
     """
     if ladder.mode not in (None, settings.mode):
         raise UserError(
-            f"mode: the rungs of this ladder are alternatives, which {settings.mode} would put together; use "
+            f"mode: the rungs of this ladder are alternatives, which {settings.mode} would combine; use "
             f"mode={ladder.mode}"
         )
     display = Display(speaks=True, mode=config.runtime.progress)
@@ -68,7 +69,7 @@ def conduct(
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:
-        # No timing reads them: else it would be the first training that misses them.
+        # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
     ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
@@ -82,16 +83,16 @@ def conduct(
     try:
         record = _work(ledger, config.config_name)
     except KeyboardInterrupt:
-        display.note("stopped, with everything that is done saved; the same command goes on")
+        display.note("stopped; everything finished so far is saved, and the same command resumes")
         return STOPPED
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
-    # The report is there, and a script that asked for accuracies must not take it for whole.
+    # The report exists, but a script that asked for accuracies must not take it for complete.
     return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
 
 
 def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
-    """All that is to be measured, and the files of the report; its record."""
+    """Measure everything and write the report; returns its record."""
     with closing(ledger):
         ledger.open()
         try:
@@ -104,7 +105,7 @@ def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
 
 
 def write_reports(record: dict[str, Any], folder: Path) -> None:
-    """`ledger.md`, `index.html` and the charts beside it."""
+    """Write `ledger.md`, `index.html` and its charts."""
     from pycls_fast.ledger.page import write_page
 
     (folder / "ledger.md").write_text(markdown(record), encoding="utf-8")
@@ -112,7 +113,7 @@ def write_reports(record: dict[str, Any], folder: Path) -> None:
 
 
 def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: torch.device) -> str | None:
-    """Why the experiment cannot have the settings of an arm, as far as it is known without building anything."""
+    """Why an arm's settings are refused, as far as is known without building anything; None if they are not."""
     try:
         config = compose(arm.overrides)
         build.switches(config, torch.device("cpu") if config.runtime.device == "cpu" else device)
@@ -122,16 +123,16 @@ def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: tor
 
 
 def _rule_out(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig]) -> dict[str, str]:
-    """What is known to fail, maybe in training alone, is not timed before; the reasons, by the names of the arms."""
+    """Before any timing, leave out arms that are known to fail, even if only in training; returns reasons by arm."""
     return ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
 
 
 def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
-    """The arms, and how long they would take by the step of the first of them; `folder` is for what is measured."""
+    """Print the arms and an estimate of the time from a few steps of the first arm, which are kept in `folder`."""
     _rule_out(ledger, compose)
     alone = ledger.alone()
     if alone:
-        display.note("trying each rung alone, for what cannot be in 'everything' here")
+        display.note("trying each rung on its own, to find those that cannot be part of 'everything' here")
     for arm in alone:
         finished, _ = _few_steps(ledger, arm, folder)
         if finished.status != 0:
@@ -143,7 +144,7 @@ def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], disp
             f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
         )
         display.note(f"{arm.name}: {what}")
-    display.note("timing a few steps of the first one for the estimate")
+    display.note("timing a few steps of the first arm for the estimate")
     start, step, steps = _first_step(ledger, ledger.arms()[0], folder)
     s, count = ledger.settings, len(ledger.runnable())
     timing = (count * s.rounds + len(ledger.alone())) * (start + (s.steps + s.warmup_steps) * step)
@@ -152,23 +153,23 @@ def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], disp
     for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):
         display.note(f"{name}: about {seconds / 60:.0f} min")
     display.note(
-        f"in all about {(timing + numerics + training) / 60:.0f} min, were every rung as fast as the first "
+        f"in total about {(timing + numerics + training) / 60:.0f} min if every rung is as fast as the first "
         f"({step * 1e3:.0f} ms a step, {steps:,} steps a run; evaluation not counted)"
     )
 
 
 def _first_step(ledger: Ledger, arm: Arm, folder: Path) -> tuple[float, float, int]:
-    """Seconds to start a process, seconds of a step, steps of a run."""
+    """Seconds to start a process, seconds per step, steps per run."""
     finished, file = _few_steps(ledger, arm, folder)
     if finished.status != 0:
-        raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()}")
+        raise UserError(f"ladder: the reference '{arm.name}' does not run: {finished.reason()}")
     record = json.loads(file.read_text(encoding="utf-8"))
     step = record["train"]["step_seconds_p50"]
     return max(finished.seconds - 5 * step, 0.0), step, record["steps_per_run"]
 
 
 def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
-    """A short timing of an arm in a process of its own, and the file of its record."""
+    """Time an arm briefly in a separate process; returns how it ended and the file of its record."""
     file = folder / f"{arm.slug}.json"
     arguments = commands.timing(arm, file, steps=3, warmup_steps=2)
     tool, log = ledger.tools / "time_net.py", file.with_suffix(".txt")

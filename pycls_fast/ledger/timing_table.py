@@ -1,4 +1,4 @@
-"""Short tables for the person."""
+"""The tables that a timing prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 
-# Part -> what the tables call it.
+# Part -> its name in the tables.
 _PARTS = {
     "train": "training step",
     "inference": "forward pass",
@@ -19,7 +19,7 @@ Row = dict[str, str]
 
 
 def print_record(display: Display, record: Mapping[str, Any]) -> None:
-    """What was timed: a table of the parts, or with several variants a table of them for each part."""
+    """Print a timing: a table of the parts or, with several variants, one table of variants per part."""
     variants: Sequence[Mapping[str, Any]] = record.get("variants", [record])
     first = variants[0]
     parts = [part for part in _PARTS if part in first]
@@ -42,11 +42,11 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
             ],
         )
     _print_stages(display, variants)
-    display.note("speed-up: images/s, times those of the first line, in pairs of neighbouring turns")
+    display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
 
 
 def _print_stages(display: Display, variants: Sequence[Mapping[str, Any]]) -> None:
-    """Images per second of each stage on one core, in which order they follow one another."""
+    """Print images per second of each stage on one core, in pipeline order."""
     if "input_pipeline" not in variants[0]:
         return
     rows: list[Row] = []
@@ -56,8 +56,8 @@ def _print_stages(display: Display, variants: Sequence[Mapping[str, Any]]) -> No
         for stage, numbers in found["stages"].items():
             rate = numbers["images_per_second"]
             row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
-        row["a worker"] = f"{found['images_per_second_per_core']:,.0f}"
-        row["expected of all"] = f"{found['images_per_second_expected']:,.0f}"
+        row["per worker"] = f"{found['images_per_second_per_core']:,.0f}"
+        row["all workers, expected"] = f"{found['images_per_second_expected']:,.0f}"
         rows.append({**row, "limit": found["limit"]})
     _print(display, rows)
 

@@ -1,7 +1,7 @@
-"""Running a ladder: every arm timed in turns, its rounding measured, trained with several seeds, all put on record.
+"""Running a ladder: time every arm in turns, measure its rounding, train it with several seeds.
 
-Each piece of work is a process of its own that leaves a file behind. What is there already is not done again: a
-ledger that was killed goes on where it was.
+Each measurement is a separate process that writes a file. Measurements whose file exists are not repeated, so that a
+killed ledger resumes where it was.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pycls_fast.train.output_file import write_json
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured of each arm.
+    """What is measured for each arm.
 
     Attributes:
         mode: how the rungs of the ladder become arms.
-        seeds: training runs of each arm; 0 for none.
-        first_seed: of them.
-        rounds: timings of each arm, in turns; 0 for none.
-        steps, warmup_steps: of a timing.
+        seeds: training runs per arm; 0 for none.
+        first_seed: seed of the first one.
+        rounds: timings per arm, in turns; 0 for none.
+        steps, warmup_steps: steps per timing.
         numerics_steps: training steps between the two measurements of rounding; None for neither.
-        jobs: training runs at a time. Timings are always alone.
-        ranks: processes of an arm where the ladder says nothing.
+        jobs: concurrent training runs. Timings always run one at a time.
+        ranks: processes per arm, unless the ladder sets them.
         margin: loss of top-1 in points that does not matter.
         gradients: count the first arm's gradients in float32 against float16's limits.
     """
@@ -60,14 +60,14 @@ class Ledger:
 
     Attributes:
         flags, typed: options and overrides that make the experiment, for every tool.
-        device: "cpu" or "cuda", where the arms run.
+        device: "cpu" or "cuda": where the arms run.
         tools: the folder of the tools.
-        say: told of each piece of work that is done.
-        conditions: what else has to be the same at every start, by name (`ledger.conditions`).
-        impossible: arms that this machine or this model cannot have, and why.
-        failed: arms whose process broke.
-        untrained: arms that were timed and whose training ended early.
-        unmeasured: measurements beside timing and training that failed ("ARM: rounding", "gradients"), and why.
+        say: called with a message after each measurement.
+        conditions: what else must be the same at every start, by name (`ledger.conditions`).
+        impossible: arms that cannot run on this machine or with this model, and why.
+        failed: arms whose process failed, and why.
+        untrained: arms that were timed and whose training ended early, and why.
+        unmeasured: other measurements that failed ("ARM: rounding", "gradients"), and why.
         stopwatch: the wall time of all starts, once the folder is open.
 
     Raises:
@@ -90,9 +90,9 @@ class Ledger:
     stopwatch: Stopwatch | None = None
     _done: int = 0
     _trained: int = 0
-    # Seconds of each measurement and of each training run that was done here.
+    # Seconds of each measurement and of each training run in this start.
     _took: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    # Rungs that are below none of the others, and those of which no process is started.
+    # Rungs that later arms do not include, and rungs for which no process is started.
     _excluded: set[str] = field(default_factory=set)
     _untried: set[str] = field(default_factory=set)
     _lock: FolderLock | None = None
@@ -105,32 +105,32 @@ class Ledger:
                 self._untried.add(rung.name)
         if self.ladder.baseline.name in self.impossible:
             why = self.impossible[self.ladder.baseline.name]
-            raise UserError(f"ladder: '{self.ladder.baseline.name}', with which all else is compared, {why}")
+            raise UserError(f"ladder: the baseline '{self.ladder.baseline.name}' {why}")
 
     def arms(self) -> list[Arm]:
-        """The arms as far as it is known what can run here."""
+        """The arms, given what is known so far about which can run here."""
         return arms(self.ladder, self.settings.mode, ranks=self.settings.ranks, impossible=self._excluded)
 
     def runnable(self) -> list[Arm]:
-        """Those that nothing stands in the way of."""
+        """The arms that are not known to fail and are not overridden."""
         return [arm for arm in self.arms() if self.why_not(arm) is None]
 
     def why_not(self, arm: Arm) -> str | None:
-        """What stands in the way of an arm, if anything does."""
+        """Why an arm is not run; None if it is."""
         return self.impossible.get(arm.name) or self.failed.get(arm.name) or arm.overridden
 
     def alone(self) -> list[Arm]:
-        """In mode leave_one_out the rungs one at a time: what cannot be in "everything" shows alone."""
+        """The rungs one at a time, in mode leave_one_out only: shows which cannot be part of "everything"."""
         if self.settings.mode != "leave_one_out":
             return []
         made = arms(self.ladder, "one_at_a_time", ranks=self.settings.ranks)[1:]
         return [arm for arm in made if self.why_not(arm) is None]
 
     def open(self) -> None:
-        """Make the folder, or go on in it; until `close`, to be called in any case, no other ledger can.
+        """Create the folder, or resume in it, and lock it until `close`, which must be called even after an error.
 
         Raises:
-            UserError: it holds the results of another plan, another ledger works in it, or it cannot be written to.
+            UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
         plan = json.loads(json.dumps(self._plan()))
         file = self.folder / "plan.json"
@@ -139,16 +139,16 @@ class Ledger:
             self._lock = FolderLock(self.folder, self.say)
             if file.is_file():
                 before = json.loads(file.read_text(encoding="utf-8"))
-                # More seeds or rounds are more of the same.
+                # More seeds or rounds extend the same plan.
                 other = changed(before, {key: value for key, value in plan.items() if key not in _MAY_GROW})
                 if other:
                     raise UserError(
-                        f"output: {self.folder} holds a ledger with another {', '.join(other)}; choose another "
+                        f"output: {self.folder} holds a ledger with different {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
             write_json(file, plan)
             self.stopwatch = Stopwatch(self.folder / "took.json")
-            # Kept before anything is timed: which start a round is of.
+            # Saved before any timing, so that each round can be assigned to its start.
             self.stopwatch.lap()
         except OSError as error:
             raise UserError(f"output: {self.folder} cannot be written to ({error.strerror}); give another") from error
@@ -156,14 +156,14 @@ class Ledger:
             raise UserError(f"output: {file} is damaged; choose another folder, or remove it") from error
 
     def close(self) -> None:
-        """Let others into the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def _plan(self) -> dict[str, Any]:
         return {
-            # Its mode is that of the settings, and what a rung is against changes nothing that is measured.
+            # The mode is in the settings, and `against` does not affect any measurement.
             "ladder": self.ladder.model_dump(
                 mode="json", exclude={"mode": True, "baseline": {"against"}, "rungs": {"__all__": {"against"}}}
             ),
@@ -176,12 +176,12 @@ class Ledger:
         """Do everything that is not done yet.
 
         Raises:
-            UserError: the arm that all others are compared with does not run.
+            UserError: the reference arm does not run.
         """
         self._try_out()
         s = self.settings
         for number in range(1, s.rounds):
-            # There and back: a steady drift falls out over two rounds.
+            # Alternating order: a steady drift cancels over two rounds.
             order = self.runnable()
             for arm in order if number % 2 == 0 else reversed(order):
                 self._time(arm, number)
@@ -193,17 +193,17 @@ class Ledger:
         self._train_all()
 
     def total(self) -> int:
-        """Pieces of work in the whole plan, as far as it is known."""
+        """Number of processes in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.runnable())
         pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
         in_vain = len(self.impossible) + len(self.failed) - len(self._untried)
         return count * pieces + in_vain + len(self.alone()) + s.gradients
 
     def _try_out(self) -> None:
-        """The first round of timings, in the ladder's order: what cannot run here is found, and left out behind.
+        """Time the first round, in the ladder's order, which finds what cannot run here; later arms go without it.
 
-        An arm that fails in a later round is left out alone: the arms after it already include its change and have
-        timings.
+        If an arm fails in a later round, only that arm is left out: the arms after it include its change and already
+        have timings.
         """
         for arm in self.alone():
             self._try(arm)
@@ -212,7 +212,7 @@ class Ledger:
                 self._try(arm)
 
     def _in_order(self) -> Iterator[Arm]:
-        """The arms, made anew after each of them: what was left out changes those behind it, not their number."""
+        """The arms, recomputed after each one: leaving one out changes the arms after it, but not their number."""
         for position in range(len(self.arms())):
             yield self.arms()[position]
 
@@ -222,15 +222,15 @@ class Ledger:
             self.exclude(arm, finished)
 
     def rule_out(self, refusal: Callable[[Arm], str | None]) -> dict[str, str]:
-        """Leave out, in the ladder's order, the arms that are refused for the reason that is told of them.
+        """Leave out, in the ladder's order, the arms for which `refusal` gives a reason.
 
-        In mode leave_one_out the rungs alone are asked for.
+        In mode leave_one_out only the single rungs are checked.
 
         Returns:
-            The reasons, by the names of the arms.
+            The reasons by arm name.
 
         Raises:
-            UserError: the arm that all others are compared with is refused.
+            UserError: the reference arm is refused.
         """
         refused: dict[str, str] = {}
         for arm in self.alone() or self._in_order():
@@ -238,22 +238,21 @@ class Ledger:
             if why is None:
                 continue
             if arm.before is None:
-                raise UserError(f"ladder: '{arm.name}', with which all else is compared, does not run: {why}")
+                raise UserError(f"ladder: the reference '{arm.name}' does not run: {why}")
             refused[arm.name] = self.impossible[arm.name] = why
             self._excluded.add(arm.name)
             self._untried.add(arm.name)
         return refused
 
     def exclude(self, arm: Arm, finished: Finished) -> None:
-        """Leave an arm out, and the change of its rung out of the others."""
+        """Leave out an arm, and its rung's change from all other arms."""
         self._blame(arm, finished)
         self._excluded.add(arm.name)
 
     def _blame(self, arm: Arm, finished: Finished) -> None:
         if arm.before is None:
             raise UserError(
-                f"ladder: '{arm.name}', with which all else is compared, does not run: {finished.reason()} "
-                f"(all of it: {finished.log})"
+                f"ladder: the reference '{arm.name}' does not run: {finished.reason()} (full log: {finished.log})"
             )
         (self.impossible if finished.refused else self.failed)[arm.name] = finished.reason()
 
@@ -273,7 +272,7 @@ class Ledger:
         self._extra("gradients", arm, commands.gradients(arm, file), file)
 
     def _extra(self, what: str, arm: Arm, arguments: Sequence[str], file: Path) -> None:
-        """A measurement that the arm goes on without, where it fails."""
+        """Run an optional measurement: if it fails, the arm continues without it."""
         finished = self._piece(what, arm, "ledger", arguments, file, ranks=1, blame=False)
         if finished is not None and finished.status != 0:
             self.unmeasured[what] = finished.reason()
@@ -289,7 +288,7 @@ class Ledger:
         ranks: int | None = None,
         blame: bool = True,
     ) -> Finished | None:
-        """One process to its end, unless its file is there."""
+        """Run one process to its end, unless its file exists."""
         if file.is_file():
             self._done += 1
             return None
@@ -307,11 +306,11 @@ class Ledger:
         return finished
 
     def arguments(self, more: Sequence[str]) -> list[str]:
-        """The experiment's, with more overrides in place of its own."""
+        """The experiment's arguments, with `more` replacing its own overrides of the same keys."""
         return [*self.flags, *merged(self.typed, more)]
 
     def _left(self) -> str:
-        """How long it will take, from what measurements and training runs have taken so far."""
+        """An estimate of the remaining time, from the measurements and training runs so far."""
         runs = max(len(self.runnable()) * self.settings.seeds - self._trained, 0)
         others = max(self.total() - self._done - runs, 0)
         measuring, training = (sum(took) / len(took) if took else 0.0 for took in self._took)
@@ -329,7 +328,7 @@ class Ledger:
         elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
-            self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (all of it: {finished.log})")
+            self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
 
     def _train_all(self) -> None:
         waiting = [(arm, seed) for seed in self.seeds() for arm in self.runnable()]
@@ -353,7 +352,7 @@ class Ledger:
                         if finished.status != 0:
                             self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
                             if arm.name == reference:
-                                self.say(f"nothing to compare with: no training starts without '{reference}'")
+                                self.say(f"nothing to compare with: no training is started without '{reference}'")
                 time.sleep(0.05 if running else 0)
         except BaseException:
             for _, _, process in running:
@@ -370,35 +369,35 @@ class Ledger:
         return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
 
     def seeds(self) -> range:
-        """Of the training runs."""
+        """Seeds of the training runs."""
         return range(self.settings.first_seed, self.settings.first_seed + self.settings.seeds)
 
     def timing_file(self, arm: Arm, number: int) -> Path:
-        """Where a round's timing of an arm is."""
+        """The file of an arm's timing in one round."""
         return self.folder / "timings" / arm.slug / f"round_{number}.json"
 
     def numerics_file(self, arm: Arm) -> Path:
-        """Where an arm's rounding errors are."""
+        """The file of an arm's rounding errors."""
         return self.folder / "numerics" / f"{arm.slug}.json"
 
     @property
     def gradients_file(self) -> Path:
-        """Where the counts of gradients are."""
+        """The file of the gradient counts."""
         return self.folder / "gradients" / f"{self.arms()[0].slug}.json"
 
     def run_dir(self, arm: Arm, seed: int) -> Path:
-        """An arm's training run."""
+        """The folder of an arm's training run."""
         return self.folder / "runs" / arm.slug / f"seed_{seed}"
 
     def timings(self, arm: Arm) -> Iterator[dict[str, Any]]:
-        """Records of the rounds that there are, in their order."""
+        """Records of the existing rounds, in order."""
         for number in range(self.settings.rounds):
             file = self.timing_file(arm, number)
             if file.is_file():
                 yield json.loads(file.read_text(encoding="utf-8"))
 
 
-# What a plan may change and still be the same experiment.
+# What may change when a ledger is resumed.
 _MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
 
 
@@ -407,5 +406,5 @@ def _minutes(seconds: float) -> str:
 
 
 def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
-    """Where a ledger goes that was given no folder; the same each time, so that it goes on after a kill."""
+    """The default folder of a ledger; the same each time, so that it resumes after a kill."""
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
