@@ -360,7 +360,9 @@ class Loop:
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
-            which = _BEST[run.config.schedule.early_stopping_metric].format_map(best)
+            # The mean over the classes is None if no image could be scored.
+            shown = {**best, "class_top1": best.get("class_top1") or 0.0}
+            which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
             run.display.note(
                 f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
             )

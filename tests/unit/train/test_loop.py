@@ -67,6 +67,12 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best
 
 
+def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
+    (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
+    assert f"(best class top-1 {score:.2f}% at epoch 0)" in capsys.readouterr().out
+
+
 def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, drawn = 0.0, []
     monkeypatch.setattr(time, "monotonic", lambda: now)
