@@ -140,8 +140,8 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _hours(known: Published, data: Data, epochs: int) -> str:
     """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
-    sizes = {0: data.image_size, **dict(data.image_size_schedule)}
-    parts = pairwise([*sorted(sizes), epochs])
+    sizes = data.training_image_sizes
+    parts = pairwise([*sizes, epochs])
     areas = sum((last - first) * (sizes[first] / known.size) ** 2 for first, last in parts)
     hours = 3 * 2e9 * known.gmacs * areas * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
     return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"

@@ -38,7 +38,8 @@ def introduce(run: Run) -> None:
         ("model", f"{config.model.kind}, {human(run.complexity.parameters)} parameters"),
         (
             "one image",
-            f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
+            f"{config.data.image_size} px, {human(run.complexity.forward_flops, 'FLOP')} forward, "
+            f"{human(run.complexity.activations)} activations",
         ),
         *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),

@@ -22,9 +22,9 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import build_parts, check_head
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
@@ -102,6 +102,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
+        check_head(config, parts.network, world)
         config = parts.config
         # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
         scale = build.peak_lr(config) / config.optim.lr
@@ -134,7 +135,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 "diverges": verdict.diverges,
                 "lr": done,
                 "loss": losses,
-                "environment": environment(world.device, world.size),
+                **provenance(world.device, world.size),
             }
             write_json(file, record)
             _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
