@@ -174,7 +174,8 @@ class Classifier:
             # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = {**switches, SwitchName.DECODE: "pillow"}
         loader = build.eval_loader(config, source, self._restored.world, switches)
-        for batch in to_device(loader, self.device, mode="blocking"):
+        mode = switches[SwitchName.INPUT_COPY]
+        for batch in to_device(loader, self.device, mode=mode):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")

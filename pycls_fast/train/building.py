@@ -206,6 +206,7 @@ def make_step(
         ema=build.ema(config, network, switches, owned),
         seed=config.seed,
         rank=world.rank,
+        accumulation_steps=config.optim.accumulation_steps,
         masters=masters,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )

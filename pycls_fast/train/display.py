@@ -119,9 +119,10 @@ class Display:
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
             self._evaluating = None
+        by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "
-            f"top-5 {record['top5']:.2f}%  loss {record['loss']:.4f}  {record['count']:,} images"
+            f"top-5 {record['top5']:.2f}%{by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
         )
 
 

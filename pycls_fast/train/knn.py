@@ -20,6 +20,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
@@ -181,7 +182,8 @@ def _features(
     damaged: dict[str, str] = {}
     display.begin_evaluation(split, len(source))
     try:
-        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking")
+        mode = switches[SwitchName.INPUT_COPY]
+        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
         for batches_done, batch in enumerate(batches, start=1):
             world.at(f"features of {split}: {batches_done} batches read")
             damaged.update(batch.damaged)

@@ -113,23 +113,23 @@ class Run(TrainingParts):
         if not self.config.runtime.checkpoint_async:
             self.finish_saving()
 
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and record it; all ranks call this.
+    def finish_saving(self) -> bool:
+        """Wait for the checkpoint that is being written and record it; returns whether there was one.
 
         Raises:
             UserError: it could not be written; the same on all ranks.
         """
         saved = self.saver.finish()
-        if saved is None or saved.path is None or not self.world.is_main:
-            return
-        self.folder.add_record(
-            "checkpoint",
-            saved.step,
-            self.epoch(saved.step),
-            path=str(saved.path.relative_to(self.folder.path)),
-            blocked_seconds=round(saved.blocked_seconds, 4),
-            seconds=round(saved.seconds, 4),
-        )
+        if saved is not None and saved.path is not None and self.world.is_main:
+            self.folder.add_record(
+                "checkpoint",
+                saved.step,
+                self.epoch(saved.step),
+                path=str(saved.path.relative_to(self.folder.path)),
+                blocked_seconds=round(saved.blocked_seconds, 4),
+                seconds=round(saved.seconds, 4),
+            )
+        return saved is not None
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""
@@ -282,8 +282,9 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> in
 
     Args:
         evaluations: records of `metrics.jsonl`.
-        metric: "top1" (highest is best) or "loss" (lowest is best, NaN and null are worst).
+        metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
     """
-    scores = [-record["top1"] if metric == "top1" else record["loss"] for record in evaluations]
-    scores = [math.inf if score is None or math.isnan(score) else score for score in scores]
+    sign = 1 if metric == "loss" else -1
+    values = [record.get(metric) for record in evaluations]
+    scores = [math.inf if value is None or math.isnan(value) else sign * value for value in values]
     return scores.index(min(scores)) if scores else None

@@ -16,6 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
@@ -68,7 +69,11 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                 display.begin_evaluation(split, len(source))
                 result = evaluate(
                     network,
-                    to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"),
+                    to_device(
+                        build.eval_loader(config, source, world, switches),
+                        world.device,
+                        mode=switches[SwitchName.INPUT_COPY],
+                    ),
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,

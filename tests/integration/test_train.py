@@ -239,8 +239,9 @@ def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -
 
 
 def test_loss_that_is_no_number_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"optim.lr: the loss or a gradient is not finite at step"):
+    with pytest.raises(UserError, match=r"optim.lr: the loss or a gradient is not finite at step") as caught:
         run(tmp_path, digits, "optim.lr=1e30", "schedule.warmup_epochs=0")
+    assert caught.value.lines[1].startswith("runtime.watchdog: set it to true and resume")
 
 
 def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -> None:

@@ -59,6 +59,22 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
+def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, system_open = [], os.open
+    monkeypatch.setattr("os.open", lambda path, *more: opened.append(Path(path)) or system_open(path, *more))
+    with RunFolder(tmp_path) as folder:
+        for step in (1, 2, 3):
+            folder.add_record("train", step, 0.5)
+            assert len(folder.metrics.read_text().splitlines()) == step
+        assert opened == [folder.metrics]
+        # The rewritten file is another one.
+        folder.forget_after(1)
+        folder.add_record("train", 4, 0.5)
+        assert [record["step"] for record in folder.records()] == [1, 4]
+
+
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
@@ -168,10 +184,20 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
         "loss": 1.0,
         "top1": 3.0,
         "top5": 9.0,
+        "class_top1": 2.0,
     }
     draw_curves([train, score], tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
+    record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
+    added: dict[str, float] = {}
+    with Board(tmp_path, 0, enabled=True) as board:
+        board._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
+        board.add({**record, "class_top1": 2.0})
+    assert added == {"val_model/top1": 3, "val_model/top5": 9, "val_model/class_top1": 2, "val_model/loss": 1}
 
 
 def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
@@ -180,11 +206,12 @@ def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
         for loss in losses:
             metrics.add_loss(torch.tensor(loss))
         metrics.add_step(torch.tensor(norm))
-    values = metrics.read(ALONE)
-    assert values == {"loss": pytest.approx(2.0 / 3), "grad_norm": pytest.approx(3.0), "skipped_steps": 1}
+    values = metrics.read(ALONE, damaged=2)
+    assert values == {"loss": pytest.approx(2.0 / 3), "grad_norm": pytest.approx(3.0), "skipped_steps": 1, "damaged": 2}
     metrics.add_loss(torch.tensor(9.0))
     metrics.add_step(torch.tensor(1.0))
-    assert metrics.read(ALONE)["loss"] == 9.0
+    values = metrics.read(ALONE)
+    assert (values["loss"], values["damaged"]) == (9.0, 0)
 
 
 def test_medians_leave_out_the_interval_that_warms_up() -> None:
