@@ -101,6 +101,7 @@ class Evaluations:
             run.step.autocast,
             run.world,
             on_batch,
+            sigmoid=run.config.loss.name == "bce",
             forward_is_collective=wrapped.forward_is_collective,
             free_gathered=wrapped.free_gathered,
         )
