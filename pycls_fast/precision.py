@@ -172,8 +172,10 @@ _LEVELS = (
         "Products of linear layers in float8 with scales per tensor or row (torchao), the rest bfloat16 autocast.",
         helps="Wide linear layers on GPUs with float8 (compute capability 8.9 on): published 1.28x on an 8B language "
         "model (torchtitan, H100).",
-        hurts="Narrow layers, for which finding the scales costs more than the product gains (torchao's table). Layers "
-        "with a side that is not a multiple of 16 stay out, and those of precision.fp8_skip. Not for ResNets.",
+        hurts="Uncompiled, the scales and casts, each a kernel of its own, take longer than the products save (bytes "
+        "counted, not timed): speed=fast therefore sets speed.compile=blocks where it can; otherwise a note says so. "
+        "Narrow layers, for which finding the scales costs more than the product gains (torchao's table). Layers with "
+        "a side that is not a multiple of 16 stay out, and those of precision.fp8_skip. Not for ResNets.",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv 2209.05433; torchao.float8.",
         ran="CPU (torch 2.15, torchao's emulation, which is slow): 12 steps of a small ViT, losses within 0.05 of "
         "float32's. CUDA: not run.",

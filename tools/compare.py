@@ -5,7 +5,7 @@ which the two disagree, accuracy by class, speed and memory. Prints a table, and
 `index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. The runs need not be
 finished.
 
-    output=      a folder; default: comparisons/A--B
+    output=      a folder; default: comparisons/A--B, numbered if that holds other runs
     images=24    images shown per kind of disagreement
 """
 

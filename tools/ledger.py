@@ -44,8 +44,9 @@ class Options(Section):
     The default of `mode` is the ladder's own, mostly cumulative. `steps` and `warmup_steps` are the length of each
     timing (`rounds` of them per rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
     with `seeds` seeds from `first_seed` on, on `ranks` processes, `jobs` runs at a time; `gradients` counts those of
-    the first seed; `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is
-    accepted. `loss_scale` is tried on the gradients of mode=gradients.
+    the first rung; `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is
+    accepted. `loss_scale` is tried on the gradients of mode=gradients. `accept_code` resumes in a folder that was
+    measured before the code changed.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
@@ -62,6 +63,7 @@ class Options(Section):
     margin: Annotated[float, Field(gt=0.0)] = 0.2
     gradients: bool = True
     dry_run: bool = False
+    accept_code: bool = False
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     output: str | None = None
 
@@ -125,7 +127,7 @@ def main(config: RunConfig, options: Options) -> int:
         margin=options.margin,
         gradients=options.gradients,
     )
-    output = options.output or default_folder(config.config_name, options.ladder.name, mode)
+    output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
     return run_ladder(
         config,
         ladder,
@@ -136,6 +138,8 @@ def main(config: RunConfig, options: Options) -> int:
         folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,
+        configs=config_folders(),
+        accept_code=options.accept_code,
     )
 
 

@@ -2,6 +2,7 @@
 
 Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls
 fastest and where it diverges. Writes lr_find.json and lr_find.png into output=FOLDER (default: a new one in lr_find/).
+Compiles nothing unless speed.compile is set: there are too few steps to make up for it.
 """
 
 from typing import Annotated

@@ -36,8 +36,10 @@ measured here. Parameters with 1,000 classes. GMACs are billions of multiply-add
 run's summary counts twice as many FLOPs). The tests count both on every experiment's network.
 
 `H100 hours` is arithmetic, not a measurement: three forward passes for each image of a training, by the area that it is
-trained at, at 989 TFLOP/s, the dense bfloat16 peak of one H100. Nothing is faster. Published runs reach 29 % of it with
-a ViT-g/14 (NeMo, 8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has to keep up, too.
+trained at, at 989 TFLOP/s, the dense bfloat16 peak of one H100. In 16 bits and with every branch computed nothing is
+faster (`precision=fp8` has twice the peak, and `speed.drop_path_compute=skip` leaves branches out). Published runs
+reach 29 % of it with a ViT-g/14 (NeMo, 8 H100) and 18 % with a ResNet-50 (NVIDIA in MLPerf 3.0, 8 H100); the loader has
+to keep up, too.
 """
 
 _RECIPES = """\
@@ -138,8 +140,8 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _hours(known: Published, data: Data, epochs: int) -> str:
     """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
-    sizes = {0: data.image_size, **dict(data.image_size_schedule)}
-    parts = pairwise([*sorted(sizes), epochs])
+    sizes = data.training_image_sizes
+    parts = pairwise([*sizes, epochs])
     areas = sum((last - first) * (sizes[first] / known.size) ** 2 for first, last in parts)
     hours = 3 * 2e9 * known.gmacs * areas * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
     return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"

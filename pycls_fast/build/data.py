@@ -43,8 +43,8 @@ def train_loader(
     config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
-    sizes = {0: config.data.image_size, **dict(config.data.image_size_schedule)}
-    transforms = {epoch: train_transform(config, size) for epoch, size in sorted(sizes.items())}
+    sizes = config.data.training_image_sizes
+    transforms = {epoch: train_transform(config, size) for epoch, size in sizes.items()}
     transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)
     sampler = TrainSampler(
         len(source),

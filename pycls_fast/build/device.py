@@ -66,6 +66,10 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         sharded=config.parallel.name in DTENSORS,
     )
     _give_way(config, resolved)
+    in_float8 = level(config).float8 and kind == "cuda" and not config.precision.fp8_emulate
+    if config.speed.compile is None and config.speed.preset == "fast" and in_float8:
+        # Scales and casts, each a kernel of its own, would take longer than the products save.
+        resolved[SwitchName.COMPILE] = "blocks"
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
         # Explicit settings win over the preset's.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
@@ -85,6 +89,9 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
     """
     if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
         resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.qkv is None and level(config).float8:
+        # A joined product would go around the float8 layers.
+        resolved[SwitchName.QKV] = "separate"
     if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
         resolved[SwitchName.CONVOLUTION] = "torch"
     written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
@@ -157,8 +164,9 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
     Raises:
         UserError: TF32 or determinism is not possible in this process, or as `switches`.
     """
-    _set_threads(config.runtime.threads)
-    keep_freed_memory(switches(config, device)[SwitchName.ALLOCATOR] == "keep")
+    chosen = switches(config, device)
+    _set_threads(config.runtime.threads, updates_on_host=chosen[SwitchName.PARAM_OFFLOAD] == "cpu")
+    keep_freed_memory(chosen[SwitchName.ALLOCATOR] == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")
@@ -179,7 +187,11 @@ def set_backend(config: RunConfig, device: torch.device) -> None:
 _threads_before: list[int] = []
 
 
-def _set_threads(count: int | None) -> None:
+def _set_threads(count: int | None, *, updates_on_host: bool) -> None:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if count is None and updates_on_host and by_torchrun:
+        # Its default of one thread would leave the other cores idle while the optimizer updates the weights.
+        count = cores_per_rank()
     if count is None and cpu_limit() is not None and "OMP_NUM_THREADS" not in os.environ:
         # torch counts cores, but a container's limit is on CPU time: beyond it the kernel throttles all threads.
         count = min(_threads_before[0] if _threads_before else torch.get_num_threads(), cores_per_rank())

@@ -252,7 +252,17 @@ def _optim(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _trust_ratio(config: RunConfig) -> Iterator[tuple[str, str]]:
     """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
-    if isinstance(model, ViTModel) and model.init == "jax" and settings.name == "lamb" and settings.weight_decay:
+    # Weights from elsewhere are rarely zero; `train/building.py` looks at the head.
+    if settings.name != "lamb" or not settings.weight_decay or config.weights is not None:
+        return
+    for key in ("decay_norms", "decay_biases"):
+        if getattr(settings, key):
+            yield (
+                f"optim.{key}",
+                "puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly changes them; "
+                f"use optim.{key}=false",
+            )
+    if isinstance(model, ViTModel) and model.init == "jax":
         yield (
             "model.init",
             "jax begins the head with zeros, which optim=lamb hardly changes: its steps are in proportion to the "
@@ -312,6 +322,12 @@ def _parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
             "parallel.compression",
             f"powersgd carries its compression error from step to step, which a float16 overflow or a half format "
             f"would corrupt (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
+        )
+    if chosen.compression == "fp16" and replicates and precision not in ("amp_fp16", "fp16_master", "fp16"):
+        yield (
+            "parallel.compression",
+            f"fp16 needs a scaled loss, and precision={precision} scales none: small gradients would become 0, large "
+            "ones infinite; use parallel.compression=bf16, or precision=amp_fp16",
         )
     if chosen.static_graph and not replicates:
         yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"

@@ -25,7 +25,8 @@ class Rung(Section):
     `ranks` is the number of processes of this rung and, in a cumulative ladder, of those after it. `needs` names the
     only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches. `against`
     names the rung that this one is one change away from, if that is not the baseline: in mode one_at_a_time the two
-    are compared, and selecting this one also selects the other.
+    are compared, and selecting this one also selects the other. `tree` is the folder of another checkout (a git
+    worktree, say) whose code this rung runs, in mode one_at_a_time.
     """
 
     name: Text
@@ -34,6 +35,7 @@ class Rung(Section):
     needs: Literal["cuda"] | None = None
     image_size_ratio: PositiveFloat | None = None
     against: Text | None = None
+    tree: Text | None = None
     note: str = ""
 
 

@@ -65,7 +65,9 @@ def _of_source(source: Path) -> Saved | None:
     path = source.resolve()
     if not path.exists():
         return None  # A hub name, or an error that is reported when it is opened.
-    file = path / "model.safetensors" if (path / "config.json").is_file() else path
+    # The link's own suffix counts: in the Hugging Face cache the target has none.
+    link = source if source.suffix else path
+    file = path / "model.safetensors" if (path / "config.json").is_file() else link.absolute()
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)
         if values is not None:
@@ -96,9 +98,10 @@ def _in_header(file: Path) -> dict[str, Any] | None:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         text = header.get("__metadata__", {}).get("config")
         values = None if text is None else json.loads(text)
-    except (OSError, ValueError, AttributeError, OverflowError, MemoryError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Reported when the tensors are read.
-    return values if isinstance(values, dict) else None
+    # Other programs write other things under this key.
+    return values if isinstance(values, dict) and isinstance(values.get("model"), dict) else None
 
 
 def _in_state(file: Path) -> dict[str, Any]:

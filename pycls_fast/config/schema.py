@@ -207,6 +207,11 @@ class Data(Section):
     synthetic_val_images: PositiveInt = 512
     synthetic_classes: Annotated[int, Field(ge=2)] = 1000
 
+    @property
+    def training_image_sizes(self) -> dict[int, int]:
+        """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
+        return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
+
 
 class RandAugment(Section):
     """RandAugment (Cubuk et al., 2020) as parameterised by `library`.
@@ -519,9 +524,9 @@ class Runtime(Section):
 class RunConfig(Section):
     """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
 
-    `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME` or `torchvision:NAME`;
-    `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different shape. With
-    `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
+    `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
+    `hf:ORG/NAME`; `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different
+    shape. With `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
     """
 
     config_name: Text

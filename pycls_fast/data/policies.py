@@ -10,15 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import timm.data.auto_augment as timm_policies
 import torch
 from PIL import Image
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from pycls_fast.data.pictures import PILLOW_FILTERS, Interpolation
+
+if TYPE_CHECKING:
+    from timm.data.auto_augment import AugmentOp
 
 Step = Callable[[Image.Image], Image.Image]
 
@@ -62,9 +64,12 @@ def timm_rand_augment(
         image_size: shifts go up to 0.45 of it.
         mean: the colour of newly exposed corners, on the scale 0..1.
     """
+    # Imports all of timm's models, which takes more than a second: only where one of its policies is used.
+    from timm.data.auto_augment import rand_augment_transform
+
     name = f"rand-m{magnitude}-n{num_ops}-mstd{magnitude_std:g}-inc{int(increasing)}-p{probability:g}"
     hparams = _timm_parameters(image_size, mean, interpolation)
-    policy = timm_policies.rand_augment_transform(name, hparams)
+    policy = rand_augment_transform(name, hparams)
     return _TimmPolicy(policy, policy.ops)
 
 
@@ -73,7 +78,9 @@ def three_augment(*, interpolation: Interpolation, image_size: int, mean: Sequen
 
     The recipe adds color jitter of 0.3.
     """
-    policy = timm_policies.auto_augment_transform("3a", _timm_parameters(image_size, mean, interpolation))
+    from timm.data.auto_augment import auto_augment_transform
+
+    policy = auto_augment_transform("3a", _timm_parameters(image_size, mean, interpolation))
     return _TimmPolicy(policy, [op for sub_policy in policy.policy for op in sub_policy])
 
 
@@ -86,9 +93,11 @@ def _timm_parameters(image_size: int, mean: Sequence[float], interpolation: Inte
 
 
 class _TimmPolicy:
-    def __init__(self, policy: Step, ops: Sequence[timm_policies.AugmentOp]) -> None:
+    def __init__(self, policy: Step, ops: Sequence[AugmentOp]) -> None:
+        from timm.data.auto_augment import posterize
+
         for op in ops:
-            if op.aug_fn is timm_policies.posterize:
+            if op.aug_fn is posterize:
                 op.aug_fn = _posterize
         self._policy = policy
 
@@ -99,9 +108,11 @@ class _TimmPolicy:
 
 def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Image.Image:
     """timm's operation; at full strength it asks Pillow for 0 bits, which is black, and since Pillow 13 an error."""
+    from timm.data.auto_augment import posterize
+
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
-    return timm_policies.posterize(image, bits_to_keep)
+    return posterize(image, bits_to_keep)
 
 
 @contextmanager

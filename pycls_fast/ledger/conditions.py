@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycls_fast.config import RunConfig, saved_config
+from pycls_fast.config.compose import CONFIGS, groups
 from pycls_fast.errors import UserError
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import environment, versions
 
+# Packages beside torch that provide models and images; plans of earlier versions do not have them.
+_PACKAGES = ("torchvision", "timm")
 # At most so many changed keys are listed in a message.
 _MOST_KEYS = 5
 
 
 def conditions(config: RunConfig, device: str) -> dict[str, Any]:
-    """The experiment with all its settings, the machine and torch.
+    """The experiment with all its settings, the machine, torch, torchvision and timm.
 
     Args:
         config: the experiment.
@@ -31,7 +38,34 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
         "processor": here["processor"],
         "cores": here["cpu_count"],
         "torch": torch.__version__,
+        **{name: versions()[name] for name in _PACKAGES},
     }
+
+
+def code_digest(tools: Path, configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
+    """SHA-256 of the code that an arm's processes run; takes milliseconds.
+
+    Args:
+        tools: the folder of the tools.
+        configs: folders of configurations. Only the files of groups count, which rungs choose by name: the plan itself
+            holds the experiment and the ladder.
+        trees: other checkouts that arms run.
+    """
+    others = ((tree / "pycls_fast", tree / "tools", [tree / "configs"]) for tree in trees)
+    digests = [_digest(*parts) for parts in ((Path(__file__).parents[1], tools, configs), *others)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _digest(package: Path, tools: Path, configs: Sequence[Path]) -> str:
+    files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
+    files += [(tools, file) for file in tools.glob("*.py")]
+    files += [(root, file) for root in configs for name in groups([CONFIGS]) for file in (root / name).glob("*.yaml")]
+    contents: list[tuple[bytes, bytes]] = []
+    for root, file in files:
+        # Unreadable: the lock file of an editor, or a file that is being replaced.
+        with suppress(OSError):
+            contents.append((os.fsencode(file.relative_to(root)), hashlib.sha256(file.read_bytes()).digest()))
+    return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
 
 
 def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
@@ -39,7 +73,7 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
 
     Keys of the experiment that are newer than the earlier plan count as having had their default there.
     """
-    before = {**before, **_with_defaults(before)}
+    before = {**{name: plan[name] for name in _PACKAGES if name in plan}, **before, **_with_defaults(before)}
     names = [name for name, value in plan.items() if value != before.get(name)]
     if "experiment" not in names or "experiment" not in before:
         return names

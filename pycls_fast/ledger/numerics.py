@@ -22,7 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.step import Step
@@ -63,7 +63,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
             "kind": "numerics",
             "config_name": config.config_name,
             "errors": finite,
-            "environment": environment(world.device, world.size),
+            **provenance(world.device, world.size),
         }
         write_json(file, record)
         return DONE

@@ -55,11 +55,18 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "model": timed and {k: timed[k] for k in _MODEL if k in timed},
         "device": timed["device"] if timed else None,
         "versions": versions(),
-        "environment": environment(torch.device("cpu"), 1),
+        "code": ledger.codes,
+        "environment": _environment(),
         "gradients": _gradients(ledger),
         "unmeasured": ledger.unmeasured | of_different_starts,
         "arms": records,
     }
+
+
+def _environment() -> Record:
+    """The environment without device and ranks: those of this process, which measures nothing, are not the arms'."""
+    here = environment(torch.device("cpu"), 1)
+    return {key: value for key, value in here.items() if key not in ("device", "world_size")}
 
 
 def _gradients(ledger: Ledger) -> Record | None:
@@ -70,7 +77,10 @@ def _gradients(ledger: Ledger) -> Record | None:
     return {key: record[key] for key in ("total", "steps", "warmup_steps", "loss_scale")}
 
 
-_MODEL = ("model", "parameters", "forward_flops_per_image", "image_size", "num_classes", "data", "global_batch_size")
+_MODEL = (
+    "model", "parameters", "forward_flops_per_image", "image_size", "train_forward_flops_per_image",
+    "train_image_size", "num_classes", "data", "global_batch_size",
+)  # fmt: skip
 
 
 def _arm(ledger: Ledger, arm: Arm) -> Record:
@@ -85,6 +95,7 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "note": arm.note,
         "overrides": list(arm.overrides),
         "ranks": arm.ranks,
+        "tree": arm.tree,
         "before": arm.before,
         "status": status,
         "reason": reason,
@@ -104,7 +115,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
     steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
     p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
     images = parts[0]["images_per_step"]
-    rate = images / p50
+    rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
     memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
     shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
     return {
@@ -115,13 +126,13 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
         "images_per_step": images,
         "samples": len(steps),
         # Not known if parts of the network are frozen.
-        "flops_per_second": 3 * rounds[0]["forward_flops_per_image"] * rate if "flops_per_second" in parts[0] else None,
+        "flops_per_second": 3 * flops * rate if "flops_per_second" in parts[0] else None,
         "share_of_matmul": float(np.median(shares)) if shares else None,
         "memory_peak_bytes": max(memory, default=None),
         "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
         "rounds": [part["images_per_second"] for part in parts],
         "times": [record["time"] for record in rounds],
-        "image_size": rounds[0]["image_size"],
+        "image_size": rounds[0]["train_image_size"],
         "precision": rounds[0]["precision"],
         "switches": rounds[0]["switches"],
     }

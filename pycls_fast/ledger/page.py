@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 
 from pycls_fast.ledger.charts import Chart, charts
-from pycls_fast.ledger.table import rows, state, time_taken, verdict
+from pycls_fast.ledger.table import rows, several_codes, state, time_taken, verdict
 
 STYLE = """
 :root { color-scheme: light; }
@@ -51,7 +51,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
     """The page as text."""
     ladder, settings = record["ladder"], record["settings"]
     title = f"{record['config_name']}: {ladder['description']}"
-    environment, taken = record["environment"], time_taken(record)
+    environment, taken, codes = record["environment"], time_taken(record), several_codes(record)
     when = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
     machine = f"{environment['processor']}, {environment['cpu_count']} cores, device {record['device']}"
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -65,6 +65,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             f"<h1>{escape(title)}</h1>",
             f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · {settings['seeds']} "
             f"seeds · {settings['rounds']} rounds of timing{f' · {taken}' if taken else ''}</p>",
+            f"<p class='quiet'>{codes.capitalize()}.</p>" if codes else "",
             source,
             f"<ul class='answers'>{''.join(_answer(arm, record) for arm in record['arms'])}</ul>",
             "<section class='charts'>",

@@ -8,12 +8,14 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.quoting import key_of
 from pycls_fast.errors import UserError
+from pycls_fast.paths import user_path
 
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 EVERYTHING = "everything"
@@ -32,6 +34,7 @@ class Arm:
         ranks: number of processes.
         before: the name of the arm that this one is one step away from; None for the first.
         note: what the ladder says about the rung.
+        tree: folder of the checkout whose code it runs; None for this one.
         overridden: why its settings equal those of the arm that it is compared with, so that there is nothing to run.
     """
 
@@ -40,14 +43,24 @@ class Arm:
     ranks: int
     before: str | None
     note: str = ""
+    tree: str | None = None
     overridden: str | None = None
 
     @property
     def slug(self) -> str:
         """Its part of a file's path: the readable name and a digest, so that changed settings get a new path."""
-        readable = re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")[:_LONGEST]
-        made_of = json.dumps([self.name, self.overrides, self.ranks])
-        return f"{readable or 'arm'}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
+        made_of = json.dumps([self.name, self.overrides, self.ranks, *([self.tree] if self.tree else [])])
+        return f"{readable(self.name)}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
+
+
+def tree_path(tree: str) -> Path:
+    """The absolute path of a rung's checkout, which may be relative to the working folder."""
+    return user_path(tree).resolve()
+
+
+def readable(name: str) -> str:
+    """A name as part of a path; not unique."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:_LONGEST] or "arm"
 
 
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
@@ -114,7 +127,8 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
 
 def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None) -> Arm:
-    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note)
+    notes = ([f"the code in {rung.tree}"] if rung.tree else []) + ([rung.note] if rung.note else [])
+    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, "; ".join(notes), rung.tree)
 
 
 def _alone(rung: Rung, base: Arm) -> Arm:
@@ -123,7 +137,7 @@ def _alone(rung: Rung, base: Arm) -> Arm:
     if rung.against is None:
         return arm
     told = f"the one before is '{rung.against}'"
-    return dataclasses.replace(arm, note=f"{told}; {rung.note}" if rung.note else told)
+    return dataclasses.replace(arm, note=f"{told}; {arm.note}" if arm.note else told)
 
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:

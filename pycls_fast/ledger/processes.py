@@ -74,10 +74,18 @@ class Process:
         ranks: number of processes.
         log: the file for its output.
         inherits: file descriptors that stay open in it while it runs.
+        tree: the checkout whose package it imports; None for the one that this process imports.
     """
 
     def __init__(
-        self, tool: Path, arguments: Sequence[str], *, ranks: int, log: Path, inherits: Sequence[int] = ()
+        self,
+        tool: Path,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        log: Path,
+        inherits: Sequence[int] = (),
+        tree: Path | None = None,
     ) -> None:
         launcher = [sys.executable, "-u"]
         if ranks > 1:
@@ -91,7 +99,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(ranks),
+                env=_environment(ranks) | ({"PYTHONPATH": str(tree)} if tree is not None else {}),
                 pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )

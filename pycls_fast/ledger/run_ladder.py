@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
-from pycls_fast.ledger.conditions import conditions
+from pycls_fast.ledger.conditions import code_digest, conditions
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.plan import Arm, pick
-from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
+from pycls_fast.ledger.processes import Finished
 from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
@@ -39,6 +40,8 @@ def run_ladder(
     folder: Path,
     tools: Path,
     dry_run: bool,
+    configs: Sequence[Path] = (),
+    accept_code: bool = False,
 ) -> int:
     """Run a ladder, or print what would be run.
 
@@ -54,6 +57,8 @@ def run_ladder(
         folder: holds the report and everything it is made from.
         tools: the folder of the tools.
         dry_run: only print the arms and an estimate of the time.
+        configs: folders of configurations, which are part of the code.
+        accept_code: resume in a folder that was measured with different code.
 
     Raises:
         UserError: a plan that cannot be carried out.
@@ -67,12 +72,18 @@ def run_ladder(
     for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
+    if config.resume != "auto":
+        raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
-    ledger = Ledger(chosen, settings, *base, device, folder, tools, say=display.note)
+    trees = _trees(chosen, settings.mode)
+    ledger = Ledger(
+        chosen, settings, *base, device, folder, tools, say=display.note,
+        code=partial(code_digest, tools, configs, trees), accept_code=accept_code,
+    )  # fmt: skip
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             _dry_run(ledger, compose, display, Path(temporary))
@@ -89,6 +100,22 @@ def run_ladder(
     display.note(f"report: {folder / 'index.html'}")
     # The report exists, but a script that asked for accuracies must not take it for complete.
     return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
+
+
+def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
+    """The checkouts of the rungs that have one of their own.
+
+    Raises:
+        UserError: a folder is not a checkout, or the mode combines rungs.
+    """
+    rungs = [rung for rung in (ladder.baseline, *ladder.rungs) if rung.tree is not None]
+    if rungs and mode != "one_at_a_time":
+        raise UserError(f"mode: '{rungs[0].name}' runs other code, which {mode} cannot combine; use mode=one_at_a_time")
+    trees = [tree_path(str(rung.tree)) for rung in rungs]
+    for rung, tree in zip(rungs, trees, strict=True):
+        if not all((tree / part).is_file() for part in ("tools/time_net.py", "pycls_fast/__init__.py")):
+            raise UserError(f"ladder: '{rung.name}': {tree} is not a checkout of pycls_fast; give another tree")
+    return trees
 
 
 def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
@@ -172,5 +199,4 @@ def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
     """Time an arm briefly in a separate process; returns how it ended and the file of its record."""
     file = folder / f"{arm.slug}.json"
     arguments = commands.timing(arm, file, steps=3, warmup_steps=2)
-    tool, log = ledger.tools / "time_net.py", file.with_suffix(".txt")
-    return Process(tool, ledger.arguments(arguments), ranks=arm.ranks, log=log).wait(), file
+    return ledger.process("time_net", arm, arguments, ranks=arm.ranks, log=file.with_suffix(".txt")).wait(), file

@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
-from pycls_fast.ledger.plan import Arm, Mode, arms, merged
+from pycls_fast.ledger.plan import Arm, Mode, arms, merged, readable, tree_path
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
@@ -64,11 +64,14 @@ class Ledger:
         tools: the folder of the tools.
         say: called with a message after each measurement.
         conditions: what else must be the same at every start, by name (`ledger.conditions`).
+        code: returns the digest of the current code.
+        accept_code: whether the folder may hold measurements of different code.
         impossible: arms that cannot run on this machine or with this model, and why.
         failed: arms whose process failed, and why.
         untrained: arms that were timed and whose training ended early, and why.
         unmeasured: other measurements that failed ("ARM: rounding", "gradients"), and why.
         stopwatch: the wall time of all starts, once the folder is open.
+        codes: digests of all code that the folder was measured with, once it is open.
 
     Raises:
         UserError: a baseline that is not for this device.
@@ -83,11 +86,14 @@ class Ledger:
     tools: Path
     say: Callable[[str], None] = print
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    code: Callable[[], str] = str
+    accept_code: bool = False
     impossible: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
+    codes: list[str] = field(default_factory=list)
     _done: int = 0
     _trained: int = 0
     # Seconds of each measurement and of each training run in this start.
@@ -133,7 +139,7 @@ class Ledger:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
         plan = json.loads(json.dumps(self._plan()))
-        file = self.folder / "plan.json"
+        file = self._plan_file
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, self.say)
@@ -146,7 +152,15 @@ class Ledger:
                         f"output: {self.folder} holds a ledger with different {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
-            write_json(file, plan)
+                self.codes = before.get("code", [_UNKNOWN_CODE])
+                if self.code() not in self.codes and not self.accept_code:
+                    raise UserError(
+                        f"output: {self.folder} was measured with different code; choose another folder, remove it, or "
+                        "add accept_code=true if the change does not affect the measurements"
+                    )
+            else:
+                self.codes = [self.code()]
+            self._write_plan()
             self.stopwatch = Stopwatch(self.folder / "took.json")
             # Saved before any timing, so that each round can be assigned to its start.
             self.stopwatch.lap()
@@ -163,14 +177,30 @@ class Ledger:
 
     def _plan(self) -> dict[str, Any]:
         return {
-            # The mode is in the settings, and `against` does not affect any measurement.
+            # The mode is in the settings, `tree` in the arms' paths, and `against` does not affect any measurement.
             "ladder": self.ladder.model_dump(
-                mode="json", exclude={"mode": True, "baseline": {"against"}, "rungs": {"__all__": {"against"}}}
+                mode="json",
+                exclude={"mode": True, "baseline": {"against", "tree"}, "rungs": {"__all__": {"against", "tree"}}},
             ),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),
             **self.conditions,
         }
+
+    @property
+    def _plan_file(self) -> Path:
+        return self.folder / "plan.json"
+
+    def _write_plan(self) -> None:
+        write_json(self._plan_file, {**self._plan(), "code": self.codes})
+
+    def _note_code(self) -> None:
+        """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
+        now = self.code()
+        if now not in self.codes:
+            self.codes.append(now)
+            self._write_plan()
+            self.say("the code differs from that of earlier measurements in this folder; the report says so")
 
     def run(self) -> None:
         """Do everything that is not done yet.
@@ -294,7 +324,7 @@ class Ledger:
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
         log = self.folder / "logs" / f"{file.relative_to(self.folder).with_suffix('').as_posix().replace('/', '-')}.txt"
-        process = self._start(tool, arguments, ranks=arm.ranks if ranks is None else ranks, log=log)
+        process = self._start(tool, arm, arguments, ranks=arm.ranks if ranks is None else ranks, log=log)
         try:
             finished = process.wait()
         except BaseException:
@@ -362,11 +392,20 @@ class Ledger:
     def _start_training(self, arm: Arm, seed: int) -> Process:
         arguments = commands.training(arm, self.run_dir(arm, seed), seed=seed)
         log = self.folder / "logs" / f"runs-{arm.slug}-seed_{seed}.txt"
-        return self._start("train_net", arguments, ranks=arm.ranks, log=log)
+        return self._start("train_net", arm, arguments, ranks=arm.ranks, log=log)
 
-    def _start(self, tool: str, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+    def _start(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+        self._note_code()
+        return self.process(tool, arm, arguments, ranks=ranks, log=log)
+
+    def process(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+        """Start a tool with an arm's code; it holds the folder's lock, if there is one."""
+        tree = None if arm.tree is None else tree_path(arm.tree)
+        tools = self.tools if tree is None else tree / "tools"
         inherits = () if self._lock is None else (self._lock.inherited,)
-        return Process(self.tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits)
+        return Process(
+            tools / f"{tool}.py", self.arguments(arguments), ranks=ranks, log=log, inherits=inherits, tree=tree
+        )
 
     def seeds(self) -> range:
         """Seeds of the training runs."""
@@ -394,8 +433,14 @@ class Ledger:
         for number in range(self.settings.rounds):
             file = self.timing_file(arm, number)
             if file.is_file():
-                yield json.loads(file.read_text(encoding="utf-8"))
+                record = json.loads(file.read_text(encoding="utf-8"))
+                # Earlier versions timed training at the image size of evaluation, and recorded only that.
+                sizes = {f"train_{key}": record[key] for key in ("image_size", "forward_flops_per_image")}
+                yield {**sizes, **record}
 
+
+# In place of the code in plans of versions that did not record it.
+_UNKNOWN_CODE = "unknown"
 
 # What may change when a ledger is resumed.
 _MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
@@ -405,6 +450,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def default_folder(config_name: str, ladder: str, mode: Mode) -> Path:
+def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:
     """The default folder of a ledger; the same each time, so that it resumes after a kill."""
-    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}"
+    picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
+    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"

@@ -90,6 +90,15 @@ def _error(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
 
 
+def several_codes(record: Mapping[str, Any]) -> str | None:
+    """A remark on a ledger that was measured with more than one state of the code; else None."""
+    # Ledgers of earlier versions do not have it.
+    count = len(record.get("code", ()))
+    if count < 2:
+        return None
+    return f"measured with {count} states of the code, which need not be equally fast or accurate"
+
+
 def time_taken(record: Mapping[str, Any]) -> str | None:
     """The wall time of the whole ledger, in words; None if it is not known."""
     if record.get("wall_seconds") is None:
@@ -102,7 +111,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     table = rows(record)
     columns = list(table[0])
     seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
-    environment, taken = record["environment"], time_taken(record)
+    environment, taken, codes = record["environment"], time_taken(record), several_codes(record)
     steps = record["settings"]["numerics_steps"]
     rounding = f"Gradient error: relative, against float64, before training and after {steps} steps. " if steps else ""
     lines = [
@@ -115,6 +124,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         + ".",
         "",
         *([f"Time: {taken}.", ""] if taken else []),
+        *([f"Code: {codes}.", ""] if codes else []),
         f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
         f"'{record['reference']}'. {rounding}ImageNet epoch: {IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at "
         "this rate.",

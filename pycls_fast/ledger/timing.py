@@ -63,7 +63,9 @@ class Variant:
     config: RunConfig
     switches: build.Switches
     sources: dict[str, Source]
+    # For one image of evaluation, and for one of the first epoch.
     complexity: Complexity
+    training_complexity: Complexity
     classes: int
     memory: DeviceMemory
     matmul: MatmulPeak | None = None
@@ -183,14 +185,17 @@ def _build(
         # Only these parts read images, and need at least one global batch.
         build.steps_per_epoch(config, len(train))
     classes = build.num_classes(config, train)
+    counted = {
+        size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
+        for size in {config.data.image_size, config.data.training_image_sizes[0]}
+    }
     variant = Variant(
         name=name,
         config=config,
         switches=switches,
         sources=sources,
-        complexity=complexity(
-            lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size
-        ),
+        complexity=counted[config.data.image_size],
+        training_complexity=counted[config.data.training_image_sizes[0]],
         classes=classes,
         memory=DeviceMemory(world.device),
     )
@@ -222,12 +227,11 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
     step = make_step(config, network, world, switches, steps_per_epoch)
     variant.trainer = Trainer(step, world, switches)
     host = build.prepare_on_host(config, switches)
-    size = config.data.image_size
     if "train" in parts:
         batches = [
             synthetic_batch(
                 microbatch,
-                size,
+                config.data.training_image_sizes[0],
                 variant.classes,
                 erase_probability=config.augment.erase_probability,
                 seed=counter_seed(config.seed, _TRAINING_BATCH, position, world.rank),
@@ -240,7 +244,7 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
     if "inference" in parts:
         batch = synthetic_batch(
             config.data.eval_batch_size or microbatch,
-            size,
+            config.data.image_size,
             variant.classes,
             erase_probability=0.0,
             seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
@@ -317,7 +321,7 @@ def _steps_per_run(variant: Variant) -> int:
 
 
 def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
-    config, counted = variant.config, variant.complexity
+    config, counted, trained = variant.config, variant.complexity, variant.training_complexity
     first = next(iter(variant.turns))
     parts: dict[str, Any] = {}
     for name, turns in variant.turns.items():
@@ -328,7 +332,7 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
             name,
             turns,
             images_per_step=variant.parts[name].images_per_step,
-            forward_flops_per_image=counted.forward_flops,
+            forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
             matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
             memory_peak_bytes=peak,
             frozen=config.optim.trainable != ("all",),
@@ -340,6 +344,9 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
         "forward_flops_per_image": counted.forward_flops,
         "activations_per_image": counted.activations,
         "image_size": config.data.image_size,
+        # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
+        "train_image_size": config.data.training_image_sizes[0],
+        "train_forward_flops_per_image": trained.forward_flops,
         "num_classes": variant.classes,
         "data": variant.sources["train"].describe(),
         "global_batch_size": config.data.global_batch_size,

@@ -66,6 +66,9 @@ def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     matmul = record["matmul"]
     model = f"{record['model']}, {human(record['parameters'])} parameters, {record['num_classes']} classes"
     one = f"{record['image_size']} px, {human(record['forward_flops_per_image'], 'FLOP')} forward"
+    if record["train_image_size"] != record["image_size"]:
+        trained = human(record["train_forward_flops_per_image"], "FLOP")
+        one += f"; in training {record['train_image_size']} px, {trained}"
     batch = f"{record['global_batch_size']}"
     if record["accumulation_steps"] > 1:
         batch += f" in {record['accumulation_steps']} microbatches"

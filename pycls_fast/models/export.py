@@ -100,8 +100,9 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
             "std": list(about.std),
             "crop_pct": about.crop_ratio,
             "interpolation": about.interpolation,
-            "label_names": names,
         },
+        # timm reads them in `pretrained_cfg`, too; transformers only here.
+        "label_names": names,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -130,8 +131,9 @@ def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         return model.name, model.arguments, {name.removeprefix("network."): value for name, value in state.items()}
     if isinstance(model, ResNet):
         return _timm_resnet(model, state)
-    assert isinstance(model, VisionTransformer)
-    return _timm_vit(model, state)
+    if isinstance(model, VisionTransformer):
+        return _timm_vit(model, state)
+    raise UserError(f"format: timm has no {type(model).__name__}; export as safetensors, onnx or program")
 
 
 def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -219,9 +221,14 @@ def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
     channels = len(about.mean)
     images = torch.zeros(2, channels, about.image_size, about.image_size, dtype=torch.uint8)
     with torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             Deployable(model, about), (images,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
         )
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            # It names source files by their paths on this machine.
+            node.meta.pop("stack_trace", None)
+    return program
 
 
 def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:

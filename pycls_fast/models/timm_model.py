@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
@@ -86,8 +87,10 @@ class TimmModel(Network):
 
     def embedding_names(self) -> set[str]:
         """Parameters that timm keeps out of weight decay by name: tokens and positions."""
-        exempt = getattr(self.network, "no_weight_decay", None)
-        return {f"network.{name}" for name in exempt()} if exempt is not None else set()
+        exempt = getattr(self.network, "no_weight_decay", set)
+        # As timm matches them (`timm.optim.param_groups_weight_decay`): XCiT has "pos_embed.*".
+        patterns = [f"network.{pattern}" for pattern in exempt()]
+        return {name for name, _ in self.named_parameters() if any(fnmatch(name, pattern) for pattern in patterns)}
 
     def scale_names(self) -> set[str]:
         """Layer scales, norms of timm's own classes and biases under other names.

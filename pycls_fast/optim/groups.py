@@ -49,8 +49,8 @@ def parameter_groups(
         units: the model's repeated blocks in forward order (`model.units()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
-        split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units (the
-            parameters that Muon is for; Jordan et al. 2024).
+        split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units but
+            for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
     """
     flags = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}
     layer_of = layers(model, units) if layer_decay is not None else {}
@@ -58,7 +58,8 @@ def parameter_groups(
     last = len(units) + 1
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales), scale_names):
-        hidden = kind == "weight" and parameter.ndim >= 2 and parameter in inside
+        # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise.
+        hidden = kind == "weight" and parameter.ndim >= 2 and min(parameter.shape[:2]) > 1 and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not flags[kind])
         found.setdefault(key, []).append(parameter)
     groups: list[Group] = []

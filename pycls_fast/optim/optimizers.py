@@ -115,7 +115,11 @@ def muon(
     import timm.optim
 
     # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
-    kinds = {True: {"use_muon": True, "nesterov": nesterov}, False: {"use_fallback": True, "nesterov": False}}
+    # Of the hidden ones timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
+    kinds: dict[bool, dict[str, Any]] = {
+        True: {"use_muon": True, "nesterov": nesterov, "eps": 1e-7},
+        False: {"use_fallback": True, "nesterov": False},
+    }
     made: Optimizer = timm.optim.Muon(
         [{**group, **kinds[group["hidden"]]} for group in groups],
         lr=lr,

@@ -37,9 +37,10 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     if settings.compute is not None:
         cast_buffers(network, settings.compute)
     for unit in units:
-        _shard_norms([unit], settings, reshard_after_forward=settings.reshard_after_forward, **common)
-        fully_shard(unit, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward, **common)
-    # The modules around the units are needed again as soon as the backward pass begins.
+        # The last unit and the modules around the units are needed again as soon as the backward pass begins.
+        gathers_again = settings.reshard_after_forward and unit is not units[-1]
+        _shard_norms([unit], settings, reshard_after_forward=gathers_again, **common)
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=gathers_again, **common)
     _shard_norms([network], settings, reshard_after_forward=False, **common)
     fully_shard(network, mp_policy=policy, reshard_after_forward=False, **common)
     _prefetch(network, units, settings.prefetch_units)
@@ -94,7 +95,11 @@ def _unsharded(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _prefetch(network: nn.Module, units: Sequence[nn.Module], count: int) -> None:
-    """Prefetch the next `count` units while one computes, in forward and in backward order."""
+    """Prefetch the next `count` units while one computes, in forward and in backward order.
+
+    Norms in a sharding group of their own are prefetched with their unit: gathers run one after another, and a group
+    gathered only when its norm runs would wait for the next unit's.
+    """
     if count == 0:
         return
     for index, unit in enumerate(units):
@@ -102,9 +107,12 @@ def _prefetch(network: nn.Module, units: Sequence[nn.Module], count: int) -> Non
         unit.set_modules_to_forward_prefetch(_groups(units[index + 1 : index + 1 + count]))
         unit.set_modules_to_backward_prefetch(_groups(list(units[max(index - count, 0) : index])[::-1]))
     assert isinstance(network, FSDPModule)
-    network.set_modules_to_forward_prefetch(_groups(units[:count]))
+    inside = set(_groups(units))
+    around = [module for module in _groups([network]) if module is not network and module not in inside]
+    network.set_modules_to_forward_prefetch([*around, *_groups(units[:count])])
     network.set_modules_to_backward_prefetch(_groups(list(units)[::-1][:count]))
 
 
 def _groups(units: Sequence[nn.Module]) -> list[FSDPModule]:
-    return [unit for unit in units if isinstance(unit, FSDPModule)]
+    """The units and their norms that are in a group of their own; modules of one group are gathered together."""
+    return [module for unit in units for module in unit.modules() if isinstance(module, FSDPModule)]

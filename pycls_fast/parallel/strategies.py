@@ -55,8 +55,8 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         holds="Everything.",
         mathematics="None: the average is summed in a different order. Batch norm takes its statistics from a rank's "
         "own images, unless parallel.sync_batchnorm=true; mixing and drop-path are drawn for each rank. "
-        "parallel.compression does change the numbers: fp16 and bf16 round the gradients for the exchange, powersgd "
-        "sends low-rank matrices; accuracy must be measured.",
+        "parallel.compression does change the numbers: fp16 (only with a scaled loss) and bf16 round the gradients for "
+        "the exchange, powersgd sends low-rank matrices; accuracy must be measured.",
         helps="Models that fit on one device: only gradients are exchanged.",
         hurts="Memory does not shrink with the number of ranks (4,866 MB of ViT-L with AdamW in float32, on each).",
         source="Li et al., PyTorch Distributed, VLDB 2020, arXiv 2006.15704; Vogels et al., PowerSGD, 2019, arXiv "

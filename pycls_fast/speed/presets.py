@@ -42,11 +42,13 @@ SHARDABLE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# How the recipe of Meta's post of 2022 and its code (pycls) differ from the reference: images are mixed on the device
-# and otherwise prepared by the loader; the host reads the loss in every step. Precision, the classifier and FairScale's
-# sharding are set in other groups (`configs/speed/meta2022.yaml`).
+# How the recipe of Meta's post of 2022 and its code (pycls) differ from the reference: queries, keys and values are one
+# product (torch's MultiheadAttention); images are mixed on the device and otherwise prepared by the loader; the host
+# reads the loss in every step. Precision, the classifier and FairScale's sharding are set in other groups
+# (`configs/speed/meta2022.yaml`).
 META2022: Mapping[SwitchName, str] = {
     SwitchName.LAYOUT: "batch_second",
+    SwitchName.QKV: "fused",
     SwitchName.OPTIMIZER: "foreach",
     SwitchName.MIX_ON: "device",
 }

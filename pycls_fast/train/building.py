@@ -15,6 +15,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
+from pycls_fast.optim import local
 from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
@@ -89,6 +90,29 @@ def build_parts(
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+
+
+def check_head(config: RunConfig, network: Network, world: World) -> None:
+    """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
+
+    `config/checks.py` refuses what the configuration shows: timm has models with such a head, and a head that
+    `weights` does not fill keeps its initial values.
+
+    Args:
+        network: may be sharded.
+        world: the ranks, which all call this.
+
+    Raises:
+        UserError: it does.
+    """
+    if config.optim.name != "lamb" or not config.optim.weight_decay:
+        return
+    head: Any = network.get_submodule(network.head_name)
+    if not any(world.gather(bool(local(head.weight).any()))):
+        raise UserError(
+            f"optim.name: lamb hardly changes {network.head_name}, which begins with zeros: its steps are in "
+            "proportion to the weights; use optim=adamw, or a model with another initial head"
+        )
 
 
 def load_network(

@@ -8,7 +8,7 @@ tensors get there in `checkpoint_tensors.py`, and asynchronous writing in `savin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ __all__ = [
     "State",
     "checkpoints",
     "keep_as_best",
-    "load",
     "newest",
     "open_checkpoint",
     "retire",
@@ -225,28 +224,6 @@ def _describe(path: Path) -> Checkpoint | str:
     if not isinstance(plain, dict) or plain.get("format") != files.FORMAT:
         return f"{path}: not a checkpoint of pycls_fast, or one of a later version"
     return Checkpoint(path, plain, specs)
-
-
-def load(path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")) -> State:
-    """The complete state of a checkpoint, on the CPU, in one process; runs no code from the file.
-
-    For tests: training reads only what it needs, through `open_checkpoint`.
-
-    Args:
-        path: the checkpoint's folder.
-        parts: the tensors to read.
-
-    Raises:
-        UserError: see `open_checkpoint`.
-    """
-    opened = open_checkpoint(path)
-    into = {
-        path: torch.empty(spec.shape, dtype=spec.dtype)
-        for path, spec in opened.specs.items()
-        if path.partition("/")[0] in parts
-    }
-    opened.read(into)
-    return opened.state(into)
 
 
 def _not_ours(path: Path) -> str | None:

@@ -6,13 +6,15 @@ import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from pycls_fast.train.by_class import Confusion
 from pycls_fast.train.output_file import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
@@ -34,6 +36,8 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
         path: the PNG file, written atomically.
         title: above the picture.
     """
+    from matplotlib.figure import Figure
+
     count = len(classes)
     named = min(count, _WITH_NAMES)
     side = 4.0 + 0.33 * min(named, _WITH_NUMBERS) + 0.1 * max(named - _WITH_NUMBERS, 0)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from pycls_fast.train.output_file import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw the four panels from lines of `metrics.jsonl`; null values are left out."""
+    from matplotlib.figure import Figure
+
     records = list(records)
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]

@@ -37,7 +37,7 @@ class Predictions:
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
-        columns = {
+        columns: dict[str, Any] = {
             "indices": self.indices_N,
             "labels": self.labels_N,
             "predicted": self.predicted_N,
@@ -57,8 +57,13 @@ class Predictions:
         """
         try:
             with np.load(file, allow_pickle=False) as arrays:
-                required = [arrays[name] for name in ("indices", "labels", "predicted", "losses")]
-                return cls(*required, arrays.get("probabilities"))
+                return cls(
+                    arrays["indices"],
+                    arrays["labels"],
+                    arrays["predicted"],
+                    arrays["losses"],
+                    arrays.get("probabilities"),
+                )
         except FileNotFoundError as error:
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:

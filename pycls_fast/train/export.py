@@ -60,7 +60,7 @@ def export(
         output: the file; for "timm" a folder.
         which: "auto", "model" or "ema".
         dtype: format of floating-point tensors; None: as saved. For "safetensors" and "timm" only.
-        overwrite: an existing file may be replaced.
+        overwrite: an existing file may be replaced; of a folder only the files that are written.
         format: "safetensors", "timm", "onnx" or "program"; see `models.export`.
 
     Raises:
@@ -68,7 +68,9 @@ def export(
     """
     path = _checked(user_path(output), format, dtype, overwrite=overwrite)
     weights = open_weights(find_checkpoint(user_path(source)), kind=which)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
+    beside = path if path.is_dir() else path.parent
+    temporary = beside / f".{path.stem}.{os.getpid()}.tmp{path.suffix}"
     try:
         if format == "safetensors":
             save_file(
@@ -77,9 +79,8 @@ def export(
         else:
             _write_model(source, which, format, dtype, temporary)
         _settle(temporary)
-        if path.is_dir():
-            shutil.rmtree(path)
-        temporary.replace(path)
+        size = sum(file.stat().st_size for file in _files(temporary))
+        _publish(temporary, path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"output: {path} could not be written ({error})") from error
     finally:
@@ -87,7 +88,6 @@ def export(
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
     origin = weights.origin
-    size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
     count = sum(math.prod(spec.shape) for spec in weights.specs.values())
     print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
     print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}")
@@ -96,11 +96,25 @@ def export(
     return DONE
 
 
+def _files(path: Path) -> list[Path]:
+    """The files that were written: the path itself, or those in the folder."""
+    return list(path.iterdir()) if path.is_dir() else [path]
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Move what was written to its final name. Other files of an existing folder stay: a model card, `.git`."""
+    if not path.is_dir():
+        temporary.replace(path)
+        return
+    for file in _files(temporary):
+        file.replace(path / file.name)
+
+
 def _settle(path: Path) -> None:
     """Flush to disk and set the usual file permissions: safetensors makes files readable by their owner only."""
     mask = os.umask(0)
     os.umask(mask)
-    for file in path.iterdir() if path.is_dir() else [path]:
+    for file in _files(path):
         file.chmod(0o666 & ~mask)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -121,7 +135,7 @@ def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> 
     if path.exists() and path.is_dir() != (not suffix):
         raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
     if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
-        # A typing mistake must not delete a user's folder.
+        # A typing mistake must not write into a user's folder.
         raise UserError(f"output: {path} holds something other than a timm model; give another name")
     if not path.parent.is_dir():
         raise UserError(f"output: {path.parent} is not a folder; make it, or give another")

@@ -13,12 +13,12 @@ from pycls_fast.train.display import human
 from pycls_fast.train.environment import device_name
 
 if TYPE_CHECKING:
+    from pycls_fast.config.schema import Optim
     from pycls_fast.train.run import Run
 
-# Optimizer state, in float32 copies of the weights. Muon keeps two for the parameters that it leaves to AdamW.
-_STATE_COPIES = {
-    "sgd": 1.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "adafactor": 0.5, "muon": 1.0, "adamw8bit": 0.5,
-}  # fmt: skip
+# Optimizer state, in float32 copies of the weights (others: `_state_copies`). Muon keeps two for the parameters that it
+# leaves to AdamW.
+_STATE_COPIES = {"adamw": 2.0, "lamb": 2.0, "lion": 1.0, "muon": 1.0, "adamw8bit": 0.5}
 
 
 def introduce(run: Run) -> None:
@@ -38,7 +38,8 @@ def introduce(run: Run) -> None:
         ("model", f"{config.model.kind}, {human(run.complexity.parameters)} parameters"),
         (
             "one image",
-            f"{human(run.complexity.forward_flops, 'FLOP')} forward, {human(run.complexity.activations)} activations",
+            f"{config.data.image_size} px, {human(run.complexity.forward_flops, 'FLOP')} forward, "
+            f"{human(run.complexity.activations)} activations",
         ),
         *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
@@ -62,6 +63,11 @@ def introduce(run: Run) -> None:
 def _notes(run: Run) -> Iterator[str]:
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
+    elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
+        yield (
+            "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "
+            "compiled; use speed.compile=blocks, or precision=amp_bf16"
+        )
     # Not an error: a ladder may leave out the rung that sets a 16-bit precision, or run other rungs without it.
     if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
         yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
@@ -89,7 +95,7 @@ def memory_per_rank(run: Run) -> float:
     return footprint(
         run.complexity.parameters,
         run.largest_unit,
-        state_copies=_STATE_COPIES[config.optim.name],
+        state_copies=_state_copies(config.optim),
         trained=trained,
         reached=reached,
         averaged=run.step.ema is not None,
@@ -101,6 +107,14 @@ def memory_per_rank(run: Run) -> float:
         recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
         accumulates=config.optim.accumulation_steps > 1,
     )
+
+
+def _state_copies(optim: Optim) -> float:
+    if optim.name == "sgd":
+        return 1.0 if optim.momentum else 0.0
+    if optim.name == "adafactor":
+        return 0.5 if optim.momentum_dtype == "bfloat16" else 1.0
+    return _STATE_COPIES[optim.name]
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

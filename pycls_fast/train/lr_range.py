@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from pycls_fast import build
 from pycls_fast.config.command_line import DONE
@@ -23,9 +22,9 @@ from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.building import build_parts, check_head
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
@@ -97,11 +96,13 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     """
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
+    config = _uncompiled(config)
     folder = user_path(output) if output is not None else _default_folder(config)
     with build.world(config) as world:
         file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
+        check_head(config, parts.network, world)
         config = parts.config
         # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
         scale = build.peak_lr(config) / config.optim.lr
@@ -134,7 +135,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 "diverges": verdict.diverges,
                 "lr": done,
                 "loss": losses,
-                "environment": environment(world.device, world.size),
+                **provenance(world.device, world.size),
             }
             write_json(file, record)
             _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
@@ -142,6 +143,14 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 display.note(line)
             display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
+
+
+def _uncompiled(config: RunConfig) -> RunConfig:
+    """The configuration without the preset's compilation: a sweep is too short to pay for it. Explicit choices stay."""
+    speed = config.speed
+    if speed.compile is not None or speed.compile_mode not in (None, "default") or speed.gelu == "polynomial":
+        return config
+    return config.model_copy(update={"speed": speed.model_copy(update={"compile": "off"})})
 
 
 def _default_folder(config: RunConfig) -> Path:
@@ -165,6 +174,8 @@ def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
 
 def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
     finite = [loss for loss in losses if math.isfinite(loss)]
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")

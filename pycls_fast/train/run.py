@@ -15,7 +15,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim import MasterWeights, load_named_state, named_state
 from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
-from pycls_fast.train.building import TrainingParts, build_parts
+from pycls_fast.train.building import TrainingParts, build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment, versions
 from pycls_fast.train.introduction import introduce
@@ -193,6 +193,8 @@ def _build(
     config: RunConfig, world: World, display: Display, folder: RunFolder, opened: checkpoint.Checkpoint | None
 ) -> Run:
     parts = build_parts(config, world, display, opened)
+    if opened is None:
+        check_head(config, parts.network, world)
     config = parts.config
     whole = config.schedule.epochs * parts.steps_per_epoch
     saver = Saver(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.train.run_folder import writing
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _TRAIN = (
     "loss",
@@ -34,6 +35,9 @@ class Board:
         self._folder = run_dir / "tensorboard"
         self._writer: SummaryWriter | None = None
         if enabled:
+            # Slow to import; only the rank that writes pays for it.
+            from torch.utils.tensorboard import SummaryWriter
+
             with writing(self._folder):
                 self._writer = SummaryWriter(str(self._folder), purge_step=start_step + 1)
 

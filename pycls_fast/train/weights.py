@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +70,7 @@ def load_weights(
     Args:
         network: changed in place; its tensors may be sharded.
         source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
-            another project, `timm:NAME` or `torchvision:NAME`.
+            another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME`.
         classes: class names of the data, in the order of the outputs.
         allow: names of tensors that need not fit; see `foreign.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
@@ -106,13 +105,16 @@ def load_weights(
 
 
 def find_weights(source: str | Path) -> Path | str:
-    """The checkpoint or file that a source names, or the source itself if it is a hub name.
+    """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
-    A folder is a run folder, a checkpoint or a timm model (`config.json` beside `model.safetensors`).
+    `hf:ORG/NAME` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json` beside
+    `model.safetensors`).
 
     Raises:
         UserError: there is none.
     """
+    if str(source).startswith(foreign.HUGGING_FACE):
+        return foreign.download(str(source))
     return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 
@@ -122,19 +124,23 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    if path.is_file() or (path / ".metadata").is_file():
+    if path.is_file():
+        # The suffix and a config.json beside it count. A link may lead to a file that has neither, as in the Hugging
+        # Face cache.
+        return path.absolute() if path.suffix else path.resolve()
+    if (path / ".metadata").is_file():
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
         # A model folder as saved by timm and its hub.
-        return (path / "model.safetensors").resolve()
+        return (path / "model.safetensors").absolute()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     candidates = (folder / "best", *checkpoint.checkpoints(folder))
     found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is None:
         raise UserError(
             f"weights: {path} is neither a weights file nor a run folder with a checkpoint; give a run folder, a "
-            "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME or "
-            "torchvision:NAME"
+            "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME, "
+            "torchvision:NAME or hf:ORG/NAME"
         )
     return found.resolve()
 
@@ -235,10 +241,8 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
                 part = file.get_slice(name)[local_slices(tensor)] if tensor.ndim else file.get_tensor(name)
                 local(tensor).copy_(part)
 
-    classes = tuple(json.loads(about["classes"])) if "classes" in about else None
-    config = json.loads(about["config"]) if "config" in about else None
-    step = int(about["step"]) if "step" in about else None
-    return Weights(Origin(path, saved, step), specs, classes, config, fill)
+    own = foreign.own_metadata(about)
+    return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
 
 
 def _dtype(path: Path, name: str) -> torch.dtype:

@@ -15,7 +15,8 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import checkpoint, train
+from pycls_fast.train import train
+from tests.checkpoints import load_checkpoint
 from tests.integration.runs import assert_same_state
 from tests.integration.test_strategies import run_ranks
 
@@ -145,9 +146,9 @@ def test_two_ranks_equal_one(two: Path, alone: Path, name: str) -> None:
 
 def test_saved_on_four_ranks_is_what_one_process_has(alone: Path, four: Path) -> None:
     """The three strategies' files hold the same names and shapes, and the values that one process comes to."""
-    theirs = checkpoint.load(saved(alone, "saved"))
+    theirs = load_checkpoint(saved(alone, "saved"))
     for name in ("flat", "oss", "fsdp"):
-        ours = checkpoint.load(saved(four, name))
+        ours = load_checkpoint(saved(four, name))
         for part in ("model", "ema", "optimizer"):
             assert ours[part].keys() == theirs[part].keys()
         for key, values in theirs["optimizer"].items():
@@ -159,7 +160,7 @@ def test_saved_on_four_ranks_is_what_one_process_has(alone: Path, four: Path) ->
 @pytest.mark.parametrize("name", LOADING)
 def test_loaded_on_two_ranks_is_what_four_saved(four: Path, two: Path, name: str) -> None:
     """To the bit: parameters, buffers, average and optimizer state."""
-    on_disk, began = checkpoint.load(saved(four, LOADING[name][1])), ended(two, name)["began"]
+    on_disk, began = load_checkpoint(saved(four, LOADING[name][1])), ended(two, name)["began"]
     for part in ("model", "ema", "optimizer"):
         assert_same_state(began[part], on_disk[part], part)
 

@@ -102,6 +102,7 @@ def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path)
         ("switches=[sdpo]", "did you mean sdpa?"),
         ("seed=3", "seed: each run of a ledger has its own"),
         ("run_dir=x", "run_dir: each run of a ledger has its own"),
+        ("resume=never", "resume: the trainings of a ledger resume by themselves"),
         ("seeds=-1", "seeds: must be"),
         ("loss_scale=8", "loss_scale: mode=cumulative does not read it"),
         ("numerics_steps=0", "numerics_steps: must be"),

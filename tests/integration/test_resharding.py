@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pycls_fast.train import checkpoint
+from tests.checkpoints import load_checkpoint
 from tests.integration.runs import assert_same_state, command, records, run_process, under_torchrun
 from tests.integration.strategy_worker import run_cases
 from tests.integration.test_strategies import run_ranks
@@ -87,7 +88,7 @@ def go_on(folder: Path, origin: Path, strategies: tuple[str, ...], digits: Path,
 def assert_goes_on(ends: dict[str, Any], origin: Path, losses: dict[str, list[float]]) -> None:
     for name, end in ends.items():
         before, optimizer, _ = name.split("-")
-        state = checkpoint.load(saved(origin, before, optimizer))
+        state = load_checkpoint(saved(origin, before, optimizer))
         for part in ("model", "ema", "optimizer"):
             assert_same_state(end["began"][part], state[part], f"{name}.{part}")
         assert any(value.count_nonzero() for value in state["ema"].values())

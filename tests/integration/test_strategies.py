@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     ),
     "float8": ("zero3", ["precision=fp8", "precision.fp8_emulate=true", "model.mlp_width=64"], 0.1),
     "static graph": ("ddp", ["parallel.static_graph=true", "speed.recompute=full"], 1e-5),
-    "fp16 exchange": ("ddp", ["parallel.compression=fp16"], 2e-3),
+    "fp16 exchange": ("ddp", ["parallel.compression=fp16", "precision=amp_fp16"], 2e-3),
     "bf16 exchange": ("ddp", ["parallel.compression=bf16"], 1e-2),
     # Steps 0 to 7 are exchanged whole; a low rank is no rounding.
     "powersgd": ("ddp", ["parallel.compression=powersgd", "parallel.powersgd_start_step=8"], 0.2),

@@ -10,7 +10,8 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import time_variants
+from pycls_fast.ledger import time_variants, timing
+from pycls_fast.ledger.parts import synthetic_batch
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
 KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
@@ -159,6 +160,44 @@ def test_what_cannot_be_timed_is_told(digits: Path, overrides: list[str], output
     one, other = (load_config("vit_digits", [*TINY, f"data.root={digits}", *o]) for o in ([], overrides))
     with pytest.raises(UserError, match=words):
         time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]
+
+
+def test_training_is_timed_and_counted_at_its_own_size(
+    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images grow over the epochs of some recipes; evaluation has the last size."""
+    overrides = ["data.image_size=16", "data.image_size_schedule=[[0,8],[1,16]]", "data.global_batch_size=8"]
+    more = [f"data.root={digits}", "data.num_workers=0", "schedule.epochs=2", "speed.compile=off", "precision=fp32"]
+    config = load_config("resnet_digits", [*overrides, *more])
+    file = tmp_path / "t.json"
+    assert time_variants([("growing", config)], **KEYS, output=str(file)) == 0  # type: ignore[arg-type]
+    record = json.loads(file.read_text())
+    assert (record["image_size"], record["train_image_size"]) == (16, 8)
+    assert 3 * record["train_forward_flops_per_image"] < record["forward_flops_per_image"]
+    in_training = record | {"forward_flops_per_image": record["train_forward_flops_per_image"]}
+    check_part(in_training, "train", batch=8, samples=4, forward_passes=3)
+    check_part(in_training, "both", batch=8, samples=2, forward_passes=3)
+    check_part(record, "inference", batch=config.data.eval_batch_size or 8, samples=4, forward_passes=1)
+    assert "16 px" in (shown := capsys.readouterr().out)
+    assert "in training 8 px" in shown
+
+
+@pytest.mark.parametrize(("schedule", "size"), [("[]", 16), ("[[0,8]]", 8), ("[[1,8]]", 16)])
+def test_the_step_that_is_timed_has_images_of_the_first_epoch(
+    schedule: str, size: int, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def batch(count: int, image_size: int, *arguments: Any, **named: Any) -> Any:
+        made.append(image_size)
+        return synthetic_batch(count, image_size, *arguments, **named)
+
+    monkeypatch.setattr(timing, "synthetic_batch", batch)
+    overrides = ["data.image_size=16", f"data.image_size_schedule={schedule}", "data.global_batch_size=8"]
+    config = load_config("resnet_digits", [*overrides, f"data.root={digits}", "speed.compile=off", "precision=fp32"])
+    keys = {**KEYS, "mode": "model"}
+    assert time_variants([("x", config)], **keys, output=str(tmp_path / "t.json")) == 0  # type: ignore[arg-type]
+    assert made == [size, 16]
 
 
 @pytest.mark.slow

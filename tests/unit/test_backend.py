@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pycls_fast import build
+from pycls_fast.build import device as build_device
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 
@@ -43,6 +44,36 @@ def test_threads_that_no_run_chose_stay() -> None:
     try:
         set_backend()
         assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "threads"),
+    [
+        (["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}, 3),
+        (["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "2"}, 2),
+        (["speed.param_offload=cpu"], {"OMP_NUM_THREADS": "1"}, 2),
+        ([], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}, 2),
+    ],
+)
+def test_ranks_of_torchrun_that_update_weights_have_their_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], environment: dict[str, str], threads: int
+) -> None:
+    monkeypatch.setattr(build_device, "cores_per_rank", lambda: 3)
+    monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        set_backend(*overrides, device=CUDA)
+        assert torch.get_num_threads() == threads
+        set_backend(*overrides, threads="4", device=CUDA)
+        assert torch.get_num_threads() == 4
+        set_backend(device=CPU)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

@@ -1,8 +1,10 @@
-"""`pycls_fast.load` and `pycls_fast.train_net`, which import torch when they are called."""
+"""`pycls_fast.load` and `train_net`, which import torch when they are called, and what else is imported late."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,3 +30,13 @@ def test_all_that_training_takes_is_handed_on(monkeypatch: pytest.MonkeyPatch) -
         (given["experiment"], given["overrides"]),
         {"config_dir": given["config_dir"]},
     )
+
+
+def test_what_takes_long_to_import_is_imported_where_it_is_used() -> None:
+    late = ("timm", "matplotlib", "torch.utils.tensorboard")
+    command = (
+        "import sys; import pycls_fast.inference, pycls_fast.train.loop, pycls_fast.train.lr_range; "
+        f"print([name for name in {late!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

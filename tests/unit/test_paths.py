@@ -52,6 +52,11 @@ def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.Monke
     native.library.cache_clear()
     with pytest.raises(UserError, match="no compiler no-such-compiler"):
         native.library()
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    (cache_folder() / f"jpeg_region-{native._fingerprint()}.so").touch()
+    monkeypatch.setattr(os, "getuid", lambda: -2)
+    with pytest.raises(UserError, match="belongs to another user, whose code is not run; remove it"):
+        native.library()
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert cache_folder() == Path("/elsewhere/pycls_fast")
 

@@ -54,13 +54,14 @@ def test_presets(device: speed.Device) -> None:
     assert speed.resolve("fast", {}, device) == {switch.name: switch.fast[device] for switch in CATALOGUE}
     recipe = speed.resolve("meta2022", {}, device)
     changed = {name for name, value in recipe.items() if value != speed.resolve("reference", {}, device)[name]}
-    assert changed == {"layout", "optimizer", "mix_on"} == set(speed.META2022)
-    assert (recipe[SwitchName.LAYOUT], recipe[SwitchName.OPTIMIZER]) == ("batch_second", "foreach")
+    assert changed == {"layout", "qkv", "optimizer", "mix_on"} == set(speed.META2022)
+    chosen = [recipe[name] for name in (SwitchName.LAYOUT, SwitchName.QKV, SwitchName.OPTIMIZER)]
+    assert chosen == ["batch_second", "fused", "foreach"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
-    """A CPU has other best kernels for them; the other presets are what they are in any format."""
+    """A CPU has other best kernels for them, and casts cost on a GPU; the other presets are the same in any format."""
     wide, narrow = (speed.resolve("fast", {}, device, in_16_bits=half) for half in (False, True))
     changed = {name: value for name, value in narrow.items() if value != wide[name]}
     expected = {
@@ -71,7 +72,7 @@ def test_the_fast_preset_of_16_bits(device: speed.Device) -> None:
         "convolution": "products",
         "compile": "model",
     }
-    assert changed == (expected if device == "cpu" else {})
+    assert changed == (expected if device == "cpu" else {"qkv": "fused"})
     for preset in ("reference", "meta2022"):
         assert speed.resolve(preset, {}, device, in_16_bits=True) == speed.resolve(preset, {}, device)
     by_hand = {SwitchName.ATTENTION: "sdpa"}
@@ -109,6 +110,48 @@ def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
     assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == compiled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "qkv"),
+    [
+        (["speed=fast", "precision=amp_bf16"], "fused"),
+        (["speed=fast", "precision=fp32"], "separate"),
+        # A joined product would go around the float8 layers.
+        (["speed=fast", "precision=fp8"], "separate"),
+        (["speed=meta2022", "parallel=single"], "fused"),
+        (["speed=meta2022", "parallel=single", "precision=fp8"], "separate"),
+    ],
+)
+def test_one_product_for_queries_keys_and_values_on_cuda(overrides: list[str], qkv: str) -> None:
+    config = load_config("vit_s16", ["data=synthetic", *overrides])
+    assert build.switches(config, torch.device("cuda"))[SwitchName.QKV] == qkv
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled"),
+    [
+        (["precision=fp8"], "blocks"),
+        (["precision=amp_bf16"], "off"),
+        (["precision=fp8", "speed.compile=off"], "off"),
+        (["precision=fp8", "speed=reference"], "off"),
+        # Its products are not float8's, and slow in any case.
+        (["precision=fp8", "precision.fp8_emulate=true"], "off"),
+        # What does not go with compiled code, asked for by hand.
+        (["precision=fp8", "speed.drop_path_compute=skip"], "off"),
+        (["precision=fp8", "runtime.watchdog=true"], "off"),
+        (["precision=fp8", "parallel=fsdp"], "off"),
+    ],
+)
+def test_the_fast_preset_compiles_float8_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
+) -> None:
+    found = True
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: found)
+    config = load_config("vit_s16", ["data=synthetic", "speed=fast", *overrides])
+    assert build.switches(config, torch.device("cuda"))[SwitchName.COMPILE] == compiled
+    found = False
+    assert build.switches(config, torch.device("cuda"))[SwitchName.COMPILE] == "off"
 
 
 def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,12 @@ def library() -> ctypes.CDLL:
     path = cache_folder() / f"jpeg_region-{_fingerprint()}.so"
     if not path.exists():
         _compile(path)
+    if not path.is_absolute() and path.stat().st_uid != os.getuid():
+        # A user without a home has the cache in the working folder, where others may write.
+        raise UserError(
+            f"speed.decode: region: {path} belongs to another user, whose code is not run; remove it, or set "
+            "XDG_CACHE_HOME to a folder of your own"
+        )
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,14 +34,15 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
 
     Args:
         run_a, run_b: run folders, finished or not.
-        output: a folder, created if it does not exist; None for `comparisons/A--B`.
+        output: a folder, created if it does not exist; None for `comparisons/A--B`, numbered if that holds other
+            runs.
         images: how many to show of each kind of disagreement.
 
     Raises:
         UserError: a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run(run_a), read_run(run_b)
-    folder = user_path(output) if output else Path("comparisons") / f"{_short(a.path)}--{_short(b.path)}"
+    folder = user_path(output) if output else _default_folder(a.path, b.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,6 +117,25 @@ def _run(run: RunFiles) -> Record:
 def _device(run: RunFiles) -> Device:
     device = (run.summary or {}).get("device", "cpu")
     return "cpu" if device == "cpu" else "cuda"
+
+
+def _default_folder(a: Path, b: Path) -> Path:
+    """The first of `A--B`, `A--B_2`, ... that does not hold a comparison of other runs, whose names may be the same."""
+    name = f"{_short(a)}--{_short(b)}"
+    folders = (Path("comparisons") / (name + (f"_{n}" if n > 1 else "")) for n in itertools.count(1))
+    return next(folder for folder in folders if _compared(folder) in (None, [a.resolve(), b.resolve()]))
+
+
+def _compared(folder: Path) -> list[Path] | None:
+    """The two runs whose comparison the folder holds; None if it holds none."""
+    try:
+        record = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+        return [Path(record[name]["path"]).resolve() for name in ("a", "b")]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        # Damaged, or written by another program.
+        return []
 
 
 def _short(path: Path) -> str:

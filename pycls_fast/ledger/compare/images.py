@@ -137,5 +137,6 @@ def _names(source: Source) -> list[str]:
 
 def _sample(mine: Sequence[str], other: Sequence[str]) -> str:
     """Their number, and one that the other does not have."""
-    own = [name for name in mine if name not in set(other)]
-    return f"{len(mine)}" + (f" ({own[0]} among them)" if own else "")
+    others = set(other)
+    own = next((name for name in mine if name not in others), None)
+    return f"{len(mine)}" + (f" ({own} among them)" if own is not None else "")

@@ -1,4 +1,4 @@
-"""Adapts weights to a model with different classes, channels, image or patch size."""
+"""Adapts weights to a model with different classes, image or patch size, and weights for gray images to RGB."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
 def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
     """Convert weights to the network's names and shapes.
 
-    With a different number of classes the head keeps its initial values; positions are interpolated, patches and the
-    first convolution resampled as in timm; a first layer that takes BGR is converted to RGB. Any other mismatch is an
-    error.
+    With a different number of classes the head keeps its initial values; positions are interpolated, patches resampled
+    as in timm; a first layer that takes BGR or gray images is converted to RGB. Any other mismatch is an error.
 
     Args:
         read: what a source holds.
@@ -98,7 +97,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         _fit_norm(tensors, network, read, head, fitted)
         fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
-    _fit_channels(tensors, network, shapes, fitted)
+    _fit_gray(tensors, network, shapes, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
@@ -211,18 +210,16 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
     fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
 
 
-def _fit_channels(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:
+def _fit_gray(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:
     name = f"{network.first_conv_name}.weight"
     if name not in tensors or name not in shapes or tensors[name].ndim != 4:
         return
-    before, wanted = tensors[name].shape[1], shapes[name][1]
-    if before == wanted or before != 3:
+    wanted = shapes[name][1]
+    if tensors[name].shape[1] != 1 or wanted == 1:
         return
-    from timm.models import adapt_input_conv
-
-    tensors[name] = adapt_input_conv(wanted, tensors[name])
-    how = "summed" if wanted == 1 else "repeated and scaled"
-    fitted.note(name, f"{before} input channels {how} to {wanted}")
+    # A gray image has equal channels, and keeps its output.
+    tensors[name] = tensors[name].expand(-1, wanted, -1, -1) / wanted
+    fitted.note(name, f"1 input channel shared among {wanted}")
 
 
 def _resolve(

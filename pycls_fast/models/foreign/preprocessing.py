@@ -136,6 +136,6 @@ def _unknown(interpolation: str) -> str:
 
 
 def rgb_triple(values: Any) -> tuple[float, float, float]:
-    """Three floats, one per RGB channel."""
-    first, second, third = (float(value) for value in values)
+    """Three floats, one per RGB channel; the one of a model for gray images counts for all three."""
+    first, second, third = (float(value) for value in (tuple(values) * 3 if len(values) == 1 else values))
     return first, second, third

@@ -26,6 +26,8 @@ NormPlace = Literal["every_token", "after_pool"]
 Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
+HUGGING_FACE = "hf:"
+"""What the name of a Hugging Face repository begins with."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ReadWeights:
 
 
 def is_hub(source: str) -> bool:
-    """Whether a source is a name to download."""
+    """Whether a source is a name of timm or torchvision, which `read_weights` downloads."""
     return source.startswith(_HUBS)
 
 
@@ -106,6 +108,24 @@ def read_weights(source: str) -> ReadWeights:
     return _in_our_names(source, contents)
 
 
+def download(source: str) -> Path:
+    """The `model.safetensors` of a Hugging Face repository, in its cache, beside the `config.json` if there is one.
+
+    Args:
+        source: `hf:ORG/NAME`.
+
+    Raises:
+        UserError: it could not be downloaded, or the repository has no such file.
+    """
+    from huggingface_hub import snapshot_download
+
+    name, wanted = source.removeprefix(HUGGING_FACE), ["model.safetensors", "config.json"]
+    file = Path(_downloaded(source, lambda: snapshot_download(name, allow_patterns=wanted)), "model.safetensors")
+    if not file.is_file():
+        raise UserError(f"weights: {source} has no model.safetensors; download another of its files and give its path")
+    return file
+
+
 def read_file(path: Path) -> Contents:
     """Read a file of one of the known kinds."""
     if path.suffix == ".safetensors":
@@ -124,12 +144,44 @@ def _read_safetensors(path: Path) -> Contents:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
+    own = own_metadata(about)
     return Contents(
         _bare(state),
         part=about.get("weights", ""),
-        classes=tuple(json.loads(about["classes"])) if "classes" in about else None,
-        step=int(about["step"]) if "step" in about else None,
+        classes=own.classes,
+        step=own.step,
     )
+
+
+@dataclass(frozen=True)
+class OwnMetadata:
+    """What `tools/export_net.py` writes into a file's header; None for what is missing."""
+
+    classes: tuple[str, ...] | None
+    step: int | None
+    config: Mapping[str, Any] | None
+    """The run's configuration."""
+
+
+def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
+    """Read the header of a safetensors file; other programs may use the same keys for something else, which is ignored.
+
+    Args:
+        about: the header's texts by key.
+    """
+    classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
+    has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    is_run = isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "data", "speed"))
+    return OwnMetadata(
+        tuple(classes) if has_names else None, step if type(step) is int else None, config if is_run else None
+    )
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
@@ -218,7 +270,8 @@ def _from_torchvision_hub(name: str) -> Contents:
     import torchvision as library
 
     model, weights = torchvision_weights(name)
-    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True)))
+    # The hash is only checked at the download, so what lies in the cache may be anything.
+    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True, weights_only=True)))
     if not model.startswith("vit_"):
         return Contents(state)
     with torch.device("meta"):

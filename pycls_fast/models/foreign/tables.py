@@ -6,7 +6,7 @@ split or joined, never computed with; they may share memory with the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,15 +83,20 @@ def translate(state: State, table: Sequence[Entry], what: str) -> tuple[dict[str
     return ours, [name for name in state if name not in known]
 
 
-def to_ours(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
-    """All of `state` in our names; every entry of the table must be present, and nothing else."""
-    _check(state, (e.theirs for e in table), what, optional={e.theirs for e in table if e.counter})
-    return translate(state, table, what)[0]
-
-
 def to_theirs(state: State, table: Sequence[Entry], what: str) -> dict[str, Tensor]:
-    """The inverse of `to_ours`."""
-    _check(state, (name for entry in table for name in entry.ours), what)
+    """All of `state`, ours, in their names.
+
+    Raises:
+        UserError: a missing or unexpected tensor, each named.
+    """
+    names = {name for entry in table for name in entry.ours}
+    lines = []
+    if missing := sorted(names - set(state)):
+        lines.append(f"weights: missing for a {what}: {', '.join(missing)}")
+    if unexpected := sorted(set(state) - names):
+        lines.append(f"weights: unexpected in a {what}: {', '.join(unexpected)}")
+    if lines:
+        raise UserError(*lines)
     return translate_back(state, table)[0]
 
 
@@ -109,14 +114,3 @@ def translate_back(state: State, table: Sequence[Entry]) -> tuple[dict[str, Tens
             tensor = tensor.unsqueeze(dim)
         theirs[entry.theirs] = tensor
     return theirs, [name for name in state if name not in known]
-
-
-def _check(state: State, expected: Iterable[str], what: str, optional: Iterable[str] = ()) -> None:
-    names = set(expected)
-    lines = []
-    if missing := sorted(names - set(state) - set(optional)):
-        lines.append(f"weights: missing for a {what}: {', '.join(missing)}")
-    if unexpected := sorted(set(state) - names):
-        lines.append(f"weights: unexpected in a {what}: {', '.join(unexpected)}")
-    if lines:
-        raise UserError(*lines)

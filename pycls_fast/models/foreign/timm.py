@@ -12,7 +12,6 @@ from pycls_fast.models.foreign.tables import (
     depth,
     joined,
     layer,
-    to_ours,
     to_theirs,
     translate,
     translate_back,
@@ -22,24 +21,18 @@ Norm = Literal["norm", "fc_norm"]
 VIT = "timm vision transformer"
 
 
-def from_timm_vit(state: State) -> dict[str, Tensor]:
-    """Convert timm's `VisionTransformer` (1.0): class token, mean or MAP head; registers, layer scale, QK-norm.
-
-    Our names do not show where the final norm is: their `fc_norm` is classifier_norm="after_pool", `norm` "before_pool"
-    (with a class token the same function).
-
-    Raises:
-        UserError: missing or unexpected keys, each named.
-    """
-    return to_ours(state, timm_vit(state, norm="fc_norm" if "fc_norm.weight" in state else "norm"), VIT)
-
-
 def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
-    """The inverse of `from_timm_vit`.
+    """Our vision transformer in timm's names, those of its version 1.0.
+
+    Our names do not show where the final norm is: timm's `fc_norm` is classifier_norm="after_pool", `norm`
+    "before_pool" (with a class token the same function).
 
     Args:
         state: ours; fixed positions are not in it, which is an error.
         norm: timm's name of the final norm; None: "norm" for a model with a class token or a MAP head, else "fc_norm".
+
+    Raises:
+        UserError: missing or unexpected keys, each named.
     """
     if norm is None:
         norm = "norm" if {"class_token.value", "pooling.probe"} & set(state) else "fc_norm"

@@ -11,7 +11,6 @@ from pycls_fast.models.foreign.tables import (
     depth,
     joined,
     layer,
-    to_ours,
     to_theirs,
     translate,
 )
@@ -19,21 +18,6 @@ from pycls_fast.models.resnet import ShortcutKind
 
 VIT = "torchvision vision transformer"
 RESNET = "torchvision resnet"
-
-
-def from_torchvision_vit(state: State) -> dict[str, Tensor]:
-    """Convert torchvision's `VisionTransformer` (vit_b_16 and the others), as named from 0.13 on.
-
-    Raises:
-        UserError: missing or unexpected keys, each named.
-    """
-    return to_ours(state, _vit(depth(state, "encoder.layers.encoder_layer_")), VIT)
-
-
-def to_torchvision_vit(state: State) -> dict[str, Tensor]:
-    """The inverse of `from_torchvision_vit`; torchvision has class-token models only."""
-    what = "vision transformer with a class token and learned positions"
-    return to_theirs(state, _vit(depth(state, "blocks.")), what)
 
 
 def read_torchvision_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
@@ -45,19 +29,12 @@ def read_torchvision_vit(state: State) -> tuple[dict[str, Tensor], list[str]]:
     return translate(renamed, _vit(depth(renamed, "encoder.layers.encoder_layer_")), VIT)
 
 
-def from_torchvision_resnet(state: State) -> dict[str, Tensor]:
-    """Convert torchvision's resnet18 to 152, resnext and wide_resnet, timm's of these names, its ResNet-C and -D.
-
-    Files from before batch norm's step counter are accepted: the counter is then 0.
+def to_torchvision_resnet(state: State) -> dict[str, Tensor]:
+    """Our ResNet in torchvision's names; those for shortcuts with a mean before the convolution are timm's.
 
     Raises:
         UserError: missing or unexpected keys, each named.
     """
-    return to_ours(state, _resnet(*_structure(state)), RESNET)
-
-
-def to_torchvision_resnet(state: State) -> dict[str, Tensor]:
-    """The inverse of `from_torchvision_resnet`; shortcuts with a mean before the convolution become timm's."""
     blocks = [(stage, index) for stage in range(4) for index in range(depth(state, f"stages.{stage}."))]
     shortcuts = [(s, i) for s, i in blocks if f"stages.{s}.{i}.shortcut.conv.weight" in state]
     bottleneck = "stages.0.0.conv3.weight" in state
@@ -77,7 +54,10 @@ def to_timm_resnet(state: State, *, shortcut: str) -> dict[str, Tensor]:
 
 
 def read_resnet(state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """A ResNet's tensors in our names, and the names of the rest."""
+    """A ResNet's tensors in our names, and the names of the rest; torchvision's, and timm's ResNet-C and -D.
+
+    Where batch norm's step counter is missing, as in old files, it is 0.
+    """
     return translate(state, _resnet(*_structure(state)), RESNET)
 
 

@@ -16,7 +16,9 @@ MEMORY: tuple[Switch, ...] = (
         helps="When activations do not fit. Activations of a ViT-B/16 at batch 32 that are kept between the passes, "
         "relative to off: full 7% in float32 and 10% in bf16 autocast, selective 56% and 47%.",
         hurts="Time: full adds a forward pass, a third of the operations of a step (ViT-H/16 counted: 3.67 forward "
-        "passes instead of 3); selective adds attention with its projection, norms and activation functions.",
+        "passes instead of 3); selective adds attention with its projection, norms and activation functions. Without "
+        "speed.compile selective calls a Python policy for every operation of both runs (not timed): with small "
+        "microbatches the device waits for the host, and full or parallel.recompute_every=2 costs less.",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv 1604.06174; Korthikanti et "
         "al., 2022, arXiv 2205.05198; torch.utils.checkpoint.",
         ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
@@ -70,7 +72,8 @@ MEMORY: tuple[Switch, ...] = (
         mathematics="None; the CPU's kernels round and order the update differently.",
         helps="When optimizer state does not fit: AdamW's 8 bytes a parameter leave the device.",
         hurts="Time: each step waits for the gradients on the host, the CPU's update and the way back (86.6 M "
-        "parameters of AdamW, fused, two CPU cores: 38 ms for the update alone).",
+        "parameters of AdamW, fused, two CPU cores: 38 ms for the update alone). torchrun gives each rank one thread "
+        "(OMP_NUM_THREADS=1); with this switch a rank uses its share of the cores, unless runtime.threads is set.",
         source="Ren et al., ZeRO-Offload, 2021, arXiv 2101.06840; torch.distributed.fsdp.CPUOffloadPolicy.",
         ran="Its arithmetic on the CPU (torch 2.11 and 2.15). CUDA: not run.",
     ),

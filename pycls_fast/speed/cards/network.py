@@ -62,15 +62,17 @@ NETWORK: tuple[Switch, ...] = (
         name=SwitchName.QKV,
         values=("separate", "fused"),
         fast={"cpu": "separate", "cuda": "separate"},
-        fast_16_bits={"cpu": "fused"},
+        fast_16_bits={"cpu": "fused", "cuda": "fused"},
         numerics="rounding",
         applies_to=("vit",),
         requires={},
         note="Queries, keys and values by three products, or by one with the three matrices joined when they are used. "
         "Parameters, their initial values, optimizer state and checkpoints are the three's in both.",
         mathematics="None; the gradient of the features is one sum over three times as many terms, not a sum of three.",
-        helps="Narrow models and small batches, whose products are too small to fill the device one by one. bfloat16 "
-        "on a CPU: attention with its four linear layers 1.1x (ViT-S/16, batch 16, one core with AMX).",
+        helps="Narrow models and small batches, whose products are too small to fill the device one by one. Under "
+        "autocast the features, which a norm returns in float32, are cast and saved once instead of three times, and "
+        "no sum of three gradients is computed. bfloat16 on a CPU: attention with its four linear layers 1.1x "
+        "(ViT-S/16, batch 16, one core with AMX).",
         hurts="The joined matrix is written at every use: 3 D^2 numbers, next to products of 3 D^2 for each token. Not "
         "with precision=fp8, which changes the three layers.",
         source="Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053; timm's and torch's attention have one matrix.",
@@ -189,7 +191,8 @@ NETWORK: tuple[Switch, ...] = (
         "headers and a compiler (C++ for a CPU, C for CUDA); without them, or with settings that conflict with "
         "compiled code, the fast preset leaves it off. Hooks inside do not see what is fused.",
         source="Ansel et al., PyTorch 2, 2024; torch.nn.Module.compile; PyTorch recipe on regional compilation.",
-        ran="CPU (torch 2.15). CUDA: not run, which is why the fast preset has it off.",
+        ran="CPU (torch 2.15). CUDA: not run, which is why the fast preset has it off there, except (blocks) with "
+        "precision=fp8, whose casts are slow uncompiled.",
     ),
     Switch(
         name=SwitchName.COMPILE_MODE,

@@ -23,8 +23,8 @@ def test_what_it_sets() -> None:
     assert (config.speed.preset, config.precision.name, config.parallel.name) == ("meta2022", "amp_fp16", "single")
     assert config.model.classifier == "pooled"  # type: ignore[union-attr]
     switches = build.switches(config, torch.device("cpu"))
-    chosen = [switches[name] for name in (SwitchName.LAYOUT, SwitchName.OPTIMIZER, SwitchName.ATTENTION)]
-    assert chosen == ["batch_second", "foreach", "reference"]
+    names = (SwitchName.LAYOUT, SwitchName.QKV, SwitchName.OPTIMIZER, SwitchName.ATTENTION)
+    assert [switches[name] for name in names] == ["batch_second", "fused", "foreach", "reference"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -196,6 +196,20 @@ def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
         assert tool("optim=lamb", *taken, trains=True)[0] == 0
     assert tool("--config-name", "vit_s16", "data.root=/nowhere", "optim=lamb", trains=True)[0] == 0
     assert tool("optim=lamb")[0] == 0
+    # A loaded head is not zero; a fresh one is found when the network is there.
+    assert tool("optim=lamb", "weights=RUN", trains=True)[0] == 0
+
+
+@pytest.mark.parametrize("key", ["decay_norms", "decay_biases"])
+def test_lamb_has_no_trust_ratio_for_what_begins_with_zeros(tool: Tool, key: str) -> None:
+    arguments = ("--config-name", "resnet_digits", "optim=lamb", f"optim.{key}=true")
+    line = (
+        f"error: optim.{key}: puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly "
+        f"changes them; use optim.{key}=false (the command line)"
+    )
+    assert tool(*arguments, trains=True)[:2] == (2, [line])
+    assert tool(*arguments, "optim.weight_decay=0", trains=True)[0] == 0
+    assert tool(*arguments)[0] == 0
 
 
 def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.precision import LEVELS
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,14 @@ CPU = torch.device("cpu")
             (["parallel=ddp", "parallel.compression=powersgd", f"precision={name}"], "parallel.compression: powersgd")
             for name in ("amp_fp16", "fp16_master", "bf16_params", "bf16")
         ),
+        *(
+            (
+                ["parallel=ddp", "parallel.compression=fp16", f"precision={name}"],
+                "parallel.compression: fp16 needs a scaled",
+            )
+            for name in LEVELS
+            if not LEVELS[name].scaled
+        ),
     ],
 )
 def test_is_refused_with_a_way_out(overrides: list[str], begins: str) -> None:
@@ -49,6 +58,12 @@ def test_is_refused_with_a_way_out(overrides: list[str], begins: str) -> None:
     way_out = re.search(r"use ([^\s,;]+=[^\s,;]+)", line)
     assert way_out is not None
     build.switches(load_config("vit_digits", [*overrides, way_out[1]]), CPU)
+
+
+@pytest.mark.parametrize("precision", [name for name, level in LEVELS.items() if level.scaled])
+def test_gradients_are_exchanged_in_float16_with_a_scaled_loss(precision: str) -> None:
+    overrides = ["parallel=ddp", "parallel.compression=fp16", f"precision={precision}"]
+    assert load_config("vit_digits", overrides).parallel.compression == "fp16"
 
 
 def test_batch_norm_over_ranks_needs_batch_norm() -> None:

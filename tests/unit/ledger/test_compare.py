@@ -15,7 +15,7 @@ from PIL import Image
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.compare import compare
+from pycls_fast.ledger.compare import compare, images
 from pycls_fast.ledger.compare.charts import charts
 from pycls_fast.ledger.compare.conduct import comparison
 from pycls_fast.ledger.compare.runs import read_run
@@ -365,6 +365,28 @@ def test_runs_of_a_ledger_have_places_of_their_own(
         compare(first, name, output=None, images=3)
     made = sorted(folder.name for folder in (tmp_path / "comparisons").iterdir())
     assert made == ["mine_plain_seed_0--mine_quick_seed_0", "mine_plain_seed_0--other_plain_seed_0"]
+
+
+def test_runs_of_the_same_name_have_places_of_their_own(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/run", "b/run", "c/run"):
+        make_run(tmp_path / name, digits, WRONG_A)
+    # The second time into the same folder, though the path is another.
+    for first, second in (("a/run", "b/run"), (str(tmp_path / "a" / "run"), "b/run"), ("c/run", "b/run")):
+        compare(first, second, output=None, images=0)
+    assert sorted(folder.name for folder in (tmp_path / "comparisons").iterdir()) == ["run--run", "run--run_2"]
+    record = json.loads((tmp_path / "comparisons" / "run--run_2" / "compare.json").read_text())
+    assert record["a"]["path"] == "c/run"
+    (tmp_path / "comparisons" / "run--run" / "compare.json").write_text("[")
+    compare("a/run", "b/run", output=None, images=0)
+    assert (tmp_path / "comparisons" / "run--run_3").is_dir()
+
+
+def test_a_class_that_the_other_run_lacks_is_named() -> None:
+    assert images._sample(("cat", "dog", "emu"), ("cat", "fox")) == "3 (dog among them)"
+    assert images._sample(("cat",), ("cat", "dog")) == "1"
 
 
 def test_mistakes(a: Path, tmp_path: Path) -> None:

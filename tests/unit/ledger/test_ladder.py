@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,17 +20,18 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import run_ladder as dry
+from pycls_fast.ledger import conditions as condition
 from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
-from pycls_fast.ledger.conditions import changed, conditions
+from pycls_fast.ledger.conditions import changed, code_digest, conditions
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
+from pycls_fast.ledger.page import page
 from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.run_ladder import refusal, run_ladder
 from pycls_fast.ledger.runner import Ledger, Settings
-from pycls_fast.ledger.table import rows
+from pycls_fast.ledger.table import markdown, rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
 LADDER = Ladder(
@@ -46,9 +48,13 @@ class FakeProcess:
 
     broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
     started: ClassVar[list[list[str]]] = []
+    trees: ClassVar[list[tuple[object, Path]]] = []
 
-    def __init__(self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = ()) -> None:
-        del tool, ranks, inherits
+    def __init__(
+        self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None
+    ) -> None:
+        del ranks, inherits
+        self.trees.append((tree, tool))
         self.started.append(arguments)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -91,6 +97,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(at_work, "Process", FakeProcess)
     monkeypatch.setattr(FakeProcess, "broken", {})
     monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(FakeProcess, "trees", [])
     return FakeProcess
 
 
@@ -178,6 +185,28 @@ def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[Fake
     assert [arm["timing"]["speedup_before"]["rounds"] for arm in record["arms"][1:]] == [0, 1]
     (chart,) = (chart for chart in charts(record) if chart.name == "throughput")
     assert chart.caption.endswith(" Rounds from different starts, not paired: B, C.")
+
+
+def test_a_rung_has_the_size_of_its_training_images(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """Its steps are timed at that one, and evaluation may have another."""
+    ledger = start(tmp_path)
+    (first, *_) = collect(ledger, "x")["arms"]
+    # What an earlier version has timed.
+    assert first["timing"]["image_size"] == 8
+    for number in range(2):
+        file = ledger.timing_file(ledger.arms()[0], number)
+        record = json.loads(file.read_text())
+        record["train"]["flops_per_second"] = 0.0
+        file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
+    timing = collect(ledger, "x")["arms"][0]["timing"]
+    assert (timing["image_size"], timing["flops_per_second"]) == (4, pytest.approx(3 * 7 * 80))
+
+
+def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
+    """Each has its own ranks, and the device is that of the timings."""
+    record = collect(start(tmp_path), "x")
+    assert record["device"] == "cpu"
+    assert not {"device", "world_size"} & set(record["environment"])
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -408,7 +437,7 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
         opened(after)
     refusal = f"output: {folder} holds a ledger with different {{}}; choose another folder, or remove it"
     assert caught.value.lines == (refusal.format("optim.lr, schedule.epochs"),)
-    for key in ("device", "processor", "cores", "torch"):
+    for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):
         with pytest.raises(UserError) as caught:
             opened({**before, key: "?"})
         assert caught.value.lines == (refusal.format(key),)
@@ -430,6 +459,139 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a ledger with different model\.init; choose"):
         opened(conditions(load_config("vit_digits", ["model.init=trunc_normal"]), "cpu"))
     opened(conditions(load_config("vit_digits"), "cpu"))
+
+
+def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None:
+    """Else the old numbers would be reported as those of the new code."""
+
+    def opened(code: str, *, accept: bool = False, rounds: int = 1) -> list[str]:
+        said: list[str] = []
+        ledger = Ledger(
+            LADDER, Settings(**{**SETTINGS, "rounds": rounds}), [], [], "cpu", tmp_path, Path("tools"),
+            say=said.append, code=lambda: code, accept_code=accept,
+        )  # fmt: skip
+        with closing(ledger):
+            ledger.open()
+            ledger.run()
+        said = [line for line in said if "timing" not in line]
+        assert json.loads((tmp_path / "plan.json").read_text())["code"] == ledger.codes
+        return [*ledger.codes, *said]
+
+    assert opened("a") == opened("a") == ["a"]
+    with pytest.raises(UserError) as caught:
+        opened("b")
+    way_out = "choose another folder, remove it, or add accept_code=true if the change does not affect the measurements"
+    assert caught.value.lines == (f"output: {tmp_path} was measured with different code; {way_out}",)
+    note = "the code differs from that of earlier measurements in this folder; the report says so"
+    # Nothing is left to measure, so that all is still of the first.
+    assert opened("b", accept=True) == ["a"]
+    assert opened("b", accept=True, rounds=2) == ["a", "b", note]
+    assert opened("a", rounds=2) == ["a", "b"]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    del plan["code"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="was measured with different code"):
+        opened("a", rounds=2)
+    assert opened("a", accept=True, rounds=3)[:2] == ["unknown", "a"]
+
+
+def test_code_that_changes_under_way_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    ledger = Ledger(LADDER, Settings(**SETTINGS), [], [], "cpu", tmp_path, Path("tools"), say=_no)
+    ledger.code = lambda: "old" if len(fake.started) < 3 else "new"
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+    record = collect(ledger, "x")
+    assert record["code"] == ["old", "new"]
+    record = {**record, "model": {"image_size": 8}}
+    words = "easured with 2 states of the code, which need not be equally fast or accurate."
+    assert words in markdown(record)
+    assert words in page(record, [])
+    assert "states of the code" not in markdown({**record, "code": ["old"]})
+
+
+def test_the_code_is_that_of_the_package_the_tools_and_the_groups(tmp_path: Path) -> None:
+    tools, configs = tmp_path / "tools", tmp_path / "configs"
+    files = {
+        name: tmp_path / name
+        for name in ("tools/a.py", "configs/augment/own.yaml", "configs/mine.yaml", "configs/ladder/l.yaml")
+    }
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x: 1")
+    found = [code_digest(tools, [configs])]
+    for file in files.values():
+        file.write_text("x: 2")
+        found.append(code_digest(tools, [configs]))
+    assert [now != before for before, now in pairwise(found)] == [True, True, False, False]
+    # A lock of an editor: a link to nothing.
+    (tools / ".#a.py").symlink_to("nobody@nowhere")
+    assert code_digest(tools, [configs]) == found[-1]
+
+
+def test_the_package_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pycls_fast"
+    for name in ("ledger/conditions.py", "data/native/region.c"):
+        (package / name).parent.mkdir(parents=True)
+        (package / name).write_text("a")
+    monkeypatch.setattr(condition, "__file__", str(package / "ledger" / "conditions.py"))
+    before = code_digest(tmp_path, [])
+    (package / "data" / "native" / "region.c").write_text("b")
+    assert code_digest(tmp_path, []) != before
+
+
+def test_a_folder_is_that_of_the_rungs_that_were_picked() -> None:
+    """The next one that is picked is measured beside it, not refused."""
+    folders = [
+        at_work.default_folder("vit_digits", "switches", "one_at_a_time", picked)
+        for picked in ((), ("attention",), ("speed.optimizer", "bf16"), ("bf16", "speed.optimizer"), ("注",))
+    ]
+    every = "vit_digits-switches-one_at_a_time"
+    names = [every, f"{every}-attention", *2 * [f"{every}-bf16_speed_optimizer"], f"{every}-arm"]
+    assert [str(folder) for folder in folders] == [f"ledgers/{name}" for name in names]
+
+
+def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
+    for resume in ("never", str(tmp_path)):
+        with pytest.raises(UserError, match="resume: the trainings of a ledger resume by themselves; leave it out"):
+            run_ladder(
+                load_config("vit_digits", [f"resume={resume}"]), LADDER, Settings(), switches=(), base=([], []),
+                compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=True,
+            )  # fmt: skip
+
+
+def test_a_rung_runs_the_code_of_its_checkout(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rungs = (Rung(name="old", tree="old"), Rung(name="new"))
+    ladder = LADDER.model_copy(update={"rungs": rungs, "mode": "one_at_a_time"})
+
+    def run(mode: Mode = "one_at_a_time", ladder: Ladder = ladder) -> int:
+        return run_ladder(
+            load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "rounds": 1, "mode": mode}), switches=(),
+            base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
+        )  # fmt: skip
+
+    with pytest.raises(UserError, match=rf"ladder: 'old': {tmp_path / 'old'} is not a checkout of pycls_fast; give"):
+        run()
+    for name in ("tools/time_net.py", "pycls_fast/__init__.py"):
+        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / name).touch()
+    assert run() == 0
+    theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
+    assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
+    record = json.loads((tmp_path / "report" / "ledger.json").read_text())
+    assert [(arm["tree"], arm["note"]) for arm in record["arms"]] == [
+        (None, ""),
+        ("old", "the code in old"),
+        (None, ""),
+    ]
+    (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
+    with pytest.raises(UserError, match="was measured with different code"):
+        run()
+    with pytest.raises(UserError, match=r"mode: 'old' runs other code, .* use mode=one_at_a_time"):
+        run("cumulative", ladder.model_copy(update={"mode": None}))
 
 
 def test_a_plan_with_a_key_that_is_gone_is_another(tmp_path: Path) -> None:
@@ -537,7 +699,6 @@ def test_a_dry_run_counts_what_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     elsewhere = Rung(name="G", overrides=("c=3",), needs="cuda")
     fake.broken = {"c-": (2, "error: c needs a package")}
     with_more = dry_run(
@@ -555,7 +716,6 @@ def test_a_dry_run_rules_out_what_the_experiment_cannot_have(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     convolution = Rung(name="K", overrides=("c=conv",))
     rungs = (LADDER.rungs[0], convolution, LADDER.rungs[1])
     said = dry_run(tmp_path, LADDER.model_copy(update={"rungs": rungs}), capsys, mode=mode, seeds=1)
@@ -582,7 +742,6 @@ def test_what_training_would_refuse_is_not_timed(
 ) -> None:
     """In the dry run and in the ledger itself, alike; it is below no other rung."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dry, "Process", FakeProcess)
     ladder = LADDER.model_copy(update={"rungs": (Rung(name="B", overrides=("b=lamb",)), LADDER.rungs[1])})
     why = "b: lamb leaves the head at zero; use b=1"
     done: list[Any] = []

@@ -20,7 +20,7 @@ from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
     "warmup_steps": 1, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
-    "dry_run": True, "loss_scale": 8.0, "output": "x.json",
+    "dry_run": True, "accept_code": True, "loss_scale": 8.0, "output": "x.json",
 }  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
     made = []
     for label in ("a", "b", "c"):
-        fields: dict[str, Any] = {"sources": {}, "complexity": None, "classes": 2, "switches": {}}
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
+        fields |= {"complexity": None, "training_complexity": None}
         fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
         variant = timing.Variant(**fields)
         variant.parts["train"] = Recorded(label, log)
@@ -99,7 +100,8 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
     monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
     made = []
     for label in ("fp32", "tf32", "tf32 again"):
-        fields: dict[str, Any] = {"sources": {}, "complexity": None, "classes": 2, "switches": {}}
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
+        fields |= {"complexity": None, "training_complexity": None}
         fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
         variant = timing.Variant(**fields)
         variant.parts["train"] = Recorded(label, log)

@@ -108,8 +108,11 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.name=resnet18", "speed.layout=batch_second"], "speed.layout: batch_second is for model.kind=vit, and"),
-        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit, and"),
+        (
+            ["model.name=resnet18", "speed.layout=batch_second"],
+            "speed.layout: batch_second is for model.kind=vit and has",
+        ),
+        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit and has"),
         (["model.name=resnet18", "speed.attention=sdpa"], "speed.attention: timm's resnet18 has no attention"),
         (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
         (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
@@ -181,7 +184,7 @@ def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm()
 @pytest.mark.parametrize(
     "name",
     ["convnext_atto", "convnext_atto_rms", "beit_base_patch16_224", "deit3_small_patch16_224", "swinv2_cr_tiny_ns_224",
-     "poolformer_s12", "efficientnet_b0"],
+     "poolformer_s12", "efficientnet_b0", "xcit_nano_12_p16_224"],
 )  # fmt: skip
 def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
     """Layer scales, and biases that are not called so, are in no module of their own."""

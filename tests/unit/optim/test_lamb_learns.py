@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import sklearn.datasets
@@ -11,6 +13,9 @@ import torch.nn.functional as F
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
+from pycls_fast.train.building import check_head
 
 TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width=64"]
 
@@ -43,3 +48,17 @@ def test_lamb_trains_a_head_that_does_not_begin_with_zeros(init: str, learns: bo
     else:
         assert ended <= 1e-6 * math.exp(rate * steps)
         assert losses[-1] > 2.2
+
+
+def test_a_head_of_zeros_is_refused_whoever_made_it(tmp_path: Path) -> None:
+    """timm's mixers begin with one, and weights for other classes leave the head as it was."""
+    mixer = ["model=timm", "model.name=mixer_s32_224", "data.image_size=224", "model.drop_path=0.0"]
+    jax = [*TINY, "model.init=jax", f"weights={tmp_path}"]
+    for overrides, head in ((mixer, "network.head"), (jax, "head")):
+        for changed, refused in ((["optim=lamb"], True), (["optim=lamb", "optim.weight_decay=0"], False), ([], False)):
+            config = load_config("vit_digits", [*overrides, *changed])
+            model = build.model(config, 10, speed.resolve("reference", {}, "cpu"))
+            with pytest.raises(UserError, match=f"lamb hardly changes {head}, which") if refused else nullcontext():
+                check_head(config, model, ALONE)
+            torch.nn.init.ones_(model.get_submodule(head).weight)
+            check_head(config, model, ALONE)

@@ -135,3 +135,10 @@ def test_hidden_are_the_matrices_inside_the_units(model: nn.Module, layer_decay:
     }
     assert sum(len(group["params"]) for group in groups) == len(name_of)
     assert len({group["name"] for group in groups}) == len(groups)
+
+
+def test_depthwise_convolutions_are_not_hidden_matrices() -> None:
+    """Each channel has its own kernel: (C, 1, k, k). Nor is a vector with added dimensions, such as a temperature."""
+    block = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Linear(4, 1))
+    groups = parameter_groups(block, weight_decay=0.3, units=[("0", block)], split_hidden=True)
+    assert [p for group in groups if group["hidden"] for p in group["params"]] == [block[1].weight]

@@ -197,6 +197,22 @@ def test_muon_on_hidden_groups_and_adamw_on_the_others() -> None:
     assert errors(make_muon, lambda _: adamw_formula, torch.float64) > 0.1
 
 
+def test_the_eps_of_adamw_does_not_reach_the_matrices() -> None:
+    """timm's `eps` is also the least norm in the Newton-Schulz iteration: small gradients would get smaller steps."""
+    gradient, ended = 1e-3 * torch.randn(6, 4), []
+    for eps in (1e-8, 1.0):
+        matrix = nn.Parameter(torch.zeros(6, 4))
+        optimizer = optim.muon(
+            [{"params": [matrix], "hidden": True}], lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5,
+            betas=(0.8, 0.95), eps=eps,
+        )  # fmt: skip
+        matrix.grad = gradient.clone()
+        optimizer.step()
+        ended.append(matrix.detach())
+    assert ended[0].abs().max() > 0.1
+    assert torch.equal(*ended)
+
+
 def test_muon_keeps_a_momentum_in_float32_for_a_matrix_and_two_moments_for_a_vector() -> None:
     matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
     optimizer = make_muon([{"params": [matrix], "hidden": True}, {"params": [vector], "hidden": False}])

@@ -19,7 +19,7 @@ from pycls_fast.ledger.timing import synthetic_batch
 from pycls_fast.parallel import ALONE, World, footprint, place_model
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.building import make_step
-from pycls_fast.train.introduction import memory_per_rank
+from pycls_fast.train.introduction import _state_copies, memory_per_rank
 from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -73,6 +73,34 @@ def assert_held(world: World, *overrides: str) -> None:
 )
 def test_one_process_holds_what_the_table_says(overrides: tuple[str, ...]) -> None:
     assert_held(ALONE, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim=sgd",),
+        ("optim=sgd", "optim.momentum=0", "optim.nesterov=false"),
+        ("optim=adafactor",),
+        ("optim=adafactor", "optim.momentum_dtype=float32"),
+        ("optim=lion",),
+        ("optim=adamw",),
+    ],
+)
+def test_optimizers_keep_what_the_table_says(overrides: tuple[str, ...]) -> None:
+    config = load_config("vit_digits", [*WIDE, *overrides])
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    step(0, [synthetic_batch(1, 8, 10, erase_probability=0.0, seed=0, device=CPU)], TrainMetrics(CPU))
+    kept = sum(
+        value.nbytes
+        for state in step.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    # What Adafactor keeps of its second moments is a row and a column of each matrix.
+    assert kept / weights == pytest.approx(_state_copies(config.optim), abs=0.05)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -140,22 +140,68 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
 
 @pytest.mark.parametrize("gathers_again", [True, False])
 def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gathers_again: bool) -> None:
-    """ZeRO-3 and ZeRO-2 compute the same: only where the weights are tells them apart."""
+    """ZeRO-3 and ZeRO-2 compute the same: only where the weights are tells them apart.
+
+    The last block's are needed again at once.
+    """
     own = f"parallel.reshard_after_forward={str(gathers_again).lower()}"
     config = load_config("vit_digits", [*TINY, "data.image_size=8", own])
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
     wrapped = build.wrap(config, network, world, build.switches(config, CPU))
     blocks = [unit for _, unit in network.units()]
 
-    def cut() -> set[bool]:
+    def cut(blocks: Sequence[nn.Module] = blocks) -> set[bool]:
         return {isinstance(value, DTensor) for block in blocks for value in block.parameters()}
 
     assert cut() == {True}
     with wrapped.exchange(True):
         loss = wrapped.forward(torch.randn(2, 3, 8, 8)).sum()
-        assert cut() == {gathers_again}
+        assert cut(blocks[:-1]) == {gathers_again}
+        assert cut(blocks[-1:]) == {False}
         loss.backward()
     assert cut() == {True}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("experiment", "overrides"),
+    [
+        ("vit_digits", [*TINY, "model.depth=4", "precision=fp16_master"]),
+        ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
+    ],
+)
+def test_norms_are_gathered_before_the_units_after_their_own(
+    world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, overrides: list[str], count: int
+) -> None:
+    """Gathers run one after another: a norm that is gathered when it runs waits for units that come later."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
+
+    config = load_config(experiment, [*overrides, f"parallel.prefetch_units={count}"])
+    network = build.model(config, 10, build.switches(config, CPU), empty=True)
+    wrapped = build.wrap(config, network, world, build.switches(config, CPU))
+    names = [name for name, _ in network.units()]
+    gathered: list[int] = []
+    unshard = torchs.FSDPParamGroup.unshard
+
+    def note(group: Any, async_op: bool = False) -> None:
+        waits = group._all_gather_result is not None
+        unshard(group, async_op)
+        if not waits and group._all_gather_result is not None:
+            # The first module of a group of norms stands for all.
+            name = group._module_fqn.split(", ")[0]
+            gathered.append(next((i for i, unit in enumerate(names) if f"{name}.".startswith(f"{unit}.")), -1))
+
+    monkeypatch.setattr(torchs.FSDPParamGroup, "unshard", note)
+    size = config.data.image_size
+    with wrapped.exchange(True):
+        loss = wrapped.forward(torch.randn(2, 3, size, size)).sum()
+        forward, gathered[:] = gathered[:], []
+        loss.backward()
+    # Twice: a unit and its norms. What is around the units is gathered first, and stays.
+    around = forward.count(-1)
+    assert around >= 2
+    assert forward == [-1] * around + [index for index in range(len(names)) for _ in range(2)]
+    assert gathered == [index for index in range(len(names) - 1) for _ in range(2)][::-1]
 
 
 @pytest.mark.parametrize("foreach", [False, True])

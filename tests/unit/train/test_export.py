@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +16,7 @@ import timm
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
@@ -24,12 +25,16 @@ from pycls_fast.config.options_line import read_options
 from pycls_fast.config.saved import of_weights
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.models import foreign
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import PATHS, export
-from pycls_fast.train.weights import load_weights
+from pycls_fast.train.restore import restore
+from pycls_fast.train.weights import find_weights, load_weights
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
+# What stack traces of this machine would contain.
+PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
 CONFIG = load_config("vit_digits", ["model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4"])
 CLASSES = tuple("0123456789")
 
@@ -133,6 +138,18 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    "about", [{"classes": "cat,dog"}, {"classes": "10"}, {"step": "7.5"}, {"config": '{"width": 7}'}]
+)
+def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str]) -> None:
+    save_file(network().state_dict(), tmp_path / "net.safetensors", metadata=about)
+    assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
+    assert foreign.read_weights(str(tmp_path / "net.safetensors")).classes is None
+    with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
+        restore(tmp_path / "net.safetensors")
+    assert of_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
+
+
+@pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["weights=nowhere"], "weights: nowhere is neither a weights file nor a run folder with a checkpoint"),
@@ -184,8 +201,7 @@ def logits(source: Path, **settings: str) -> torch.Tensor:
 
 def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    for overwrite in (False, True):
-        assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=overwrite, format="timm") == 0
+    assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=False, format="timm") == 0
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     config = network.pretrained_cfg
@@ -193,8 +209,28 @@ def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         found = network((pixels().float() / 255 - mean) / std)
     torch.testing.assert_close(found, logits(drawn), rtol=1e-4, atol=1e-4)
-    assert config["label_names"] == [f"class [{i}]" for i in range(10)]
+    # transformers reads the names here only, and else takes those of ImageNet for 1,000 classes.
+    names = json.loads((folder / "config.json").read_text())["label_names"]
+    assert names == [f"class [{i}]" for i in range(10)]
     assert config["crop_pct"] == 1.0
+
+
+def test_only_exported_files_of_a_folder_are_overwritten(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may be a clone of a hub's repository, the working folder or a link."""
+    export(str(drawn), str(tmp_path / "clone"), which="auto", dtype=None, overwrite=False, format="timm")
+    (tmp_path / "clone" / ".git").mkdir()
+    for kept in (".git/HEAD", "README.md"):
+        (tmp_path / "clone" / kept).write_text("ours")
+    (tmp_path / "link").symlink_to("clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    for output in (".", str(tmp_path / "link")):
+        Path("model.safetensors").write_bytes(b"old")
+        export(str(drawn), output, which="auto", dtype=None, overwrite=True, format="timm")
+        assert load_file("model.safetensors")
+        assert {path.name for path in Path().iterdir()} == {"config.json", "model.safetensors", "README.md", ".git"}
+    assert Path(".git/HEAD").read_text() == Path("README.md").read_text() == "ours"
 
 
 def test_a_half_format_for_timm(drawn: Path, tmp_path: Path) -> None:
@@ -213,6 +249,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     texts = session.get_modelmeta().custom_metadata_map
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert json.loads(texts["preprocessing"])["image_size"] == 8
+    assert PACKAGE not in file.read_bytes()
 
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
@@ -223,6 +260,8 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(program(pixels()), logits(drawn), rtol=1e-4, atol=1e-4)
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert texts["step"] == "7"
+    with zipfile.ZipFile(file) as archive:
+        assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -242,6 +281,24 @@ def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) 
         found = of_weights([f"weights={source}"])
         assert found is not None
         assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
+
+
+def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> None:
+    """Files in the Hugging Face cache are links to blobs named by their hash."""
+    write(run_dir, tmp_path / "net.safetensors")
+    (tmp_path / "net.safetensors").rename(tmp_path / "0a1b2c")
+    named, bare = tmp_path / "snapshot.safetensors", tmp_path / "latest"
+    named.symlink_to("0a1b2c")
+    assert find_weights(named) == named
+    assert restore(named, device="cpu").classes == CLASSES
+    found = of_weights([f"weights={named}"])
+    assert found is not None
+    assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
+    # A link without a suffix has that of its target.
+    (tmp_path / "plain.safetensors").write_bytes((tmp_path / "0a1b2c").read_bytes())
+    bare.symlink_to("plain.safetensors")
+    assert find_weights(bare) == tmp_path / "plain.safetensors"
+    assert of_weights([f"weights={bare}"]) is not None
 
 
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:

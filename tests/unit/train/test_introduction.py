@@ -27,6 +27,7 @@ from pycls_fast.train.introduction import _notes
         ),
         (["precision=amp_bf16", "speed.compile=off"], []),
         (["precision=bf16", "speed.compile=model", "speed.gelu=polynomial"], ["speed.compile: the first step"]),
+        (["precision=fp8", "precision.fp8_emulate=true"], []),
         # 0.99 ** 100 is 0.366.
         (
             ["precision=fp32", "optim.ema_decay=0.99", "optim.ema_warmup=false"],
@@ -42,3 +43,14 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
     run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100)
     for note, begins in zip(_notes(run), told, strict=True):
         assert note.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "told"), [("off", "precision: the scales and casts of fp8"), ("blocks", "speed.compile: the")]
+)
+def test_the_note_on_float8_that_is_not_compiled(compiled: str, told: str) -> None:
+    config = load_config("vit_digits", ["precision=fp8", f"speed.compile={compiled}"])
+    switches = build.switches(config, torch.device("cuda"))
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100)
+    (note,) = _notes(run)
+    assert note.startswith(told)

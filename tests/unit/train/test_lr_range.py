@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from pycls_fast.config import load_config
+from pycls_fast import build
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train import lr_range
 from pycls_fast.train.lr_range import judge, lr_range_test, smooth
 
@@ -59,6 +63,37 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     verdict = judge(RATES, [curve(rate) for rate in RATES])
     with pytest.raises(UserError, match=r"^output: .* could not be written \(Is a directory\)$"):
         lr_range._draw(tmp_path, "title", verdict, RATES, [curve(rate) for rate in RATES])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled", "training"),
+    [
+        ([], "off", "model"),
+        (["speed=reference"], "off", "off"),
+        (["speed.compile=blocks"], "blocks", "blocks"),
+        # Which is as good as asking for it.
+        (["speed.compile_mode=max-autotune-no-cudagraphs"], "model", "model"),
+        (["speed.gelu=polynomial"], "model", "model"),
+    ],
+)
+def test_a_sweep_compiles_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str, training: str
+) -> None:
+    class Built(Exception): ...
+
+    chosen: list[str] = []
+
+    def note(config: RunConfig, world: World, display: Any) -> None:
+        chosen.append(build.switches(config, world.device)[SwitchName.COMPILE])
+        raise Built
+
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(lr_range, "build_parts", note)
+    config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
+    assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == training
+    with pytest.raises(Built):
+        lr_range_test(config, steps=10, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path))
+    assert chosen == [compiled]
 
 
 def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(

@@ -39,7 +39,7 @@ def test_hubs_say_it_without_a_download() -> None:
 def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
     assert statistics(tmp_path / "google.npz") == HALF
-    config = {"data": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    config = {"data": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, "model": {}, "speed": {}}
     save_file({"a": torch.ones(1)}, tmp_path / "ours.safetensors", metadata={"config": json.dumps(config)})
     assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
@@ -49,6 +49,13 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (tmp_path / "timm/config.json").write_text(json.dumps(kept))
     assert statistics(tmp_path / "timm/model.safetensors") == HALF
+    # The same as links to files without a suffix, as in the Hugging Face cache.
+    (tmp_path / "snapshot").mkdir()
+    for number, name in enumerate(("model.safetensors", "config.json")):
+        (tmp_path / f"timm/{name}").rename(tmp_path / f"blob{number}")
+        (tmp_path / f"snapshot/{name}").symlink_to(tmp_path / f"blob{number}")
+    assert statistics(tmp_path / "snapshot") == HALF
+    assert statistics(tmp_path / "snapshot/model.safetensors") == HALF
     torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
     assert statistics(tmp_path / "mute.pth") is None
 

@@ -142,8 +142,7 @@ def test_numbers_come_with_the_environment(tool: str, tmp_path: Path, digits: Pa
     (file,) = [path for path in (tmp_path / "out").rglob("*.json") if path.is_file()]
     record = json.loads(file.read_text())
     found = record["environment"]
-    if tool in ("score", "knn", "gradients"):
-        # Looked for first.
-        assert {key: record[key] for key in ("world_size", "device")} == {"world_size": 1, "device": "cpu"}
-        assert record["versions"] == found["versions"]
+    # Looked for first.
+    assert {key: record[key] for key in ("world_size", "device")} == {"world_size": 1, "device": "cpu"}
+    assert record["versions"] == found["versions"]
     assert found.keys() >= {"command", "versions", "git", "processor", "threads", "device", "world_size"}

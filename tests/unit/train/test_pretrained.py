@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
+from pycls_fast.models.export import timm_form
 from pycls_fast.models.foreign import to_timm_vit
-from pycls_fast.network import Network
-from pycls_fast.train.weights import load_weights
+from pycls_fast.network import Network, Units
+from pycls_fast.train.normalization import statistics
+from pycls_fast.train.restore import restore
+from pycls_fast.train.weights import find_weights, load_weights
 
 
 def vit(classes: int) -> VisionTransformer:
@@ -116,5 +123,61 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
 
 
 def test_no_such_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is neither a weights file nor a run folder .* timm:NAME or torchvision:NAME"):
+    with pytest.raises(UserError, match=r"is neither a weights file nor a run folder .* or hf:ORG/NAME"):
         load_weights(vit(2), tmp_path / "nowhere", classes=("a", "b"))
+
+
+class Toy(Network):
+    """An architecture of a contributor's."""
+
+    head_name = "head"
+    first_conv_name = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.head(images_BCHW.flatten(1))
+
+    def units(self) -> Units:
+        return []
+
+    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
+        yield self.head, nn.Linear.reset_parameters
+
+
+def test_a_new_architecture_loads_its_own_weights_and_has_no_form_of_timm(tmp_path: Path) -> None:
+    theirs, ours = Toy(), Toy()
+    config = {"model": {"kind": "toy"}, "data": {}, "speed": {}}
+    save_file(theirs.state_dict(), tmp_path / "toy.safetensors", {"config": json.dumps(config)})
+    load_weights(ours, tmp_path / "toy.safetensors", classes=("cat", "dog"))
+    assert torch.equal(ours.head.weight, theirs.head.weight)
+    with pytest.raises(UserError, match="format: timm has no Toy; export as safetensors, onnx or program"):
+        timm_form(ours)
+
+
+def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, asked = vit(3), []
+
+    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "me/nothing":
+            raise OSError("no such repository")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(UserError, match=r"hf:me/cats has no model\.safetensors; download another of its files"):
+        find_weights("hf:me/cats")
+    save_file(to_timm_vit(theirs.state_dict()), tmp_path / "model.safetensors")
+    kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    ours = vit(3)
+    assert load_weights(ours, "hf:me/cats", classes=("a", "b", "c")).path == tmp_path / "model.safetensors"
+    assert torch.equal(ours.head.weight, theirs.head.weight)
+    assert statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
+    assert set(map(str, asked)) == {"('me/cats', ['model.safetensors', 'config.json'])"}
+    with pytest.raises(UserError, match=r"hf:me/nothing could not be downloaded \(no such repository\)"):
+        find_weights("hf:me/nothing")
+    with pytest.raises(UserError, match="does not say which model and classes"):
+        restore("hf:me/cats")
