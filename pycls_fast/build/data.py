@@ -84,6 +84,8 @@ def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
         pad_mode=augment.pad_mode,
         interpolation=augment.interpolation,
         hflip=augment.hflip,
+        vflip=augment.vflip,
+        quarter_turns=augment.quarter_turns,
         steps=_steps(config, image_size),
         erase_probability=augment.erase_probability,
     )

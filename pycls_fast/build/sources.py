@@ -58,7 +58,9 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict
             if world.is_main:
                 write_digits(root)
             world.barrier()
-            return open_folder(root, val_fraction=data.val_fraction, split_seed=data.split_seed)
+            return open_folder(
+                root, val_fraction=data.val_fraction, split_seed=data.split_seed, folds=data.folds, fold=data.fold
+            )
         return open_splits(data.source, root, _opening(config, index_all))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
@@ -102,6 +104,8 @@ def _opening(config: RunConfig, index_all: bool) -> OpenOptions:
     return OpenOptions(
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
+        folds=data.folds,
+        fold=data.fold,
         train=data.train,
         val=data.val,
         path_column=data.path_column,

@@ -95,6 +95,12 @@ def _source(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("train", "val"):
         if getattr(data, key) is not None and data.source in ("folder", "packed", "cifar", "digits", "synthetic"):
             yield f"data.{key}", f"data.source={data.source} has folders of fixed names; use data.{key}=null"
+    if data.folds is None and data.fold:
+        yield "data.fold", "chooses one of data.folds, which is not set; give data.folds=5, say"
+    if data.folds is not None and data.fold >= data.folds:
+        yield "data.fold", f"must be less than data.folds={data.folds}, counted from 0; got {data.fold}"
+    if data.folds is not None and data.source in ("cifar", "synthetic"):
+        yield "data.folds", f"data.source={data.source} has a validation split; use data.folds=null"
     if data.shard_cache_gib is not None and data.shard_cache is None:
         yield "data.shard_cache_gib", "limits a folder that is not set; give it as data.shard_cache=PATH"
     if data.sampling != "uniform" and data.shuffle == "blocks":

@@ -165,6 +165,9 @@ class Data(Section):
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
+    Without a validation split, `val_fraction` of each class is held out at random (`split_seed`). With `folds` each
+    class is cut into that many parts instead, and `fold`, counted from 0, is the part held out.
+
     `image_size_schedule` holds pairs of a first epoch and the size of training images from then on; before the first
     pair and in evaluation it is `image_size`.
 
@@ -199,6 +202,8 @@ class Data(Section):
     prefetch_factor: PositiveInt = 2
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     split_seed: Seed = 0
+    folds: Annotated[int, Field(ge=2)] | None = None
+    fold: Annotated[int, Field(ge=0)] = 0
     normalization: Literal["configured", "weights"] = "configured"
     mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
@@ -231,8 +236,9 @@ class RandAugment(Section):
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
-    After the flip comes at most one of `rand_augment`, `auto_augment` (torchvision's, by the dataset of its policy),
-    `trivial_augment` and `three_augment` (DeiT III), then `color_jitter` (brightness, contrast, saturation, hue).
+    `quarter_turns` rotates by 0, 90, 180 or 270 degrees. After flips and rotation comes at most one of `rand_augment`,
+    `auto_augment` (torchvision's, by the dataset of its policy), `trivial_augment` and `three_augment` (DeiT III), then
+    `color_jitter` (brightness, contrast, saturation, hue).
     `mix_mode`: one mixing ratio for the whole batch, per pair, or per element. With `repeats` each image of an epoch
     appears that many times, augmented differently, and an epoch has a `repeats`-th of the images.
     """
@@ -244,6 +250,8 @@ class Augment(Section):
     pad_mode: Literal["constant", "reflect"] = "constant"
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     hflip: Probability = 0.5
+    vflip: Probability = 0.0
+    quarter_turns: bool = False
     rand_augment: RandAugment | None = None
     auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
     trivial_augment: bool = False

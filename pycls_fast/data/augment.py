@@ -65,6 +65,8 @@ class TrainTransform:
         pad_mode: Literal["constant", "reflect"] = "constant",
         interpolation: Interpolation = "bilinear",
         hflip: float = 0.5,
+        vflip: float = 0.0,
+        quarter_turns: bool = False,
         steps: Sequence[Step] = (),
         erase_probability: float = 0.0,
     ) -> None:
@@ -79,7 +81,9 @@ class TrainTransform:
             ratio: the crop's width / height, smallest and largest.
             pad_mode: black pixels, or the image mirrored at its edge (DeiT III's simple random crop).
             hflip: probability of a left-right flip.
-            steps: what follows the flip, in order (`policies`).
+            vflip: probability of a top-bottom flip.
+            quarter_turns: rotate by 0, 90, 180 or 270 degrees, each with the same probability.
+            steps: what follows the flips and the rotation, in order (`policies`).
             erase_probability: probability of erasing a box (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3 to
                 3.3).
         """
@@ -88,7 +92,8 @@ class TrainTransform:
         self.image_size = image_size
         self.erases = erase_probability > 0
         self._interpolation = interpolation
-        self._hflip = hflip
+        self._hflip, self._vflip = hflip, vflip
+        self._quarter_turns = quarter_turns
         self._random_resized: v2.RandomResizedCrop | None = None
         self._padded: v2.RandomCrop | None = None
         if crop == "random_resized":
@@ -108,7 +113,7 @@ class TrainTransform:
     def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Augment one RGB image; the result depends only on the image and the seed."""
         with seeded_torch(seed):
-            image_HWC = self._crop_and_flip(picture)
+            image_HWC = self._turn(self._crop_and_flip(picture))
             if self._steps:
                 image = Image.fromarray(image_HWC)
                 for step in self._steps:
@@ -122,18 +127,22 @@ class TrainTransform:
         if self._random_resized is not None:
             drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
             box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
-            cut = Cut(box, (size, size), (0, 0, size, size), self._interpolation, mirror=self._draw_flip())
+            cut = Cut(box, (size, size), (0, 0, size, size), self._interpolation, mirror=_draw_flip(self._hflip))
             return picture.cut(cut)
         cut = _fit(picture.size, size, size, self._interpolation)
         if self._padded is None:
-            return picture.cut(cut._replace(mirror=self._draw_flip()))
+            return picture.cut(cut._replace(mirror=_draw_flip(self._hflip)))
         whole = picture.cut(cut._replace(window=(0, 0, *cut.resized)))
         image_HWC = np.asarray(self._padded(Image.fromarray(whole)))
-        return image_HWC[:, ::-1] if self._draw_flip() else image_HWC
+        return image_HWC[:, ::-1] if _draw_flip(self._hflip) else image_HWC
 
-    def _draw_flip(self) -> bool:
-        """Draw whether to flip, as `v2.RandomHorizontalFlip` does."""
-        return self._hflip > 0 and torch.rand(1).item() < self._hflip
+    def _turn(self, image_HWC: np.ndarray) -> np.ndarray:
+        """Flip top to bottom and rotate, as drawn."""
+        if _draw_flip(self._vflip):
+            image_HWC = image_HWC[::-1]
+        if self._quarter_turns:
+            image_HWC = np.rot90(image_HWC, int(torch.randint(4, ()).item()))
+        return image_HWC
 
     def _draw_box(self) -> Box:
         if torch.rand(()).item() >= self._erase_probability:
@@ -143,6 +152,11 @@ class TrainTransform:
         if params["v"] is None:
             return NO_BOX
         return params["i"], params["j"], params["h"], params["w"]
+
+
+def _draw_flip(probability: float) -> bool:
+    """Draw whether to flip, as `v2.RandomHorizontalFlip` does; nothing is drawn for a probability of 0."""
+    return probability > 0 and torch.rand(1).item() < probability
 
 
 class TransformByEpoch:

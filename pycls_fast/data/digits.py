@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +36,10 @@ def write_digits(folder: str | Path) -> None:
 
 def _write_all_at_once(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    draft = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    draft.mkdir()
     try:
         _write_images(draft)
-        draft.chmod(0o755)  # mkdtemp's folders are readable only by their owner
         try:
             draft.rename(folder)
         except OSError:

@@ -28,6 +28,8 @@ _SAME_ON_RESUME = (
     "data.shuffle_buffer",
     "data.sampling",
     "data.split_seed",
+    "data.folds",
+    "data.fold",
     "augment.repeats",
     "optim.name",
     "optim.ema_decay",

@@ -181,6 +181,7 @@ class TestData:
         config = vit(
             *SYNTHETIC, "seed=11", "augment.crop=pad", "augment.scale=[0.2,0.9]", "augment.ratio=[0.5,2.0]",
             "augment.pad=3", "augment.interpolation=bicubic", "augment.hflip=0.25", "augment.erase_probability=0.125",
+            "augment.vflip=0.75", "augment.quarter_turns=true",
             "augment.rand_augment={num_ops: 3, magnitude: 7}", "optim.accumulation_steps=2", "data.num_workers=3",
             "data.prefetch_factor=5",
         )  # fmt: skip
@@ -189,7 +190,8 @@ class TestData:
         assert transforms == [
             {
                 "image_size": 16, "crop": "pad", "scale": (0.2, 0.9), "ratio": (0.5, 2.0), "pad": 3,
-                "pad_mode": "constant", "interpolation": "bicubic", "hflip": 0.25, "erase_probability": 0.125,
+                "pad_mode": "constant", "interpolation": "bicubic", "hflip": 0.25, "vflip": 0.75, "quarter_turns": True,
+                "erase_probability": 0.125,
             }
         ]  # fmt: skip
         assert [(type(step), step.num_ops, step.magnitude) for step in steps] == [(v2.RandAugment, 3, 7)]

@@ -101,6 +101,7 @@ class TestSources:
         call = self.opened(
             monkeypatch, "open_splits", build_sources, "data=auto", "data.source=hub", "data.root=somebody/birds",
             "data.val_fraction=0.375", "data.split_seed=6", "data.train=most", "data.val=rest",
+            "data.folds=7", "data.fold=3",
             "data.path_column=file", "data.image_column=photo", "data.label_column=species", "data.hub_config=small",
             f"data.index_cache={tmp_path / 'index'}", f"data.shard_cache={tmp_path / 'shards'}",
             "data.shard_cache_gib=1.5",
@@ -112,8 +113,9 @@ class TestSources:
         made = FileCache(tmp_path / "shards", 3 * 2**29)
         assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
         assert replace(opening, shard_cache=None) == OpenOptions(
-            val_fraction=0.375, split_seed=6, train="most", val="rest", path_column="file", image_column="photo",
-            label_column="species", hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
+            val_fraction=0.375, split_seed=6, folds=7, fold=3, train="most", val="rest",
+            path_column="file", image_column="photo", label_column="species",
+            hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
         )  # fmt: skip
 
     def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,6 @@ class TestSources:
 
     def test_the_digits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         record(monkeypatch, "write_digits", build_sources)
-        own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6")
+        own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
         call = self.opened(monkeypatch, "open_folder", build_sources, *own)
-        assert call == {"0": "/digits", "val_fraction": 0.375, "split_seed": 6}
+        assert call == {"0": "/digits", "val_fraction": 0.375, "split_seed": 6, "folds": 7, "fold": 3}

@@ -42,6 +42,22 @@ def library() -> ctypes.CDLL:
         UserError: it cannot be compiled here; says what is missing.
     """
     path = cache_folder() / f"jpeg_region-{_fingerprint()}.so"
+    try:
+        loaded = _load(path)
+    except OSError as error:
+        # Compiled by a machine or container with the same home, but another version of libjpeg or of the C library.
+        own = path.with_stem(f"{path.stem}-{hashlib.sha256(str(error).encode()).hexdigest()[:8]}")
+        try:
+            loaded = _load(own)
+        except OSError as again:
+            raise UserError(f"speed.decode: region: {own} cannot be loaded ({again}); remove the file") from again
+    loaded.jpeg_size.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    loaded.jpeg_region.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    loaded.array_region.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+    return loaded
+
+
+def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         _compile(path)
     if not path.is_absolute() and path.stat().st_uid != os.getuid():
@@ -50,14 +66,7 @@ def library() -> ctypes.CDLL:
             f"speed.decode: region: {path} belongs to another user, whose code is not run; remove it, or set "
             "XDG_CACHE_HOME to a folder of your own"
         )
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise UserError(f"speed.decode: region: {path} cannot be loaded ({error}); remove the file") from error
-    loaded.jpeg_size.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    loaded.jpeg_region.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    loaded.array_region.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
-    return loaded
+    return ctypes.CDLL(str(path))
 
 
 def available() -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
 import os
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,7 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
 
 _PLAN, _DRAFT_TABLE, _DAMAGED = "plan.json", "table.part", "damaged.part"
+_DRAFT_PLAN, _LOCK = "plan.draft", "lock.part"
 _LARGEST_SIDE = 65_535
 _DURABLE_EVERY = 4096
 
@@ -85,33 +89,52 @@ def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, 
         workers: processes that read, resize and encode.
 
     Raises:
-        UserError: the folder holds something else, or the disk is full.
+        UserError: the folder holds something else, another process is packing into it, or the disk is full.
     """
     plan = _plan(source, settings)
     if is_packed(folder):
         return _finished(folder, plan)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _begin(folder, plan)
-        return _write(source, folder, settings, plan, workers, title)
+        _check_empty(folder)
+        with _only_process(folder):
+            if is_packed(folder):
+                return _finished(folder, plan)
+            _begin(folder, plan)
+            return _write(source, folder, settings, plan, workers, title)
     except OSError as error:
         raise UserError(
             f"output: {folder} cannot be written ({error.strerror or error}); run the same command again to resume"
         ) from error
 
 
+@contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Keep other processes from packing into the folder; a kill leaves no lock."""
+    with (folder / _LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise UserError(f"output: another process is packing into {folder}; wait until it has finished") from error
+        except OSError:
+            # A file system without locks.
+            pass
+        yield
+
+
 def _write(
     source: Source, folder: Path, settings: PackSettings, plan: dict[str, Any], workers: int, title: str
 ) -> Packed:
-    images_path, table_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE
-    if not images_path.exists() and (folder / IMAGES).exists():
-        # The last run was killed between the last two renames.
-        (folder / IMAGES).rename(images_path)
-    done, size = _whole_entries(images_path, table_path)
+    images_path, table_path, log_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE, folder / _DAMAGED
+    damaged = _read_damaged(log_path)
+    done, size = _whole_entries(images_path, table_path, damaged)
+    kept = [_damaged_line(index, *found) for index, found in damaged.items() if index < done]
+    log_path.write_text("".join(kept), encoding="utf-8")
     work = partial(_make, settings=settings)
     with (
         images_path.open("r+b") as images,
         table_path.open("r+b") as table,
+        log_path.open("ab") as log,
         progress(title, len(source), "images") as advance,
     ):
         images.truncate(size)
@@ -125,13 +148,14 @@ def _write(
             images.write(image.data)
             table.write(np.array([entry], dtype=ENTRY).tobytes())
             if image.reason:
-                with (folder / _DAMAGED).open("a", encoding="utf-8") as log:
-                    log.write(json.dumps([index, source.name(index), image.reason]) + "\n")
+                log.write(_damaged_line(index, source.name(index), image.reason).encode())
+                # Before its entry, which without this line is taken for a lost image.
+                log.flush()
             if (index + 1) % _DURABLE_EVERY == 0:
                 # After a power cut the table must not describe images that were lost.
-                _sync(images, table)
+                _sync(images, log, table)
             advance(1)
-        _sync(images, table)
+        _sync(images, log, table)
     return _finish(source, folder, plan, settings)
 
 
@@ -145,12 +169,13 @@ def _sync(*files: BinaryIO) -> None:
 def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings) -> Packed:
     """Put the final files in place, the one that makes the split complete last."""
     table = np.fromfile(folder / _DRAFT_TABLE, dtype=ENTRY)
-    log = folder / _DAMAGED
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    damaged: dict[int, tuple[str, str]] = {}
-    for index, name, reason in map(json.loads, lines):
-        damaged[index] = (name, reason)
+    damaged = _read_damaged(folder / _DAMAGED)
     whole = np.flatnonzero(table["size"] > 0)
+    if len(table) != len(source) or len(whole) + len(damaged) != len(table):
+        raise UserError(
+            f"output: {folder}: {len(whole):,} images and {len(damaged):,} damaged ones were written of "
+            f"{len(source):,}; was the folder changed meanwhile? Remove it and pack it again"
+        )
     if not len(whole):
         raise UserError(
             f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in list(damaged.values())[:3])
@@ -159,17 +184,43 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     above = _common_start([source.name(0), source.name(len(source) - 1)])
     names = (source.name(int(index)).removeprefix(above) for index in whole)
     texts = Texts.of(name.encode("utf-8", "surrogateescape") for name in names)
-    np.save(folder / TABLE, table[whole])
-    np.save(folder / NAMES, texts.data)
-    np.save(folder / NAME_ENDS, texts.ends)
+    for file, array in ((TABLE, table[whole]), (NAMES, texts.data), (NAME_ENDS, texts.ends)):
+        with (folder / file).open("wb") as written:
+            np.save(written, array)
+            _sync(written)
     about = {**plan["settings"], "plan": plan["digest"], "damaged": list(damaged.values())}
     draft = folder / f"{ABOUT}.part"
     write_about(draft, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
     (folder / f"{IMAGES}.part").rename(folder / IMAGES)
     draft.rename(folder / ABOUT)
-    for name in (_PLAN, _DRAFT_TABLE, _DAMAGED):
+    _sync_folder(folder)
+    for name in (_PLAN, _DRAFT_TABLE, _DAMAGED, _LOCK):
         (folder / name).unlink(missing_ok=True)
     return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the names in a folder to disk; not every file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged_line(index: int, name: str, reason: str) -> str:
+    return json.dumps([index, name, reason]) + "\n"
+
+
+def _read_damaged(log: Path) -> dict[int, tuple[str, str]]:
+    """Name and reason of each damaged image by position; truncated lines are left out."""
+    damaged: dict[int, tuple[str, str]] = {}
+    for line in log.read_bytes().splitlines() if log.is_file() else ():
+        with suppress(ValueError, TypeError):
+            index, name, reason = json.loads(line)
+            damaged[index] = (name, reason)
+    return damaged
 
 
 def _common_start(names: list[str]) -> str:
@@ -193,6 +244,13 @@ def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
     return {"settings": asdict(settings), "digest": digest.hexdigest(), "source": source.describe()}
 
 
+def _check_empty(folder: Path) -> None:
+    """Check that the folder holds nothing but possibly the beginning of a packing."""
+    names = {entry.name for entry in folder.iterdir()}
+    if _PLAN not in names and names - {_DRAFT_PLAN, _LOCK}:
+        raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
+
+
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
     path = folder / _PLAN
     if path.is_file():
@@ -202,14 +260,20 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
                 f"output: {folder} holds the beginning of another packing ({before['source']}, {before['settings']}): "
                 "names, labels or settings differ; remove it, or choose another output"
             )
-        return
-    if any(folder.iterdir()):
-        raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
-    for name in (f"{IMAGES}.part", _DRAFT_TABLE):
-        (folder / name).touch()
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(plan), encoding="utf-8")
-    draft.rename(path)
+    else:
+        # First, so that a full disk or a kill leaves a folder in which the same command can start again.
+        draft = folder / _DRAFT_PLAN
+        with draft.open("w", encoding="utf-8") as written:
+            written.write(json.dumps(plan))
+            written.flush()
+            os.fsync(written.fileno())
+        draft.rename(path)
+    images = folder / f"{IMAGES}.part"
+    if not images.exists() and (folder / IMAGES).exists():
+        # The last run was killed between the last two renames.
+        (folder / IMAGES).rename(images)
+    for file in (images, folder / _DRAFT_TABLE):
+        file.touch()
 
 
 def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
@@ -226,19 +290,28 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
     return Packed(about["count"], (folder / IMAGES).stat().st_size, damaged, is_new=False)
 
 
-def _whole_entries(images: Path, table: Path) -> tuple[int, int]:
-    """The number of entries of a possibly truncated table whose images are stored, and where these end."""
+def _whole_entries(images: Path, table: Path, damaged: Mapping[int, object]) -> tuple[int, int]:
+    """The number of entries of a possibly truncated table whose images are stored, and where these end.
+
+    Args:
+        damaged: the positions of the entries without an image.
+    """
     entries = np.fromfile(table, dtype=ENTRY, count=table.stat().st_size // ENTRY.itemsize)
-    held = images.stat().st_size
+    sizes = entries["size"].astype(np.int64)
+    ends = np.cumsum(sizes)
+    has_image = sizes > 0
+    has_image[[index for index in damaged if index < len(entries)]] = True
+    is_whole = has_image & (entries["offset"] == ends - sizes) & (ends <= images.stat().st_size)
+    count = len(entries) if is_whole.all() else int(np.argmin(is_whole))
+    # After a power cut a file may have its length, but not its content, from the last `_sync` on.
+    first = max(count - 1, 0) // _DURABLE_EVERY * _DURABLE_EVERY
     with images.open("rb") as file:
-        # From the end: after a power cut a file may have its length, but not yet its content.
-        for done in range(len(entries), 0, -1):
-            offset, size, crc32 = (int(entries[done - 1][name]) for name in ("offset", "size", "crc32"))
-            if offset + size <= held:
-                file.seek(offset)
-                if zlib.crc32(file.read(size)) == crc32:
-                    return done, offset + size
-    return 0, 0
+        file.seek(int(ends[first] - sizes[first]) if count else 0)
+        for done in range(first, count):
+            if zlib.crc32(file.read(int(sizes[done]))) != int(entries[done]["crc32"]):
+                count = done
+                break
+    return count, int(ends[count - 1]) if count else 0
 
 
 def _make(source: Source, index: int, *, settings: PackSettings) -> _Image:

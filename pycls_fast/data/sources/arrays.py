@@ -90,4 +90,7 @@ def map_array(path: Path) -> np.ndarray:
         ValueError: the file does not hold such an array.
     """
     # An empty array cannot be mapped.
-    return np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
+    try:
+        return np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
+    except EOFError as error:
+        raise ValueError(f"{path} is empty") from error

@@ -12,13 +12,22 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Extensions of image files, in any case."""
+UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
+"""Extensions of image files in formats that are not read."""
+_SYSTEM_FOLDERS = frozenset(
+    {"lost+found", "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"}
+)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether the entry is a folder or a link to one; broken and circular links are not."""
+    """Whether the entry is a folder or a link to one that may hold data.
+
+    Broken and circular links are not, nor folders that file systems, network storage (thumbnails in `@eaDir`) and
+    archive programs create.
+    """
     # Not `suppress`: it takes longer than everything else per entry, and there may be millions.
     try:
-        return entry.is_dir()
+        return entry.is_dir() and entry.name not in _SYSTEM_FOLDERS
     except OSError:
         return False
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +17,12 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.files import EXTENSIONS, FileSource, is_folder
+from pycls_fast.data.sources.files import EXTENSIONS, UNREAD_EXTENSIONS, FileSource, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.layout import SPLIT_OF
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import like_train, split_at_random
+from pycls_fast.data.sources.splits import like_train, refuse_folds, split_at_random
 from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("val", "valid", "validation")
@@ -35,7 +38,13 @@ _TIME_STEP_NS = 2 * 10**9
 
 
 def open_folder(
-    root: str | Path, *, val_fraction: float, split_seed: int, cache: CachePolicy | None = None
+    root: str | Path,
+    *,
+    val_fraction: float,
+    split_seed: int,
+    folds: int | None = None,
+    fold: int = 0,
+    cache: CachePolicy | None = None,
 ) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
 
@@ -49,6 +58,7 @@ def open_folder(
         val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
             a class goes to each side. Not used if the folders define the split.
         split_seed: seed of the random split, which otherwise depends only on class names and the order of file names.
+        folds, fold: see `split_at_random`.
         cache: where indexes of large datasets are kept.
 
     Raises:
@@ -56,20 +66,24 @@ def open_folder(
     """
     root = Path(root)
     try:
-        return _open_folder(kaggle_root(root), val_fraction, split_seed, cache or CachePolicy())
+        split = partial(split_at_random, val_fraction=val_fraction, split_seed=split_seed, folds=folds, fold=fold)
+        return _open_folder(kaggle_root(root), split, folds, cache or CachePolicy())
     except PermissionError as error:
         raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _open_folder(root: Path, val_fraction: float, split_seed: int, cache: CachePolicy) -> dict[str, Source]:
+def _open_folder(
+    root: Path, split: Callable[..., dict[str, Source]], folds: int | None, cache: CachePolicy
+) -> dict[str, Source]:
     folders = _list_root(root)
     _refuse_other_splits(root, folders)
     if not _has_split_folders(root, folders):
-        return split_at_random(scan_classes(root, cache), val_fraction, split_seed, where=str(root))
+        return split(scan_classes(root, cache), where=str(root))
     train = scan_classes(root / "train", cache)
     val_name, test_name = _choose_validation(root, folders)
     if val_name is None:
-        return split_at_random(train, val_fraction, split_seed, where=str(train.root))
+        return split(train, where=str(train.root))
+    refuse_folds(str(root), folds)
     sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
     if test_name is not None:
         sources["test"] = _scan_like(root / test_name, train, cache)
@@ -94,6 +108,8 @@ class _Listing(NamedTuple):
 
     names: Texts
     stamp: dict[str, int]
+    unread: Counter[str]
+    """Number of images by extension in formats that are not read."""
 
 
 def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileSource:
@@ -137,6 +153,7 @@ def _scan(root: Path) -> Index:
             f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {first_few(empty)}; "
             f"add images ({' '.join(EXTENSIONS)}) or remove the folder"
         )
+    _report_unread(root, listings)
     names = Texts.join(listing.names for listing in listings)
     arrays = {
         "names": names.data,
@@ -145,6 +162,17 @@ def _scan(root: Path) -> Index:
     }
     folders = {name: time for listing in listings for name, time in listing.stamp.items()}
     return Index(arrays, {"classes": classes}, {"classes": _digest(classes), "folders": folders})
+
+
+def _report_unread(root: Path, listings: Sequence[_Listing]) -> None:
+    unread: Counter[str] = Counter()
+    for listing in listings:
+        unread.update(listing.unread)
+    if unread:
+        counts = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
+        print(
+            f"note: {root}: images in formats that are not read are left out ({counts}); convert them", file=sys.stderr
+        )
 
 
 def _is_fresh(root: Path, stamp: Stamp) -> bool:
@@ -171,18 +199,25 @@ def _digest(names: Sequence[str]) -> str:
 
 def _list_class(root: Path, name: str) -> _Listing:
     stamp: dict[str, int] = {}
+    unread: Counter[str] = Counter()
     # Names sorted as bytes (whatever the locale), relative to the class folder.
-    found = sorted(_walk_images(root, name, "", frozenset(), stamp))
+    found = sorted(_walk_images(root, name, "", frozenset(), stamp, unread))
     prefix = os.fsencode(f"{name}/")
-    return _Listing(Texts.of(prefix + image for image in found), stamp)
+    return _Listing(Texts.of(prefix + image for image in found), stamp, unread)
 
 
 def _walk_images(
-    root: Path, name: str, prefix: str, above: frozenset[tuple[int, int]], stamp: dict[str, int]
+    root: Path,
+    name: str,
+    prefix: str,
+    above: frozenset[tuple[int, int]],
+    stamp: dict[str, int],
+    unread: Counter[str],
 ) -> Iterator[bytes]:
     folder = f"{root}/{name}/{prefix}".rstrip("/")
     status = Path(folder).stat()
-    is_settled = status.st_mtime_ns < time.time_ns() - _TIME_STEP_NS
+    # An mtime far ahead (a server's clock, a zip archive from another time zone) is as good as an old one.
+    is_settled = abs(time.time_ns() - status.st_mtime_ns) > _TIME_STEP_NS
     stamp[f"{name}/{prefix}".rstrip("/")] = status.st_mtime_ns if is_settled else 0
     nested: list[str] = []
     with os.scandir(folder) as entries:
@@ -195,15 +230,17 @@ def _walk_images(
             elif image.lower().endswith(EXTENSIONS):
                 # Not checked to be a file: a broken link is then reported as a damaged image, not overlooked.
                 yield os.fsencode(prefix + image)
+            elif image.lower().endswith(UNREAD_EXTENSIONS):
+                unread[os.path.splitext(image)[1].lower()] += 1  # noqa: PTH122  # faster than a Path
     here = (status.st_dev, status.st_ino)
     if nested and here in above:
         raise UserError(f"{folder} is a link to a folder above it; remove the link")
     for inner in nested:
-        yield from _walk_images(root, name, f"{prefix}{inner}/", above | {here}, stamp)
+        yield from _walk_images(root, name, f"{prefix}{inner}/", above | {here}, stamp, unread)
 
 
 def subfolders(root: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, hidden ones left out."""
+    """Names of the folders in a folder, sorted, hidden ones and those of the system left out."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
 

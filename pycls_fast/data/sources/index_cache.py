@@ -7,15 +7,20 @@ says. It is never inside the dataset's folder: other programs take every folder 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +30,10 @@ import numpy as np
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.paths import cache_folder, user_path
 
-_FORMAT = 3
+_FORMAT = 4
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
+_UNUSED_DAYS = 30
 
 Stamp = Mapping[str, Any]
 """What a dataset looked like when it was indexed; JSON."""
@@ -63,6 +69,7 @@ def load_or_build(
     build: Callable[[], Index],
     count: Callable[[Index], int],
     is_fresh: Callable[[Stamp], bool],
+    columns: Sequence[str | None] = (),
 ) -> Index:
     """The index of `root`, from disk if there is a fresh one.
 
@@ -72,7 +79,10 @@ def load_or_build(
         root: what is indexed: a folder, or an address.
         kind: the kind of index; several kinds can lie side by side.
         is_fresh: whether the dataset still matches this stamp.
+        columns: the columns that are indexed; each choice has an index of its own.
     """
+    if columns:
+        kind = f"{kind}-{_digest(json.dumps(columns))}"
     places = [place / kind for place in _places(root, policy.place)]
     found = _load_any(places, is_fresh)
     if found is not None:
@@ -93,7 +103,7 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     """Folders for indexes of this dataset, the preferred one first."""
     if setting == "off":
         return []
-    name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    name = _digest(str(root))
     if setting != "auto":
         return [user_path(setting) / name]
     general = cache_folder() / name
@@ -103,10 +113,17 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     return [whole.parent / _FOLDER / whole.name, general]
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
 def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
     for place in places:
         index = _load(place)
         if index is not None and is_fresh(index.stamp):
+            # Its time tells when it was last used. Another user's can only be read.
+            with suppress(OSError):
+                os.utime(place / _ABOUT)
             return index
     return None
 
@@ -134,39 +151,83 @@ def _save_first(index: Index, places: list[Path]) -> None:
         except OSError as error:
             reasons.append(f"{place}: {error.strerror or error}")
         else:
+            if cache_folder() in place.parents:
+                _remove_unused(cache_folder())
             return
     _say(f"the index could not be saved, so the next start rebuilds it ({'; '.join(reasons)}); see data.index_cache")
 
 
 def _save(index: Index, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
+    draft, old = (place.with_name(f"{place.name}-{what}-{secrets.token_hex(4)}") for what in ("new", "old"))
+    draft.mkdir()
     try:
-        draft.chmod(0o755)
         for name, array in index.arrays.items():
             np.save(draft / f"{name}.npy", array, allow_pickle=False)
         about = {"format": _FORMAT, "arrays": sorted(index.arrays), "more": index.more, "stamp": index.stamp}
         text = json.dumps(about, ensure_ascii=False)
         (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
+        for earlier in place.parent.glob(f"{place.name}-old-*"):
+            shutil.rmtree(earlier, ignore_errors=True)
         if place.exists():
-            # A folder cannot be replaced in one move. Processes that have the old files mapped keep them.
-            place.rename(draft / "old")
+            # A folder cannot be replaced in one move. The old one stays until the next time: a process on another
+            # machine that has mapped its files would crash without them.
+            place.rename(old)
         draft.rename(place)
-        shutil.rmtree(place / "old", ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _remove_unused(folder: Path) -> None:
+    """Remove the indexes in the user's cache that no process has loaded for `_UNUSED_DAYS`."""
+    oldest = time.time() - _UNUSED_DAYS * 24 * 3600
+    for root in folder.iterdir():
+        if re.fullmatch(r"[0-9a-f]{16}", root.name):
+            # Other processes remove them too.
+            with suppress(OSError):
+                for index in root.iterdir():
+                    if max(index.stat().st_mtime, _time_of_use(index)) < oldest:
+                        shutil.rmtree(index, ignore_errors=True)
+                root.rmdir()
+
+
+def _time_of_use(index: Path) -> float:
+    about = index / _ABOUT
+    return about.stat().st_mtime if about.is_file() else 0.0
+
+
 @contextmanager
 def _lock(what: str) -> Iterator[None]:
-    """Admit one process of this user and machine at a time; released whenever the process ends."""
+    """Admit one process of this user and machine at a time; released whenever the process ends.
+
+    Without a folder for locks there is none: several processes may then build the same index.
+    """
+    descriptor = None
+    try:
+        descriptor = _open_lock(what)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        _say(f"an index is built without a lock ({error})")
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open_lock(what: str) -> int:
+    """A descriptor of the lock's file.
+
+    Raises:
+        OSError: the folder cannot be made, or is not this user's: anyone can make a folder or link of that name.
+    """
     folder = Path(tempfile.gettempdir()) / f"pycls_fast-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
     # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
-    path = folder / hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:2]
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return os.open(folder / _digest(what)[:2], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _say(text: str) -> None:

@@ -126,7 +126,7 @@ def _walk(
             if is_folder(entry):
                 if follow_links or not entry.is_symlink():
                     yield from _walk(root, entry.path, extensions, above | {here}, follow_links)
-            elif entry.name.endswith(extensions) and Path(entry.path).is_file():
+            elif entry.name.lower().endswith(extensions) and Path(entry.path).is_file():
                 yield entry.path
 
 
@@ -140,32 +140,41 @@ def _each_once(files: Sequence[str]) -> list[str]:
 
 
 def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:
-    if root.endswith(tuple(extensions)):
+    if root.lower().endswith(tuple(extensions)):
         return list(expand_braces(root))
     from pycls_fast.data.sources.remote import list_files
 
-    return sorted(name for name in list_files(root) if name.endswith(tuple(extensions)))
+    return sorted(name for name in list_files(root) if name.lower().endswith(tuple(extensions)))
 
 
 def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
-    place = pattern if is_remote(pattern) else str(Path(root if Path(root).is_dir() else ".") / pattern)
-    if is_remote(root) and not is_remote(pattern) and not Path(pattern).is_absolute():
-        place = f"{root.rstrip('/')}/{pattern}"
     files: list[str] = []
-    for name in expand_braces(place):
-        if is_remote(name):
-            from pycls_fast.data.sources.remote import list_files
-
-            matching = list_files(name) if "*" in name else [name]
+    for name in expand_braces(pattern):
+        if is_remote(name) or (is_remote(root) and not Path(name).is_absolute()):
+            place = name if is_remote(name) else f"{root.rstrip('/')}/{name}"
+            matching = _match_remote(place)
         else:
-            path = Path(name)
-            anchor = Path(path.anchor)
-            matching = sorted(str(p) for p in anchor.glob(str(path.relative_to(anchor)))) if "*" in name else [name]
-            matching = [file for file in matching if Path(file).is_file()]
+            place = str(Path(root if Path(root).is_dir() else ".") / name)
+            matching = _match_local(root, name)
         if not matching:
-            raise UserError(f"{key}: there is no file {name}")
+            raise UserError(f"{key}: there is no file {place}")
         files += matching
     return tuple(files)
+
+
+def _match_remote(place: str) -> list[str]:
+    from pycls_fast.data.sources.remote import list_files
+
+    return list_files(place) if "*" in place else [place]
+
+
+def _match_local(root: str, name: str) -> list[str]:
+    """The files that a name means, which may have `*`; brackets and braces of `root` are only characters."""
+    anchor = Path(name).anchor
+    folder = Path(anchor or (root if Path(root).is_dir() else "."))
+    below = name.removeprefix(anchor)
+    found = sorted(folder.glob(below)) if "*" in below else [folder / below]
+    return [str(file) for file in found if file.is_file()]
 
 
 def expand_braces(text: str) -> tuple[str, ...]:
@@ -246,11 +255,19 @@ def name_classes(
         may_lack: whether this is a test split, in which all may be -1.
 
     Raises:
-        UserError: labels that are neither, not in `names`, or missing for only some images of a test split.
+        UserError: labels that are neither, not in `names`, several per image, or missing for only some images of a test
+        split.
     """
+    stored = () if isinstance(labels, np.ndarray) else labels
+    several = next((label for label in stored if isinstance(label, list | tuple | dict)), None)
+    if several is not None:
+        raise UserError(
+            f"{where}: the label {several}: one label per image is needed; choose another with data.label_column=NAME"
+        )
     values = np.asarray(labels)
-    if values.dtype.kind not in "iu":
-        values = _whole_numbers(values)
+    if values.dtype.kind in "UTO":
+        # A name with a trailing blank is not another class.
+        values = _whole_numbers(np.char.strip(values.astype(str)))
     if may_lack:
         lacking = np.flatnonzero(values.astype(str) == "-1")
         if len(lacking) == len(values):
@@ -272,10 +289,9 @@ def name_classes(
         if names is not None and count > len(names):
             raise UserError(f"{where}: the label {count - 1} is beyond the {len(names):,} class names")
         return tuple(names) if names is not None else tuple(map(str, range(count))), values.astype(np.int32)
-    if values.dtype.kind not in "UTO":
+    if values.dtype.kind != "U":
         raise UserError(f"{where}: labels must be whole numbers or names; got {values[:1].tolist()}")
-    texts = values.astype(str)
-    found, positions = np.unique(texts, return_inverse=True)
+    found, positions = np.unique(values, return_inverse=True)
     if names is None:
         return tuple(found.tolist()), positions.astype(np.int32)
     place = {name: label for label, name in enumerate(names)}
@@ -286,11 +302,10 @@ def name_classes(
 
 
 def _whole_numbers(values: np.ndarray) -> np.ndarray:
-    """Convert strings that are all whole numbers ("7", not "007") to integers; leave anything else as it is."""
-    texts = values.astype(str) if values.dtype.kind in "UTO" else None
-    if texts is None or not len(texts):
+    """Convert strings that are all whole numbers ("7", not "007") to integers; leave others as they are."""
+    if not len(values):
         return values
-    found, positions = np.unique(texts, return_inverse=True)
+    found, positions = np.unique(values, return_inverse=True)
     if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", text) for text in found.tolist()):
         return values
     return found.astype(np.int64)[positions]

@@ -81,6 +81,7 @@ class _Table:
             build=lambda: self._read(path_column, label_column, class_names, stamp),
             count=lambda index: len(index.arrays["labels"]),
             is_fresh=lambda kept: kept == stamp,
+            columns=(path_column, label_column),
         )
         names = Texts(index.arrays["names"], index.arrays["name_ends"])
         self.source: LabelledSource = FileSource(base, index.more["classes"], names, index.arrays["labels"])
@@ -89,8 +90,12 @@ class _Table:
     def _read(
         self, path_column: str, label_column: str, class_names: Sequence[str] | None, stamp: dict[str, object]
     ) -> Index:
-        reader = _read_parquet if self.path.suffix == ".parquet" else _read_csv
+        reader = _read_parquet if self.path.suffix.lower() == ".parquet" else _read_csv
         columns: dict[str, Any] = dict(reader(self.path))
+        for column in (label_column, _SPLIT_COLUMN):
+            # A blank after a name is a slip, not another name.
+            if column in columns:
+                columns[column] = [value.strip() if isinstance(value, str) else value for value in columns[column]]
         if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
             # A test table without labels is left out, whatever its columns.
             none = Texts.of(())
@@ -110,6 +115,12 @@ class _Table:
             raise UserError(f"{self.path}: row {empty} below the header has no path or no label")
         paths, labels = list(compress(paths, kept)), list(compress(labels, kept))
         classes, numbers = name_classes(labels, names=class_names, where=str(self.path), may_lack=self._is_test)
+        address = next((path for path in map(str, paths) if "://" in path), None)
+        if address is not None:
+            raise UserError(
+                f"{self.path}: {address}: a table holds paths of local files; download the images, or make tar shards "
+                "of them, which are read from addresses (data.source=tar)"
+            )
         names = Texts.of(os.fsencode(path) for path in self._slashed([str(path) for path in paths]))
         arrays = {"names": names.data, "name_ends": names.ends, "labels": numbers}
         if splits is not None:
@@ -157,7 +168,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
     try:
         with path.open(newline="", encoding=ENCODING) as file:
             # Headers like "path, label" exist too.
-            reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
             header = next(reader, None)
             if not header:
                 raise UserError(f"{path} is empty; its first line names the columns")

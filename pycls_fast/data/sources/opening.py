@@ -18,6 +18,7 @@ from pycls_fast.data.sources.manifest import open_manifest
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
 from pycls_fast.data.sources.parquet import open_parquet
+from pycls_fast.data.sources.splits import refuse_folds
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
@@ -29,6 +30,8 @@ _OPEN: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
     "tar": open_tars,
     "packed": open_packed,
 }
+# Layouts without `data.train` and `data.val`.
+_FIXED_NAMES = ("folder", "packed", "cifar")
 _SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
 # At most this many folders are searched: there may be 20,000.
 _LOOK_AT = 10
@@ -59,9 +62,22 @@ def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source
     elif kind != "hub" and found and kind not in found and not (kind == "manifest" and "parquet" in found):
         others = " or ".join(f"data.source={other}" for other in found)
         raise UserError(f"{root} is not a dataset for data.source={kind}; use {others}")
+    if kind in _FIXED_NAMES and options.train is not None:
+        raise UserError(
+            f"data.train: {root} is read as data.source={kind}, whose folders of splits have fixed names "
+            "(data/README.md); rename them, and use data.train=null data.val=null"
+        )
     if kind == "folder":
-        return open_folder(root, val_fraction=options.val_fraction, split_seed=options.split_seed, cache=options.cache)
+        return open_folder(
+            root,
+            val_fraction=options.val_fraction,
+            split_seed=options.split_seed,
+            folds=options.folds,
+            fold=options.fold,
+            cache=options.cache,
+        )
     if kind == "cifar":
+        refuse_folds(root, options.folds)
         return open_cifar(root)
     return _OPEN[kind](root, options)
 
@@ -72,7 +88,7 @@ def recognise(root: str) -> tuple[str, ...]:
         return ("tar",)
     path = Path(root)
     if path.is_file():
-        kind = _SUFFIXES.get(path.suffix)
+        kind = _SUFFIXES.get(path.suffix.lower())
         return (kind,) if kind else ()
     if not path.is_dir():
         return ()
@@ -102,11 +118,11 @@ def recognise(root: str) -> tuple[str, ...]:
 
 def _kinds_of_files(folders: Iterable[Path]) -> set[str]:
     return {
-        _SUFFIXES[file.suffix]
+        _SUFFIXES[file.suffix.lower()]
         for folder in folders
         if folder.is_dir()
         for file in folder.iterdir()
-        if file.suffix in _SUFFIXES and not file.name.startswith(("LOC_", "."))
+        if file.suffix.lower() in _SUFFIXES and not file.name.startswith(("LOC_", "."))
     }
 
 

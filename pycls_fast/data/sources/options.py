@@ -27,6 +27,8 @@ class OpenOptions:
 
     val_fraction: float = 0.2
     split_seed: int = 0
+    folds: int | None = None
+    fold: int = 0
     train: str | None = None
     val: str | None = None
     path_column: str = "path"

@@ -155,6 +155,7 @@ def _open_split(
         build=lambda: _build(base, files, image_column, label_column, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
+        columns=(image_column, label_column),
     )
     paths = Texts.of(os.fsencode(os.path.relpath(file, base)) for file in files)
     return ParquetSource(base, index.more["classes"], paths, index.more["column"], dict(index.arrays))

@@ -43,24 +43,32 @@ def locate_values(path: Path, metadata: Any, column: int, max_definition_level: 
         max_definition_level: that column's; a value with a lower one is missing.
 
     Returns:
-        None if the values cannot be read directly: compressed, dictionary-encoded, or some missing.
+        None if the values cannot be read directly: compressed, dictionary-encoded, damaged, or some missing.
     """
     chunks = [metadata.row_group(number).column(column) for number in range(metadata.num_row_groups)]
     if any(chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page for chunk in chunks):
         return None
     places: list[tuple[int, int]] = []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for chunk in chunks:
-            before = len(places)
-            at, end = chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size
-            while at < end and len(places) - before < chunk.num_values:
-                header, at = _read_struct(data, at)
-                if not _locate_in_page(data, at, header, max_definition_level, places):
-                    return None
-                at += header[3]
-            if len(places) - before != chunk.num_values:
+        try:
+            if not all(_locate_in_chunk(data, chunk, max_definition_level, places) for chunk in chunks):
                 return None
+        except (IndexError, KeyError, TypeError, ValueError):
+            # A damaged page header: pyarrow, which then reads the column, says what is wrong.
+            return None
     return np.array(places, dtype=np.int64).reshape(-1, 2)
+
+
+def _locate_in_chunk(data: mmap.mmap, chunk: Any, max_definition_level: int, places: list[tuple[int, int]]) -> bool:
+    """Add the values of one column chunk; False where that is not possible."""
+    before = len(places)
+    at, end = chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size
+    while at < end and len(places) - before < chunk.num_values:
+        header, at = _read_struct(data, at)
+        if not _locate_in_page(data, at, header, max_definition_level, places):
+            return False
+        at += header[3]
+    return len(places) - before == chunk.num_values
 
 
 def _locate_in_page(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -37,8 +38,9 @@ def file_system(address: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    protocol = address.partition("://")[0]
-    key = (os.getpid(), protocol)
+    protocol, _, rest = address.partition("://")
+    # Of sftp://one/ and sftp://two/ each has its own.
+    key = (os.getpid(), f"{protocol}://{rest.partition('/')[0]}")
     try:
         if key not in _file_systems:
             _file_systems[key] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
@@ -116,6 +118,26 @@ def read_range(address: str, start: int, size: int) -> bytes:
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
 
 
+def size_of(version: str) -> int | None:
+    """The size in bytes of a file whose `stamp_of` is `version` as JSON, if its file system told it."""
+    size = json.loads(version)[1]
+    return size if isinstance(size, int) else None
+
+
+def _has_size(file: Path, size: int | None) -> bool:
+    """Whether a file is there, and of the given size if that is known."""
+    return file.is_file() and size in (None, file.stat().st_size)
+
+
+def _download(files: Any, path: str, draft: Path, size: int | None) -> None:
+    files.get_file(path, str(draft))
+    if not _has_size(draft, size):
+        raise OSError(f"{draft.stat().st_size:,} bytes arrived instead of {size:,}; was the file replaced?")
+    with draft.open("rb") as file:
+        # A power cut must not leave a truncated copy under the final name.
+        os.fsync(file.fileno())
+
+
 class FileCache:
     """A folder with copies of whole remote files, shared by all processes of a machine.
 
@@ -135,23 +157,27 @@ class FileCache:
         """Bytes of the local copy, which is fetched first if needed.
 
         Args:
-            version: as in `stamp_of`; each version has its own copy.
+            version: `stamp_of` as JSON; each version has its own copy.
 
         Raises:
             FileNotFoundError: the remote file is gone.
             UserError: it cannot be reached, or the folder cannot be written or read.
         """
-        place = self.place(address, version)
+        place, whole_size = self.place(address, version), size_of(version)
         for _ in range(_ATTEMPTS):
             try:
                 with place.open("rb", buffering=0) as file:
                     # Another user's copy can be read, but not touched.
                     with suppress(OSError):
                         os.utime(file.fileno())
-                    return os.pread(file.fileno(), size, start)
+                    data = os.pread(file.fileno(), size, start)
+                if len(data) == size or _has_size(place, whole_size):
+                    return data
+                # A power cut truncated the copy.
+                self._fetch(address, place, whole_size)
             except FileNotFoundError:
                 # Not fetched yet, or evicted between two reads.
-                self._fetch(address, place)
+                self._fetch(address, place, whole_size)
             except PermissionError as error:
                 raise UserError(f"data.shard_cache: {place} cannot be read ({error.strerror})") from error
         raise UserError(f"{self.folder}: shards are evicted as fast as they are fetched; raise data.shard_cache_gib")
@@ -161,17 +187,17 @@ class FileCache:
         name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 
-    def _fetch(self, address: str, place: Path) -> None:
+    def _fetch(self, address: str, place: Path, size: int | None) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / f".{place.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not place.is_file():
+                if not _has_size(place, size):
                     self._remove_left_drafts()
                     draft = place.with_name(f".{place.name}.part")
                     files, path = file_system(address)
                     try:
-                        attempt(f"fetching {address}", lambda: files.get_file(path, str(draft)))
+                        attempt(f"fetching {address}", lambda: _download(files, path, draft, size))
                         self._make_room(draft.stat().st_size)
                         draft.rename(place)
                     finally:

@@ -14,6 +14,9 @@ from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, pre
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
+# Up to this many classes most of them may be without images.
+_MOST_CLASSES_UNUSED = 1_000
+
 
 class Subset:
     """The images of a source at given positions, in that order."""
@@ -127,26 +130,65 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     if "val" not in parts and "test" in parts:
         parts["val"] = parts.pop("test")
     if "all" in parts:
-        return split_at_random(parts["all"], options.val_fraction, options.split_seed, where=where)
+        parts = {"train": parts["all"]}
     train = parts.pop("train")
+    _refuse_ids(train, where)
     if not parts:
-        return split_at_random(train, options.val_fraction, options.split_seed, where=where)
+        return split_at_random(
+            train, options.val_fraction, options.split_seed, folds=options.folds, fold=options.fold, where=where
+        )
+    refuse_folds(where, options.folds)
     splits: dict[str, Source] = {"train": train}
     for name, source in parts.items():
         splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
 
 
-def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int, *, where: str) -> dict[str, Source]:
+def _refuse_ids(train: LabelledSource, where: str) -> None:
+    """Refuse labels that are numbers of few out of very many classes: each would become an output of the model."""
+    count = len(train.classes)
+    if count <= _MOST_CLASSES_UNUSED or train.classes[-1] != str(count - 1):
+        return
+    used = int(np.count_nonzero(np.bincount(train.labels)))
+    if used * 10 < count:
+        raise UserError(
+            f"{where}: the labels are {used:,} different numbers up to {count - 1:,}, which would make a model with "
+            f"{count:,} outputs; number the classes from 0, or write them as names, or list all in classes.txt"
+        )
+
+
+def refuse_folds(where: str, folds: int | None) -> None:
+    """Refuse folds of a dataset that has a validation split.
+
+    Raises:
+        UserError: there are folds.
+    """
+    if folds is not None:
+        raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
+
+
+def split_at_random(
+    source: LabelledSource,
+    val_fraction: float,
+    split_seed: int,
+    *,
+    folds: int | None = None,
+    fold: int = 0,
+    where: str,
+) -> dict[str, Source]:
     """Split class by class; at least one image of a class goes to each side.
 
+    With `folds` each image is held out in exactly one fold, so a class with fewer images is missing from some.
+
     Args:
-        val_fraction: the share of each class that is kept for validation, in (0, 1).
+        val_fraction: the share of each class that is kept for validation, in (0, 1); not used with `folds`.
+        folds: the number of parts that each class is cut into.
+        fold: the part that is kept for validation, counted from 0.
         split_seed: seed of the draws, which otherwise depend only on class names and the order within a class.
         where: what to call the dataset in messages.
 
     Raises:
-        UserError: an impossible fraction, or a class with a single image.
+        UserError: an impossible fraction, a class with a single image, or a fold without images.
     """
     if not 0 < val_fraction < 1:
         raise UserError(
@@ -170,7 +212,12 @@ def split_at_random(source: LabelledSource, val_fraction: float, split_seed: int
             continue
         # Seeded by the class's name, so that adding a class leaves the split of the others as it was.
         seed = counter_seed(split_seed, zlib.crc32(os.fsencode(name)))
+        drawn = frozen_generator(seed).permutation(count)
         size = min(max(int(count * val_fraction + 0.5), 1), count - 1)
-        chosen = end - count + frozen_generator(seed).permutation(count)[:size]
+        # Shifted by the class, so that the parts with one image more are not all in the first folds.
+        held_out = drawn[:size] if folds is None else drawn[(fold + seed) % folds :: folds]
+        chosen = end - count + held_out
         is_val[chosen if by_class is None else by_class[chosen]] = True
+    if not is_val.any():
+        raise UserError(f"data.fold: no image of {where} is in fold {fold}; use fewer than data.folds={folds}")
     return {"train": Subset(source, np.flatnonzero(~is_val)), "val": Subset(source, np.flatnonzero(is_val))}

@@ -132,6 +132,7 @@ def _open_split(
         build=lambda: _build(root, shards, label_field, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
+        columns=(label_field,),
     )
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
@@ -262,6 +263,11 @@ def _label(shard: str, key: str, members: Sequence[_Member], label_field: str, m
         label = value.get(label_field) if isinstance(value, dict) else None
         if isinstance(label, int | str) and not isinstance(label, bool):
             return label
+        if label is not None:
+            raise UserError(
+                f"{shard}: sample {key} has the label {label!r}: one whole number or name per image is needed; choose "
+                "another with data.label_column=NAME"
+            )
         if may_lack:
             return -1
         fields = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__

@@ -217,6 +217,15 @@ ONE_MISTAKE = [
         ["data.global_batch_size=1", "augment.mixup_alpha=0.2"],
         f"augment.mixup_alpha: mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1 {HERE}",
     ),
+    (["data.fold=1"], f"data.fold: chooses one of data.folds, which is not set; give data.folds=5, say {HERE}"),
+    (
+        ["data.folds=3", "data.fold=3"],
+        f"data.fold: must be less than data.folds=3, counted from 0; got 3 {HERE}",
+    ),
+    (
+        ["data=synthetic", "data.folds=3"],
+        f"data.folds: data.source=synthetic has a validation split; use data.folds=null {HERE}",
+    ),
     (["model.num_classes=1"], f"model.num_classes: classification needs at least 2 classes; got 1 {HERE}"),
     # Options of timm's models that would decide again what a key decides.
     *(

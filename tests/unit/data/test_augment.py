@@ -14,6 +14,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.data import EvalTransform, TrainTransform
 from pycls_fast.data.augment import NO_BOX
+from pycls_fast.data.draws import seeded_torch
 from pycls_fast.data.pictures import PillowPicture
 from pycls_fast.data.policies import color_jitter, rand_augment
 
@@ -68,7 +69,7 @@ def test_the_generator_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("broken step")
 
     transform = TrainTransform(image_size=24)
-    monkeypatch.setattr(TrainTransform, "_draw_flip", fail)
+    monkeypatch.setattr(TrainTransform, "_turn", fail)
     state = global_state()
     with pytest.raises(RuntimeError, match="broken step"):
         transform(PillowPicture(photo()), 0)
@@ -147,6 +148,34 @@ def test_flip_probability() -> None:
     assert flipped / 2000 == pytest.approx(0.3, abs=5 * math.sqrt(0.3 * 0.7 / 2000))
     without = TrainTransform(image_size=8, crop="none", hflip=0.0)
     np.testing.assert_array_equal(without(PillowPicture(image), 5).image_HWC, np.asarray(image))
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
+def test_vertical_flip_is_torchvisions(crop: Any) -> None:
+    theirs = v2.Compose([v2.RandomHorizontalFlip(0.4), v2.RandomVerticalFlip(0.7)])
+    cut = TrainTransform(image_size=24, crop=crop, hflip=0.0)
+    both = TrainTransform(image_size=24, crop=crop, hflip=0.4, vflip=0.7)
+    seen = set()
+    for seed in range(40):
+        with seeded_torch(seed):
+            image_HWC = cut._crop_and_flip(PillowPicture(photo(30, 24)))
+            expected = np.asarray(theirs(Image.fromarray(image_HWC)))
+        found = both(PillowPicture(photo(30, 24)), seed).image_HWC
+        np.testing.assert_array_equal(found, expected)
+        seen.add((np.array_equal(found, image_HWC), np.array_equal(found[::-1], image_HWC)))
+    assert len(seen) == 3
+
+
+def test_quarter_turns() -> None:
+    """All eight arrangements of a square appear, those of a flip and a rotation equally often."""
+    image = photo(24, 24)
+    pixels = np.asarray(image)
+    arrangements = [np.rot90(part, turns) for part in (pixels, pixels[:, ::-1]) for turns in range(4)]
+    place = {arrangement.tobytes(): number for number, arrangement in enumerate(arrangements)}
+    transform = TrainTransform(image_size=24, crop="none", hflip=0.5, quarter_turns=True)
+    found = [place[transform(PillowPicture(image), seed).image_HWC.tobytes()] for seed in range(2000)]
+    counts = np.bincount(found, minlength=8)
+    assert counts.min() > 250 - 5 * math.sqrt(250 * 7 / 8)
 
 
 def test_whole_image_is_fitted_first() -> None:

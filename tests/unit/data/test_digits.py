@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +57,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     # The tests may run as a user who may write everywhere.
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(UserError, match=r"the digits cannot be written there \(Permission denied\); choose another"):
         write_digits(tmp_path / "digits")
 
@@ -76,3 +78,12 @@ def test_many_processes_at_once(tmp_path: Path) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["digits"], "a draft was left behind"
+
+
+def test_the_users_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_digits(tmp_path / "digits")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "digits", tmp_path / "digits/0")} == {0o700}

@@ -101,6 +101,41 @@ def test_random_split_is_stratified_and_complete(tmp_path: Path, write_tree: Wri
     assert names(open_plain(tmp_path, split_seed=1)["val"]) != val
 
 
+def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
+    """Each image is held out once; classes are spread evenly, and so are the larger parts."""
+    counts = {f"c{number}": 6 for number in range(20)} | {"few": 2, "many": 33}
+    write_tree(tmp_path, counts)
+    held_out: list[str] = []
+    sizes = []
+    for fold in range(5):
+        sources = open_folder(tmp_path, val_fraction=0.25, split_seed=0, folds=5, fold=fold)
+        train, val = names(sources["train"]), names(sources["val"])
+        assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
+        for name, count in counts.items():
+            own = sum(Path(file).parent.name == name for file in val)
+            assert own in (count // 5, count // 5 + 1)
+        held_out += val
+        sizes.append(len(val))
+    assert sorted(held_out) == sorted(str(path) for path in tmp_path.rglob("*.png"))
+    assert max(sizes) - min(sizes) < 10
+    other = open_folder(tmp_path, val_fraction=0.25, split_seed=1, folds=5, fold=0)
+    assert names(other["val"]) != held_out[: len(other["val"])]
+
+
+def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "one", {"a": 2})
+    found = []
+    for fold in range(3):
+        try:
+            found.append(len(open_folder(tmp_path / "one", val_fraction=0.25, split_seed=0, folds=3, fold=fold)["val"]))
+        except UserError as error:
+            assert "use fewer than data.folds=3" in str(error)  # noqa: PT017  # one fold of three has no image
+    assert found == [1, 1]
+    write_tree(tmp_path / "two", {"train/a": 2, "val/a": 2})
+    with pytest.raises(UserError, match=r"data.folds: .* has a validation split; use data.folds=null"):
+        open_folder(tmp_path / "two", val_fraction=0.25, split_seed=0, folds=3)
+
+
 def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path / "here", {"a": 9, "b": 9})
     # Other place, other order of creation, one more class.
@@ -302,3 +337,24 @@ def test_split_needs_a_fraction(tmp_path: Path, write_tree: WriteTree, val_fract
 def test_a_given_split_needs_no_fraction(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"train/a": 1, "val/a": 1})
     assert set(open_plain(tmp_path, val_fraction=0.0)) == {"train", "val"}
+
+
+def test_folders_of_the_system_are_left_out(tmp_path: Path, write_tree: WriteTree) -> None:
+    """A disk's `lost+found`, which only root may read, and a network storage's thumbnails."""
+    write_tree(tmp_path, {"cat": 4, "dog": 4, "cat/@eaDir/0.png": 2, "__MACOSX": 0, "#recycle": 1})
+    (tmp_path / "lost+found").mkdir(mode=0)
+    splits = open_folder(tmp_path, val_fraction=0.25, split_seed=0)
+    assert splits["train"].classes == ("cat", "dog")
+    assert len(splits["train"]) + len(splits["val"]) == 8
+
+
+def test_formats_that_are_not_read_are_named(
+    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tree(tmp_path, {"cat": 3, "dog": 3})
+    for name in ("cat/a.HEIC", "cat/b.heic", "dog/c.avif", "dog/notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert len(scan_classes(tmp_path)) == 6
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path}: images in formats that are not read are left out (1 .avif, 2 .heic); convert them\n"
+    )

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data.packing import PackSettings, pack, packer, verify
-from pycls_fast.data.sources import FileSource, PackedSource, open_packed, open_splits, scan_classes
+from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import ENTRY, open_packed_split
 from pycls_fast.errors import UserError
@@ -175,6 +175,99 @@ def test_a_packing_that_fails_at_its_end_goes_on(
     assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
 
 
+@pytest.mark.parametrize("hole", [slice(3, 4), slice(2, 6), slice(0, 1)])
+def test_entries_that_were_lost_are_written_again(tmp_path: Path, folder: Path, hole: slice) -> None:
+    """As two processes that wrote into one folder would leave them, or a power cut."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    interrupt_after(source, out, 9)
+    entries = np.fromfile(out / "table.part", dtype=ENTRY)
+    entries[hole] = np.zeros((), dtype=ENTRY)
+    entries.tofile(out / "table.part")
+    pack(source, out, PackSettings(), workers=0, title="")
+    assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
+
+
+def test_images_that_were_lost_since_the_last_sync_are_written_again(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it, on which a power cut had no effect, are not read."""
+    monkeypatch.setattr(packer, "_DURABLE_EVERY", 4)
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    interrupt_after(source, out, 11)
+    entries = np.fromfile(out / "table.part", dtype=ENTRY)
+    with (out / "images.bin.part").open("r+b") as file:
+        file.seek(int(entries[9]["offset"]))
+        file.write(bytes(int(entries[9]["size"])))
+    assert packer._whole_entries(out / "images.bin.part", out / "table.part", {}) == (9, int(entries[9]["offset"]))
+    pack(source, out, PackSettings(), workers=0, title="")
+    assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
+
+
+def interrupt_after(source: Source, out: Path, count: int) -> None:
+    """A packing of `count` images that Ctrl-C ends."""
+    real = packer._make
+
+    def failing(own: Source, index: int, *, settings: PackSettings) -> object:
+        if index == count:
+            raise KeyboardInterrupt
+        return real(own, index, settings=settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packer, "_make", failing)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, out, PackSettings(), workers=0, title="")
+
+
+def test_damaged_images_are_named_after_a_kill(tmp_path: Path, folder: Path) -> None:
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    for index in (1, 6):
+        Path(source.name(index)).write_bytes(b"")
+    interrupt_after(source, out, 9)
+    with (out / "damaged.part").open("r+b") as log:
+        # The second line was cut off.
+        log.truncate(len(log.read()) - 9)
+    done = pack(source, out, PackSettings(), workers=0, title="")
+    assert [name for name, _ in done.damaged] == [source.name(1), source.name(6)]
+    assert done.count == len(source) - 2
+
+
+def test_a_folder_that_another_process_packs_into(tmp_path: Path, folder: Path) -> None:
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    interrupt_after(source, out, 9)
+    before = (out / "table.part").read_bytes()
+    hold = (
+        f"import fcntl, sys; f = open({str(out / 'lock.part')!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UserError, match="another process is packing into"):
+            pack(source, out, PackSettings(), workers=0, title="")
+        other.stdin.close()
+    assert (out / "table.part").read_bytes() == before
+    assert pack(source, out, PackSettings(), workers=0, title="").count == len(source)
+
+
+def test_a_full_disk_at_the_beginning(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+
+    def full(path: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            pack(source, out, PackSettings(), workers=0, title="")
+    assert pack(source, out, PackSettings(), workers=0, title="").count == len(source)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        pack(source, other, PackSettings(), workers=0, title="")
+    assert [file.name for file in other.iterdir()] == ["letter.txt"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
@@ -327,6 +420,14 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     (found,) = verify(split(root), workers=0, title="")
     assert found.position == 3
     assert "checksum" in found.reason
+
+
+@pytest.mark.parametrize("name", ["table.npy", "names.npy", "name_ends.npy"])
+def test_a_file_that_is_empty(tmp_path: Path, name: str) -> None:
+    root = Path(write_packed(tmp_path / "packed", CONTENT))
+    os.truncate(root / "train" / name, 0)
+    with pytest.raises(UserError, match="not a complete packed split"):
+        open_packed(root, NO_CACHE)
 
 
 @pytest.mark.parametrize(

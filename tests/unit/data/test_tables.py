@@ -12,7 +12,9 @@ import pytest
 
 from pycls_fast.data import block_ends
 from pycls_fast.data.sources import CachePolicy, OpenOptions
+from pycls_fast.data.sources.layout import name_classes
 from pycls_fast.data.sources.parquet import ParquetSource
+from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
     expected,
@@ -195,6 +197,72 @@ def test_manifests_with_mistakes(tmp_path: Path, text: str, says: str) -> None:
     assert says in mistake("manifest", tmp_path / "list.csv")
 
 
+def test_blanks_around_names(tmp_path: Path) -> None:
+    rows = ["0.jpg,a ,train ", "1.jpg,a,val", "2.jpg,b,train", "3.jpg, b ,val"]
+    (tmp_path / "all.csv").write_text("\n".join(["path,label,split", *rows]))
+    splits = opened("manifest", tmp_path)
+    assert splits["train"].classes == ("a", "b")
+    assert splits["val"].labels.tolist() == [0, 1]  # type: ignore[attr-defined]
+    assert name_classes(["cat", "cat ", "1"], names=None, where="")[0] == ("1", "cat")
+    assert name_classes(["1 ", "0"], names=None, where="")[1].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("labels", [[[1, 4], [2]], [[1, 4], [2, 3]], [{"id": 1}]])
+def test_several_labels_per_image(labels: list[Any]) -> None:
+    with pytest.raises(UserError, match="one label per image is needed"):
+        name_classes(labels, names=None, where="x.parquet")
+
+
+def test_ids_are_no_classes(tmp_path: Path) -> None:
+    ids = [12, 870, 45_000, 999_999]
+    (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,{ids[n % 4]}\n" for n in range(16)))
+    assert "the labels are 4 different numbers up to 999,999" in mistake("manifest", tmp_path)
+
+
+def test_addresses_in_a_table(tmp_path: Path) -> None:
+    (tmp_path / "all.csv").write_text("path,label\na.jpg,a\ns3://bucket/b.jpg,a\n")
+    assert "all.csv: s3://bucket/b.jpg: a table holds paths of local files" in mistake("manifest", tmp_path)
+
+
+def test_names_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "TRAIN.CSV").write_text("path,label\na,x\nb,y\n")
+    (tmp_path / "Val.TSV").write_text("path\tlabel\nc\ty\n")
+    assert {split: len(source) for split, source in opened("auto", tmp_path).items()} == {"train": 2, "val": 1}
+
+
+def test_brackets_of_the_root_are_no_pattern(tmp_path: Path) -> None:
+    root = tmp_path / "set [1]{1..2}"
+    root.mkdir()
+    for name in ("a-train.csv", "b-val.csv"):
+        (root / name).write_text("path,label\na,x\n")
+    splits = opened("manifest", root, train="a-*.csv", val="b-*.csv")
+    assert set(splits) == {"train", "val"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed", "cifar"])
+def test_splits_that_cannot_be_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be classes: `training_set` and `holdout`."""
+    for folder in ("training_set/cat", "training_set/dog", "holdout/cat", "holdout/dog"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "0.png").write_bytes(CONTENT["train"][0].data)
+    if kind != "folder":
+        monkeypatch.setattr("pycls_fast.data.sources.opening.recognise", lambda root: (kind,))
+    says = mistake("auto", tmp_path, train="training_set", val="holdout")
+    assert says.startswith(f"data.train: {tmp_path} is read as data.source={kind}, whose folders of splits have fixed")
+
+
+def test_folds_of_a_table(tmp_path: Path) -> None:
+    (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,x\n" for n in range(9)))
+    held_out = []
+    for fold in range(3):
+        val = opened("manifest", tmp_path, folds=3, fold=fold)["val"]
+        held_out += [val.name(index) for index in range(len(val))]
+    assert sorted(held_out) == [f"{tmp_path}/{n}.jpg" for n in range(9)]
+    (tmp_path / "all.csv").rename(tmp_path / "train.csv")
+    (tmp_path / "val.csv").write_text("path,label\na.jpg,x\n")
+    assert mistake("manifest", tmp_path, folds=3).startswith(f"data.folds: {tmp_path} has a validation split")
+
+
 def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,cat\n")
     (tmp_path / "val.csv").write_text("path,label\na.jpg,dog\n")
@@ -331,6 +399,22 @@ def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
     assert f"{first}: missing, of 3 files; download the rest" in mistake("parquet", tmp_path)
     first.write_bytes(second.read_bytes()[:-30])
     assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 12, b"\x00" * 12, b"\x1c" * 12])
+def test_a_damaged_page_header(tmp_path: Path, header: bytes) -> None:
+    """Of the images' column: they are then read by pyarrow, which says what is wrong."""
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"x": [b"1", b"2"] * 4, "label": [1, 0] * 4}), path, compression="none", use_dictionary=False
+    )
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(header)
+    source = opened("parquet", tmp_path)["train"]
+    with pytest.raises(OSError, match="page header"):
+        source.read(0)
 
 
 @pytest.mark.parametrize("labels", [{}, {"label": [-1, -1]}, {"label": pyarrow.array([None, None], pyarrow.int64())}])

@@ -88,6 +88,7 @@ def tar_of(path: Path, members: dict[str, bytes]) -> Path:
         ({"x.cls": b"1"}, r"sample x has 0 images, expected one \(members: cls\)"),
         ({"x.cls": b"1", "x.jpg": JPEG, "x.png": JPEG}, r"sample x has 2 images, expected one"),
         ({"x.json": b'{"y": 1}', "x.jpg": JPEG}, r"no label 'label' \(it has y\); choose one with data.label_column"),
+        ({"x.json": b'{"label": [1, 4]}', "x.jpg": JPEG}, r"sample x has the label \[1, 4\]: one whole number or name"),
         ({"x.json": b"{", "x.jpg": JPEG}, r"the .json of sample x is damaged"),
         ({"x.cls": b"-1", "x.jpg": JPEG}, r"the label -1"),
         ({"x.cls": b" ", "x.jpg": JPEG}, r"sample x has no label"),
@@ -235,6 +236,39 @@ def test_what_was_half_fetched_does_not_stay(tmp_path: Path, memory: str, monkey
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert source.read(0)[0] == CONTENT["train"][0].data
     assert list(cache.folder.glob(".*.part")) == [used]
+
+
+def test_a_copy_that_a_power_cut_truncated_is_fetched_again(tmp_path: Path, memory: str) -> None:
+    cache = FileCache(tmp_path / "shards", None)
+    source = opened("tar", memory, shard_cache=cache)["train"]
+    source.read(0)
+    (copy,) = cache.folder.glob("*.tar")
+    for size in (0, 700):
+        os.truncate(copy, size)
+        assert source.read(0)[0] == CONTENT["train"][0].data
+
+
+def test_a_shard_that_arrives_in_part(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = opened("tar", memory, shard_cache=FileCache(tmp_path / "shards", None))["train"]
+    files = type(remote_files.file_system(memory)[0])
+    real, calls = files.get_file, []
+
+    def part(self: object, path: str, draft: str) -> None:
+        real(self, path, draft)
+        calls.append(path)
+        if len(calls) < 3:
+            os.truncate(draft, 700)
+
+    monkeypatch.setattr(remote_files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(files, "get_file", part)
+    assert source.read(0)[0] == CONTENT["train"][0].data
+    assert len(calls) == 3
+
+
+def test_two_servers_are_two_file_systems() -> None:
+    first, second = (remote_files.file_system(f"memory://{host}/x.tar")[0] for host in "ab")
+    assert first is not second
+    assert remote_files.file_system("memory://a/y.tar")[0] is first
 
 
 def test_a_copy_that_another_process_removes_meanwhile(

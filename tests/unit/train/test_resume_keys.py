@@ -22,6 +22,8 @@ CHANGES = {
     "data.shuffle_buffer": ("data.shuffle_buffer=8", "data.shuffle_buffer"),
     "data.sampling": ("data.sampling=balanced", "data.sampling"),
     "data.split_seed": ("data.split_seed=1", "data.split_seed"),
+    "data.folds": ("data.folds=6", "data.folds"),
+    "data.fold": ("data.fold=1", "data.fold"),
     "augment.repeats": ("augment.repeats=2", "augment.repeats"),
     "optim.name": ("optim=lamb", "optim.name"),
     "optim.ema_decay": ("optim.ema_decay=0.5", "optim.ema_decay"),
@@ -38,8 +40,8 @@ def go_on(*overrides: str, without: str | None = None, images: int = 7) -> list[
         images: in the training split now; the checkpoint is of 7.
     """
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
-    config = load_config("vit_digits", [*own, *overrides])
-    saved = load_config("vit_digits", ["optim=adafactor"]).model_dump(mode="json")
+    config = load_config("vit_digits", [*own, "data.folds=5", *overrides])
+    saved = load_config("vit_digits", ["optim=adafactor", "data.folds=5"]).model_dump(mode="json")
     if without is not None:
         del saved["data"][without]
     said: list[str] = []
