@@ -7,8 +7,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
@@ -45,16 +46,20 @@ class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
-def train(config: RunConfig) -> int:
+def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None) -> int:
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
     ranks were lost, so that torchrun can restart all of them).
+
+    Args:
+        config: a checked configuration.
+        on_start: called with the run's folder before the first step.
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
     """
     with build.world(config) as world:
         try:
-            return _train(config, world)
+            return _train(config, world, on_start)
         except RuntimeError as error:
             reason = lost_ranks(error) if world.size > 1 else None
             if reason is None:
@@ -64,11 +69,12 @@ def train(config: RunConfig) -> int:
             return FAULT
 
 
-def _train(config: RunConfig, world: World) -> int:
+def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
         run = start_run(config, world, display)
         stop.training = True
+        on_start(run.folder.path)
         with run.folder:
             board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
             with display, board, run.saver, enough_memory(_too_large(run)):

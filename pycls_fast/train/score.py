@@ -24,21 +24,30 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
-from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.output_file import output_file, write_json, write_text
+from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
 
-def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
+def score(
+    config: RunConfig,
+    split: str,
+    output: str | None,
+    *,
+    predictions: str | None = None,
+    own_preprocessing: bool = True,
+) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
         split: "train", "val", or "test" if the data has one.
         output: a JSON file for the numbers.
+        predictions: a CSV file for each image's prediction; see `predictions_csv`.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), `output`
+        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
             cannot be written, or out of memory.
     """
     if config.weights is None:
@@ -49,6 +58,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         config = build.with_preprocessing(config, about)
     with build.world(config) as world:
         file = output_file(output, world) if output is not None else None
+        table = output_file(predictions, world, key="predictions") if predictions is not None else None
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
@@ -81,6 +91,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
                     among=_on_device(scored.among, world),
                     answers_NM=_on_device(scored.answers_NM, world),
                     own_loss=build.evaluation_loss(config),
+                    sigmoid=config.loss.name == "bce",
                 )
         if len(result.damaged) > config.data.max_damaged:
             raise too_many_damaged(dict(result.damaged), config.data.max_damaged)
@@ -92,6 +103,8 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
             comparison = _print_result(display, config, split, scored, origin, result, taken)
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
+            if table is not None:
+                write_text(table, predictions_csv(result.predictions, source), key="predictions")
         return DONE
 
 

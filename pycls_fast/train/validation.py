@@ -112,6 +112,7 @@ class Evaluations:
             run.world,
             on_batch,
             own_loss=build.evaluation_loss(run.config),
+            sigmoid=run.config.loss.name == "bce",
             forward_is_collective=wrapped.forward_is_collective,
             free_gathered=wrapped.free_gathered,
         )

@@ -171,6 +171,16 @@ def test_an_image_that_cannot_be_read(run_dir: Path, folder: Path) -> None:
         classifier.predict(gone)
 
 
+def test_a_stream_reads_on_only_when_asked(run_dir: Path, pixels: np.ndarray) -> None:
+    classifier = pycls_fast.load(run_dir)
+    done: list[int] = []
+    stream = classifier.stream(pixels, topk=2, batch_size=2, advance=done.append)
+    found = [next(stream) for _ in range(3)]
+    assert done == [2]
+    assert [*found, *stream] == classifier.predict(pixels, topk=2, batch_size=2)
+    assert sum(done) == 5
+
+
 def test_loading_moves_no_generator(run_dir: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,6 +131,16 @@ def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> Non
     assert kept.predicted_N[others].tolist() == logits.argmax(dim=1)[others].tolist()
     expected = F.cross_entropy(logits, labels, reduction="none")
     assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
+    highest = logits.softmax(dim=1).amax(dim=1)
+    assert kept.probabilities_N is not None
+    assert kept.probabilities_N[others] == pytest.approx(highest[others].numpy(), rel=1e-6)
+    assert np.isnan(kept.probabilities_N[7])
+    sigmoids = score(logits, labels, sizes, sigmoid=True).predictions.probabilities_N
+    assert sigmoids is not None
+    assert sigmoids[others] == pytest.approx(logits.sigmoid().amax(dim=1)[others].numpy(), rel=1e-6)
+    # An earlier version did not write them.
+    replace(kept, probabilities_N=None).save(tmp_path / "predictions.npz")
+    assert Predictions.load(tmp_path / "predictions.npz").probabilities_N is None
 
 
 def test_predictions_of_several_right_classes_among_some() -> None:
@@ -140,6 +152,7 @@ def test_predictions_of_several_right_classes_among_some() -> None:
     result = score(logits, torch.zeros(60, dtype=torch.int64), [25, 35], among=among, answers_NM=answers_NM)
     made = result.predictions
     kept_NK = torch.full_like(logits, -torch.inf).index_copy(1, among, logits[:, among])
+    assert made.probabilities_N == pytest.approx(kept_NK.softmax(dim=1).amax(dim=1).numpy(), rel=1e-6)
     assert made.predicted_N.tolist() == kept_NK.argmax(dim=1).tolist()
     for label, loss, row_K, answers in zip(made.labels_N, made.losses_N, kept_NK, answers_NM.tolist(), strict=True):
         right = [answer for answer in answers if answer in among.tolist()]
