@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config import precedence
-from pycls_fast.config.command_line import DONE, FAULT
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, FAULT
 from pycls_fast.paths import user_path
 from pycls_fast.train.loop import train
 
