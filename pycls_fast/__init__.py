@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from pycls_fast.paths import name_user
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pycls_fast.inference import Classifier
+    from pycls_fast.train import Trained
 
 __version__ = "0.1.0"
 
@@ -25,3 +27,10 @@ def load(
     from pycls_fast.inference import load as load_classifier
 
     return load_classifier(run, which=which, device=device, precision=precision, fast=fast)
+
+
+def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> Trained:
+    """Train in this process: `pycls_fast.train_net("vit_digits", ["seed=1"]).run_dir`; see `train.train_net`."""
+    from pycls_fast.train import train_net as train_network
+
+    return train_network(experiment, overrides, config_dir=config_dir)

@@ -5,7 +5,7 @@ RUN          a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/s
 IMAGES       files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of
              files on standard input
 
-    format=      table, json, csv, or sheet: a contact sheet with the predictions
+    format=      table, json, csv (written row by row), or sheet: a contact sheet with the predictions
     output=      a file; default: standard output, for sheet predictions.png (then predictions_2.png, ...)
     topk=5       number of classes per image
     which=       auto (the average of the weights if there is one), model or ema

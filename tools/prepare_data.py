@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command_line
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.paths import user_path
 
 MODES = ("pack", "verify", "index")

@@ -3,7 +3,8 @@
 Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
 checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
 published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` uses the
-configuration's instead.
+configuration's instead. `predictions=FILE.csv` lists every image with its class, the predicted one, that one's
+probability, and the loss, the worst image first.
 """
 
 from typing import Literal
@@ -12,10 +13,11 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool only: the split to score, a JSON file for the numbers, and whose preprocessing is used."""
+    """Keys of this tool only: the split, files for the numbers and for each image's prediction, whose preprocessing."""
 
     split: str = "val"
     output: str | None = None
+    predictions: str | None = None
     preprocessing: Literal["weights", "config"] = "weights"
 
 
@@ -24,8 +26,14 @@ def main(config: RunConfig, options: Options) -> int:
     # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train.score import score
 
-    return score(config, options.split, options.output, own_preprocessing=options.preprocessing == "weights")
+    return score(
+        config,
+        options.split,
+        options.output,
+        predictions=options.predictions,
+        own_preprocessing=options.preprocessing == "weights",
+    )
 
 
 if __name__ == "__main__":
-    command_line(main, options=Options, config_of_weights=True)
+    command_line(main, options=Options, config_of_weights=True, scores_sets=True)

@@ -18,7 +18,17 @@ from pycls_fast.build.data import (
     train_loader,
     with_preprocessing,
 )
-from pycls_fast.build.device import Switches, autocast, compute_dtype, level, set_backend, strategy, switches, world
+from pycls_fast.build.device import (
+    Switches,
+    autocast,
+    compute_dtype,
+    has_decoder,
+    level,
+    set_backend,
+    strategy,
+    switches,
+    world,
+)
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
@@ -30,9 +40,18 @@ from pycls_fast.build.network import (
     save_activation_memory,
     wrap,
 )
-from pycls_fast.build.optimization import ema, loss, loss_scaler, optimizer, parameter_groups, peak_lr, schedule
+from pycls_fast.build.optimization import (
+    ema,
+    evaluation_loss,
+    loss,
+    loss_scaler,
+    optimizer,
+    parameter_groups,
+    peak_lr,
+    schedule,
+)
 from pycls_fast.build.sizes import resolve_auto
-from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, sources
+from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, order_name, sources
 
 __all__ = [
     "Switches",
@@ -47,8 +66,10 @@ __all__ = [
     "ema",
     "eval_loader",
     "eval_set",
+    "evaluation_loss",
     "for_scoring",
     "freeze",
+    "has_decoder",
     "imagenet_wnids",
     "is_sharded",
     "level",
@@ -60,6 +81,7 @@ __all__ = [
     "num_classes",
     "num_workers",
     "optimizer",
+    "order_name",
     "parameter_groups",
     "peak_lr",
     "prepare",

@@ -87,8 +87,8 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
 
     `speed.resolve` does the same with optimizers.
     """
-    if config.speed.decode is None and resolved[SwitchName.DECODE] == "region" and not native.available():
-        resolved[SwitchName.DECODE] = "simplejpeg" if find_spec("simplejpeg") else "pillow"
+    if config.speed.decode is None and not has_decoder(resolved[SwitchName.DECODE]):
+        resolved[SwitchName.DECODE] = "simplejpeg" if has_decoder("simplejpeg") else "pillow"
     if config.speed.qkv is None and level(config).float8:
         # A joined product would go around the float8 layers.
         resolved[SwitchName.QKV] = "separate"
@@ -98,6 +98,13 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
     if written_out and config.model.kind == "timm":
         # timm's own attention, which is as much faster than the fused kernel's backward pass.
         resolved[SwitchName.ATTENTION] = "reference"
+
+
+def has_decoder(name: str) -> bool:
+    """Whether this machine has what a value of the switch `decode` needs."""
+    if name == "region":
+        return native.available()
+    return name != "simplejpeg" or find_spec(name) is not None
 
 
 def _compiles_once(config: RunConfig) -> bool:

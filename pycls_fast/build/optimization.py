@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pycls_fast import optim
@@ -202,6 +205,14 @@ def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | N
         masters=masters,
         every=settings.ema_every_steps,
     )
+
+
+def evaluation_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The loss of each image, (B,), that evaluations report: the run's, without smoothing, weights and threshold.
+
+    None for softmax cross-entropy.
+    """
+    return BinaryCrossEntropy(reduction=config.loss.bce_reduction).each if config.loss.name == "bce" else None
 
 
 def loss_scaler(

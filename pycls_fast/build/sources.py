@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from functools import partial
 
 import numpy as np
@@ -137,7 +138,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
         labels = _labels(source, "data.sampling", "uniform")
         return partial(class_order, labels=labels, power=power, repeats=config.augment.repeats)
-    if how == "full" or (how == "auto" and not prefers_blocks(source)):
+    if not _in_blocks(config, source):
         return None
     if ends is None:
         raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
@@ -147,6 +148,24 @@ def order(config: RunConfig, source: Source) -> Order | None:
     batch = config.data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch
     return partial(block_order, block_ends=ends, buffer=config.data.shuffle_buffer, global_batch_size=batch)
+
+
+def order_name(config: RunConfig, source: Source) -> str:
+    """Identifies the order of an epoch's images, which depends on where they are stored: a run has to keep it.
+
+    "full", "classes", or "blocks-" and a checksum of the blocks.
+    """
+    if config.data.sampling != "uniform":
+        return "classes"
+    if not _in_blocks(config, source):
+        return "full"
+    ends = block_ends(source)
+    return f"blocks-{zlib.crc32(np.ascontiguousarray(ends, np.int64).tobytes()):08x}"
+
+
+def _in_blocks(config: RunConfig, source: Source) -> bool:
+    how = config.data.shuffle
+    return how == "blocks" or (how == "auto" and prefers_blocks(source))
 
 
 def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:

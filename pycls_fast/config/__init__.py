@@ -5,7 +5,7 @@ from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
 from pycls_fast.config.saved import load_run_config, saved_config
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.variants import command_alone, variant
+from pycls_fast.config.variants import command_alone, is_command, variant
 
 __all__ = [
     "NoOptions",
@@ -13,6 +13,7 @@ __all__ = [
     "Section",
     "command_alone",
     "command_line",
+    "is_command",
     "load_config",
     "load_run_config",
     "options_line",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
+import select
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +24,6 @@ from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler
 from pycls_fast.config.compose import (
-    CONFIGS,
     HYDRA_SETTINGS,
     Composed,
     as_hydra_overrides,
@@ -29,16 +32,12 @@ from pycls_fast.config.compose import (
 )
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
-from pycls_fast.config.messages import did_you_mean, known_keys
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.suggestions import did_you_mean, known_keys
 from pycls_fast.errors import UserError, first_line
-
-DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
-# The shells' convention: 128 + the number of SIGINT.
-INTERRUPTED = 130
-OUT_OF_MEMORY = "out of memory"
-"""In the error line of every tool that ran out of device memory."""
+from pycls_fast.exit_status import DONE, FAULT, INTERRUPTED, MISTAKE, OUT_OF_MEMORY, STOPPED, Finished
 
 
 class NoOptions(Section):
@@ -53,6 +52,7 @@ def command_line(
     config_of_weights: bool = False,
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
+    scores_sets: bool = False,
     after_sweep: Callable[[Sequence[RunConfig]], str] | None = None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
@@ -64,39 +64,43 @@ def command_line(
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        scores_sets: whether the tool reads `data.eval_set`, which is refused otherwise.
         after_sweep: takes the configurations of a `--multirun` that ran in this process; returns a note to print last.
     """
     statuses: list[int] = []
-    faults: list[Exception] = []
+    typed = list(sys.argv), list(sys.orig_argv)
     configs: list[RunConfig] = []
 
     def noted(config: RunConfig, chosen: Any) -> int:
         configs.append(config)
         return run(config, chosen)
 
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> float:
         def action() -> int:
-            return _run_job(Composed.from_hydra(config, HydraConfig.get()), noted, options, needs_data, trains)
+            composed = Composed.from_hydra(config, HydraConfig.get())
+            return _run_job(composed, noted, options, needs_data, trains, scores_sets)
 
         if scheduler.is_task():
-            # The task is not the process of the command; submitit sends an error back to that one.
+            # The run records the user's command, not the one with which the launcher started this task.
+            sys.argv[:], sys.orig_argv[:] = typed
             scheduler.join()
-            action()
-            return
+            return _objective(_run_task(action))
         try:
             statuses.append(reporting(action))
-            if statuses[-1] in (STOPPED, INTERRUPTED):
-                # End the whole sweep: Hydra would start the next run.
-                raise SystemExit(statuses[-1])
-        except Exception as error:
-            faults.append(error)
-            raise
+        except Exception:  # noqa: BLE001  # a crash of the tool
+            # Not raised: Hydra would report it only after the sweep's last run, and keep this run's network in memory.
+            traceback.print_exc()
+            statuses.append(FAULT)
+        if statuses[-1] in (STOPPED, INTERRUPTED):
+            # End the whole sweep: Hydra would start the next run.
+            raise SystemExit(statuses[-1])
+        return _objective(statuses[-1])
 
     def everything() -> int:
         found = _saved_configuration(sys.argv[1:]) if config_of_weights else None
         if found is not None:
             composed = saved.compose_saved(found, [quote_items(argument) for argument in sys.argv[1:]])
-            return _run_job(composed, run, options, needs_data, trains)
+            return _run_job(composed, run, options, needs_data, trains, scores_sets)
         folders = _search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
@@ -107,18 +111,57 @@ def command_line(
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=default)(job)()
             except COMPOSE_ERRORS as error:
-                if faults:
-                    raise  # From the tool, not from composing the configuration.
                 raise explain(error, folders) from error
+            except _TaskStopped as error:
+                _print_lines("stopped", [str(error)])
+                return STOPPED
+            except Exception as error:
+                if not scheduler.is_lost_task(error):
+                    raise
+                _print_lines("error", [scheduler.describe_lost_task(error)])
+                return FAULT
         if after_sweep is not None and len(configs) > 1:
-            _say("note", [after_sweep(configs)])
-        return max(statuses, default=DONE)
+            _print_lines("note", [after_sweep(configs)])
+        return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
     sys.exit(reporting(everything))
 
 
+class _TaskStopped(Exception):
+    """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
+
+
+def _objective(status: int) -> float:
+    """What a sweeper gets from a run: a number to minimise, or NaN."""
+    return status.objective if isinstance(status, Finished) else math.nan
+
+
+def _run_task(action: Callable[[], int]) -> int:
+    """Run `action` as a scheduler's task, and show its errors in the task's log; returns `DONE`.
+
+    Raises:
+        UserError, _TaskStopped: submitit sends them to the process of the command.
+        SystemExit: a fault. From any other exception Hydra and submitit would make a task that succeeded.
+    """
+    try:
+        status = action()
+    except UserError as error:
+        _print_lines("error", error.lines)
+        raise
+    except Exception:  # noqa: BLE001  # a crash of the tool
+        traceback.print_exc()
+        raise SystemExit(FAULT) from None
+    if status == STOPPED:
+        raise _TaskStopped("a signal ended the job, and everything is saved; the same command with its run_dir resumes")
+    if status != DONE:
+        raise SystemExit(status)
+    return status
+
+
 def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
     """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
+
+    If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
 
     An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
     device memory is one line from each rank that does; the line proposes to lower `batch`.
@@ -126,13 +169,26 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on standard error: names of files and classes that are not UTF-8 can be printed.
         sys.stdout.reconfigure(errors="backslashreplace")
+    status = DONE
     try:
-        return action()
+        status = action()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except UserError as error:
-        _say("error", error.lines)
+        _print_lines("error", error.lines)
+        return MISTAKE
+    except OSError as error:
+        if not _output_is_broken():
+            raise
+        discard_output()
+        if isinstance(error, BrokenPipeError):
+            # The reader (`| head`) has seen enough.
+            return status
+        _print_lines("error", [f"standard output: cannot be written ({error.strerror})"])
         return MISTAKE
     except KeyboardInterrupt:
-        _say("interrupted", ["Ctrl-C ended this at once"])
+        _print_lines("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
     except Exception as error:
         # torch takes seconds to import; if it was not imported, no device memory was allocated.
@@ -145,12 +201,22 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
 
 
 def show(page: str) -> int:
-    """Print a page. A closed pipe (`--help | head`) is not an error."""
-    try:
-        print(page, flush=True)
-    except BrokenPipeError:
-        discard_output()
+    """Print a page."""
+    print(page)
     return DONE
+
+
+def _output_is_broken() -> bool:
+    try:
+        # What could not be written is still in the buffer, if there is one.
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, ValueError):
+        return False  # no standard output, or an object without a file
+    except OSError:
+        return True
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def discard_output() -> None:
@@ -160,7 +226,7 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(kind: str, lines: Iterable[str]) -> None:
+def _print_lines(kind: str, lines: Iterable[str]) -> None:
     # Once per node, not once per run: data may be missing on one node only.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         # The terminal may be gone; the exit status still reports the error.
@@ -175,6 +241,7 @@ def _run_job(
     options: type[Section],
     needs_data: Callable[[Any], bool],
     trains: bool,
+    scores_sets: bool,
 ) -> int:
     own = {key: value for key, value in composed.values.items() if key in options.model_fields}
     rest = {key: value for key, value in composed.values.items() if key not in own}
@@ -194,9 +261,12 @@ def _run_job(
         )
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
+    if config.data.eval_set is not None and not scores_sets:
+        where = composed.where("data.eval_set")
+        mistakes.append(f"data.eval_set: only tools/test_net.py scores it; use data.eval_set=null ({where})")
     if mistakes:
         raise UserError(*mistakes)
-    _say("note", precedence.notes(composed))
+    _print_lines("note", precedence.notes(composed))
     return run(config, chosen)
 
 
@@ -220,9 +290,25 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
 
 @contextmanager
 def _sweep_folder(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder."""
+    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder.
+
+    Raises:
+        UserError: several ranks would each search for the best values.
+    """
     if not {"--multirun", "-m"} & set(arguments):
         yield []
+        return
+    sweeper = next((a.partition("=")[2] for a in arguments if a.startswith("hydra/sweeper=")), "basic")
+    if sweeper != "basic":
+        if "RANK" in os.environ:
+            raise UserError(
+                f"hydra/sweeper: under torchrun each rank's {sweeper} would choose its own values; start one process "
+                "without torchrun, or give each run its ranks with hydra/launcher=submitit_local or submitit_slurm"
+            )
+        # It writes its result there.
+        folder = f"multirun/{sweeper}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        _print_lines("note", [f"the result of {sweeper} will be in {folder}"])
+        yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
         return
     if any(argument.startswith("hydra/launcher=submitit") for argument in arguments):
         # The jobs' inputs and logs belong in a permanent folder that all nodes see.

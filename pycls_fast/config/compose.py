@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
@@ -20,12 +22,11 @@ from pycls_fast.config import messages
 from pycls_fast.config.checks import problems
 from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
-    CONFIGS,
     explain,
-    shown_path,
     unreadable,
     without_interpolation,
 )
+from pycls_fast.config.locations import CONFIGS, shown_path
 from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
@@ -212,17 +213,42 @@ def load_config(
     Raises:
         UserError: one line per mistake.
     """
-    folder = folder or CONFIGS
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of configurations")
-    with hydra.initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+    return check(compose(config_name, overrides, [folder or CONFIGS]))
+
+
+def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:
+    """Compose an experiment from the files of some folders; see `load_config`.
+
+    Args:
+        folders: where files are looked for; those of the first folder win.
+
+    Raises:
+        UserError: no such folder or file, or an override that cannot be parsed.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder of configurations")
+    with hydra.initialize_config_dir(str(folders[0].resolve()), version_base="1.3"):
+        for folder in folders[1:]:
+            _search_also(folder)
         try:
-            composed_config = hydra.compose(
-                config_name, [*HYDRA_SETTINGS, *as_hydra_overrides(overrides, [folder])], return_hydra_config=True
+            config = hydra.compose(
+                config_name, [*HYDRA_SETTINGS, *as_hydra_overrides(overrides, folders)], return_hydra_config=True
             )
         except COMPOSE_ERRORS as error:
-            raise explain(error, folders=[folder]) from error
-        return check(Composed.from_hydra(composed_config, composed_config.hydra))
+            raise explain(error, folders) from error
+        return Composed.from_hydra(config, config.hydra)
+
+
+def _search_also(folder: Path) -> None:
+    """Add a folder to Hydra's search path, as `--config-dir` does.
+
+    The setting `hydra.searchpath` would not do: Hydra looks for the experiment before it reads the setting.
+    """
+    loader: Any = GlobalHydra.instance().config_loader()
+    path = loader.get_search_path()
+    path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
+    loader.repository.initialize_sources(path)
 
 
 def is_global(file: Path) -> bool:

@@ -10,19 +10,9 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from pycls_fast.config.messages import nearest
+from pycls_fast.config.locations import shown_path
+from pycls_fast.config.suggestions import nearest
 from pycls_fast.errors import UserError, first_line
-
-
-def _configs() -> Path:
-    """The folder `configs/`: beside the package in a clone or its editable install, else inside the package."""
-    package = Path(__file__).parents[1]
-    beside = package.parent / "configs"
-    # In site-packages another package may have a folder of that name.
-    return beside if (beside / "vit_digits.yaml").is_file() else package / "configs"
-
-
-CONFIGS = _configs()
 
 # Raised by composing when a file or an override is wrong.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -43,6 +33,10 @@ _REWORDED = (
         "~{0}: write ~{0} alone; its value is {1}",
     ),
     (r"Could not delete\. No match for '(.*)' in the defaults list", "~{0}: no file of configs/{0}/ is chosen"),
+    (
+        r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*/.*)'",
+        "{0}={1}: several values; write a path with commas as '{0}=\"{1}\"', or add --multirun for several runs",
+    ),
     (
         r"Ambiguous value for argument '(?:\+\+)?(.*?)=(.*)'",
         "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another",
@@ -103,14 +97,6 @@ def without_interpolation(error: Exception) -> str:
     message = first_line(error).strip()
     inner = re.match(r"\w+ raised while resolving interpolation: (.*)", message)
     return inner[1].strip("\"'") if inner else message
-
-
-def shown_path(file: Path) -> str:
-    """A file of our `configs/` as `configs/...`, any other path unchanged."""
-    try:
-        return str(Path("configs") / file.resolve().relative_to(CONFIGS))
-    except ValueError:
-        return str(file)
 
 
 def _available(group: str, folders: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from pycls_fast.config.compose import Composed
-from pycls_fast.config.explain import shown_path
+from pycls_fast.config.locations import shown_path
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import Augment
 

@@ -29,6 +29,11 @@ def quote_value(override: str) -> str:
     return quoted if _is_read(quoted) else override
 
 
+def text_override(key: str, text: str) -> str:
+    """An override with a text that is one value; Hydra would take one with commas for several."""
+    return f"{key}={_quoted(text) if ',' in text else text}"
+
+
 def key_of(override: str) -> str:
     """`++data.root=/photos` -> `data.root`; `~weights` -> `weights`."""
     return override.lstrip("+~").partition("=")[0]

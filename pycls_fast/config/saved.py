@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from pycls_fast.config import messages
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
-from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain, no_such_file, unreadable
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
@@ -146,11 +147,16 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
         raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
 
 
+# What is taken from these sections; the rest depends on training, its machine and its number of ranks.
+_KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
+
+
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.
 
     Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
-    its compiler, which may not be available here.
+    its compiler, which may not be available here. Nothing of the strategy in `parallel` is taken, since the network is
+    not wrapped for scoring and there may be another number of ranks.
 
     Raises:
         UserError: there is no such run, or an override is wrong.
@@ -168,8 +174,9 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
     """
     values = dict(saved.values)
     config_name = str(values.pop("config_name", saved.name))
-    if isinstance(values.get("speed"), dict):
-        values["speed"] = {key: value for key, value in values["speed"].items() if key == "preset"}
+    for section, kept in _KEPT.items():
+        if isinstance(values.get(section), dict):
+            values[section] = {key: value for key, value in values[section].items() if key in kept}
     names = groups([CONFIGS])
     choices: dict[str, str] = {}
     changes: list[Override] = []
@@ -177,7 +184,8 @@ def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
         name, value = override.key_or_group, override.value()
         if override.is_sweep_override():
             typed = str(override.input_line).removeprefix("++")
-            raise UserError(f"{typed}: several values; write a list as {name}=[...] (the command line)")
+            way = f"""a path with commas as '{name}="..."'""" if "/" in typed else f"a list as {name}=[...]"
+            raise UserError(f"{typed}: several values; write {way} (the command line)")
         if name not in names or isinstance(value, dict) or override.is_delete():
             changes.append(override)
             continue

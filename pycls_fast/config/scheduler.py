@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 
 def is_task() -> bool:
@@ -16,6 +17,14 @@ def warning_signal() -> signal.Signals | None:
     return signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"] if is_task() else None
 
 
+def warning_signals() -> set[signal.Signals]:
+    """The signals that announce the end of a job: the launcher's, or those that `#SBATCH --signal` usually names."""
+    warning = warning_signal()
+    if warning is not None:
+        return {warning}
+    return {signal.SIGUSR1, signal.SIGUSR2} if "SLURM_JOB_ID" in os.environ else set()
+
+
 def join() -> None:
     """Set torchrun's environment variables for this task of a job; each task is one rank."""
     if "RANK" in os.environ:
@@ -23,3 +32,20 @@ def join() -> None:
     from submitit.helpers import TorchDistributedEnvironment
 
     TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+
+
+def is_lost_task(error: Exception) -> bool:
+    """Whether an error of the launcher says that a task ended without a result."""
+    submitit = sys.modules.get("submitit.core.utils")
+    return submitit is not None and isinstance(error, submitit.UncompletedJobError)
+
+
+def describe_lost_task(error: Exception) -> str:
+    """The launcher's message about a lost task, the end of that task's log, and where the other logs are."""
+    message = str(error).splitlines()
+    head, log = message[:3], message[3:]
+    last = "the logs of all tasks are in that folder; the first error may be in another one"
+    return "\n".join([*head, *log[-_LOG_LINES:], last])
+
+
+_LOG_LINES = 40

@@ -273,6 +273,7 @@ class Loss(Section):
 
     With `bce_threshold` a class whose share in a mixed image is larger has the target 1, every other class 0.
     `class_weights: balanced` weights each image by the mean number of images per class divided by its own class's.
+    Evaluations report the same loss without smoothing, threshold and weights.
     """
 
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
@@ -391,7 +392,8 @@ class Schedule(Section):
 
     `epochs: auto` depends on the number of training images (`build.resolve_auto`). `early_stopping_evals` ends the run
     when the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`,
-    is the best by `early_stopping_metric`, the first of equal ones.
+    is the best by `early_stopping_metric`, the first of equal ones. `class_top1` is the
+    mean of the classes' accuracies.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"
@@ -404,7 +406,7 @@ class Schedule(Section):
     step_epochs: PositiveInt | None = None
     step_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     early_stopping_evals: PositiveInt | None = None
-    early_stopping_metric: Literal["top1", "loss"] = "top1"
+    early_stopping_metric: Literal["top1", "class_top1", "loss"] = "top1"
 
 
 class Precision(Section):
@@ -511,20 +513,23 @@ class Runtime(Section):
 
     `keep_checkpoints` is the number of newest ones that are kept, besides the best. With `checkpoint_async` training
     continues while a copy of its state is written; the copy takes as much host memory as a rank's share of the state.
-    `eval_every_epochs: auto` makes at most 20 evaluations in a run.
+    `eval_every_epochs: auto` makes at most 20 evaluations in a run; `eval_every_steps` replaces it.
     `threads` is the number of CPU threads (default: torch's choice, but at most a container's CPU limit).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
+    `profile_step` is the first of three steps, counted from 1, of which rank 0 writes a profile (`profile/`).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = None
     log_every_steps: PositiveInt = 10
     eval_every_epochs: PositiveIntOrAuto = 1
+    eval_every_steps: PositiveInt | None = None
     checkpoint_every_steps: PositiveInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     checkpoint_async: bool = True
     deterministic: bool = False
     watchdog: bool = False
+    profile_step: PositiveInt | None = None
     tensorboard: bool = True
     progress: Literal["auto", "bar", "plain"] = "auto"
 

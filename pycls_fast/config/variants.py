@@ -10,8 +10,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from pycls_fast.config import scheduler
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
-from pycls_fast.config.explain import COMPOSE_ERRORS, CONFIGS, explain
+from pycls_fast.config.explain import COMPOSE_ERRORS, explain
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import key_of
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
@@ -69,7 +71,20 @@ def command_alone() -> list[str] | None:
     # Only a sweep's Hydra configuration has a job number.
     number = str(HydraConfig.get().job.num)
     known = [override.removeprefix("++").replace("${hydra:job.num}", number) for override in typed]
-    return [*flags, *(override for override in known if key_of(override) != "run_dir")]
+    return [*flags, *_launcher(), *(override for override in known if key_of(override) != "run_dir")]
+
+
+def _launcher() -> list[str]:
+    """What starts this run through the same launcher, if one has started it."""
+    if not scheduler.is_task():
+        return []
+    settings = [str(override) for override in HydraConfig.get().overrides.hydra]
+    return ["--multirun", *(each for each in settings if each.startswith(("hydra/launcher", "hydra.launcher")))]
+
+
+def is_command() -> bool:
+    """Whether this process runs a tool's command line, not a notebook or another program."""
+    return HydraConfig.initialized()
 
 
 def config_folders() -> list[Path]:

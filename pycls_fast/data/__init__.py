@@ -6,6 +6,7 @@ from pycls_fast.data.class_sampling import class_order
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
+from pycls_fast.data.draws import seed_generators
 from pycls_fast.data.loading import ImageLoader, make_loader
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.mix_elements import ElementMixer
@@ -65,6 +66,7 @@ __all__ = [
     "open_folder",
     "open_splits",
     "prefers_blocks",
+    "seed_generators",
     "to_device",
     "write_digits",
 ]

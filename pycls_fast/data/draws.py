@@ -18,6 +18,17 @@ def frozen_generator(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`, from which a training step draws.
+
+    The streams are those after `torch.manual_seed`, which costs more: it formats the Python stack once for each kind of
+    accelerator that is not in use.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
 @contextmanager
 def seeded_torch(seed: int) -> Iterator[None]:
     """Seed torch's default CPU generator within the block; restore its state afterwards.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from typing import Literal
 
 import torch
 
@@ -14,9 +13,7 @@ from pycls_fast.errors import UserError
 _IN_FLIGHT = 2
 
 
-def to_device(
-    batches: Iterable[Batch], device: torch.device | str, *, mode: Literal["blocking", "prefetch"]
-) -> Generator[Batch, None, None]:
+def to_device(batches: Iterable[Batch], device: torch.device | str, *, mode: str) -> Generator[Batch, None, None]:
     """Yield the batches on `device`, in order.
 
     Args:
@@ -26,6 +23,7 @@ def to_device(
 
     Raises:
         UserError: "prefetch" to a device that is not CUDA.
+        ValueError: an unknown mode.
     """
     device = torch.device(device)
     if mode == "blocking":

@@ -109,10 +109,27 @@ class Classifier:
         Raises:
             UserError: no images, an unsupported kind of image, or an image that cannot be read.
         """
+        return list(
+            self.stream(images, topk=topk, batch_size=batch_size, num_workers=num_workers, skip=skip, advance=advance)
+        )
+
+    def stream(
+        self,
+        images: Any,
+        *,
+        topk: int = 5,
+        batch_size: int | None = None,
+        num_workers: int | None = None,
+        skip: Skip | None = None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[Prediction]:
+        """Yield each batch's predictions as soon as they are made, for more images than memory has room for.
+
+        Arguments and errors are those of `predict`; the errors are raised at the first image that is asked for.
+        """
         if topk < 1:
             raise UserError(f"topk: must be at least 1; got {topk}")
         source = given_images(images) if not isinstance(images, GivenImages) else images
-        found: list[Prediction] = []
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch).double()
             if not torch.isfinite(scores_BK).all():
@@ -120,9 +137,8 @@ class Classifier:
                     f"weights: {self.origin.path} gives scores that are not finite; if they are with precision=fp32 "
                     "too, the run diverged"
                 )
-            found += self._guesses(source, batch, scores_BK, topk)
+            yield from self._guesses(source, batch, scores_BK, topk)
             advance(len(batch) + len(batch.damaged))
-        return found
 
     def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
         # Sorted by scores, which have fewer ties than probabilities; ties by the lowest index, as in evaluation.
@@ -174,7 +190,8 @@ class Classifier:
             # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = {**switches, SwitchName.DECODE: "pillow"}
         loader = build.eval_loader(config, source, self._restored.world, switches)
-        for batch in to_device(loader, self.device, mode="blocking"):
+        mode = switches[SwitchName.INPUT_COPY]
+        for batch in to_device(loader, self.device, mode=mode):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")

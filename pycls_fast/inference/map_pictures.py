@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import check_output, collect, percent

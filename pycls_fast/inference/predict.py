@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predictions import Prediction
@@ -65,8 +66,12 @@ def predict(
         f"batch_size: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {batch_size or BATCH_SIZE} images at a "
         "time; use a smaller one, or device=cpu"
     )
-    with enough_memory(too_many), progress("predict", len(source), "images") as advance:
-        found = classifier.predict(
+    # On a terminal the rows of a CSV show how far it is.
+    silent = format == "csv" and path is None and sys.stdout.isatty()
+    bar = nullcontext(_no_advance) if silent else progress("predict", len(source), "images")
+    found: list[Prediction] = []
+    with enough_memory(too_many), bar as advance:
+        predictions = classifier.stream(
             source,
             topk=topk,
             batch_size=batch_size,
@@ -74,23 +79,31 @@ def predict(
             skip=lambda name, reason: unreadable.append((name, reason)),
             advance=advance,
         )
+        if format == "csv":
+            # Row by row: millions of images take hours, and an error or a kill must not lose them all.
+            with _opened(path) as stream:
+                _write_csv(stream, predictions)
+        else:
+            found += predictions
     if format == "sheet":
         assert path is not None
         for file in write_sheets([_cell(source, each) for each in found], path) if found else ():
             print(file)
-    else:
+    elif format != "csv":
         with _opened(path) as stream:
             if format == "json":
                 _write_json(stream, classifier, found, unreadable)
-            elif format == "csv":
-                _write_csv(stream, found)
             else:
                 _write_table(stream, classifier, found)
     for name, reason in unreadable:
         print(f"unreadable: {name}: {reason}", file=sys.stderr)
     if unreadable:
         print(f"{len(unreadable):,} of {len(source):,} images could not be read", file=sys.stderr)
-    return DONE if found else MISTAKE
+    return DONE if len(unreadable) < len(source) else MISTAKE
+
+
+def _no_advance(count: int) -> None:
+    pass
 
 
 def collect(images: Sequence[str]) -> list[Path]:
@@ -99,7 +112,12 @@ def collect(images: Sequence[str]) -> list[Path]:
     Raises:
         UserError: nothing was named, or an argument matches nothing.
     """
-    listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()] if "-" in images else []
+    listed: list[Path] = []
+    if "-" in images:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # As in arguments: names need not be UTF-8.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
         raise UserError("images: none were given; give files, folders or patterns after the run")
@@ -165,14 +183,22 @@ def _write_json(
     stream.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def _write_csv(stream: TextIO, found: Sequence[Prediction]) -> None:
-    count = max((len(each.top) for each in found), default=0)
-    numbers = ["", *(f"_{place}" for place in range(2, count + 1))]
+def _write_csv(stream: TextIO, found: Iterable[Prediction]) -> None:
     table = csv.writer(stream, lineterminator="\n")
-    table.writerow(["image", *(f"{what}{n}" for n in numbers for what in ("label", "class", "probability"))])
+    header_is_written = False
     for each in found:
+        if not header_is_written:
+            table.writerow(_csv_header(len(each.top)))
+            header_is_written = True
         cells = ((guess.label, guess.class_name, f"{guess.probability:.6g}") for guess in each.top)
         table.writerow([each.image, *(cell for cells_of_one in cells for cell in cells_of_one)])
+    if not header_is_written:
+        table.writerow(_csv_header(1))
+
+
+def _csv_header(count: int) -> list[str]:
+    numbers = ["", *(f"_{place}" for place in range(2, count + 1))]
+    return ["image", *(f"{what}{n}" for n in numbers for what in ("label", "class", "probability"))]
 
 
 def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Prediction]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.quoting import as_typed, text_override
 from pycls_fast.config.schema import Parallel
 from pycls_fast.ledger.plan import Arm
 
@@ -24,20 +24,20 @@ def timing(arm: Arm, file: Path, *, steps: int, warmup_steps: int) -> list[str]:
     """One turn of `time_net` on the training step. It refuses `weights`, which do not affect time."""
     return [
         *arm.overrides, "weights=null", "mode=model", f"steps={steps}", f"warmup_steps={warmup_steps}", "repeats=1",
-        f"output={file}",
+        text_override("output", str(file)),
     ]  # fmt: skip
 
 
 def rounding(arm: Arm, file: Path, *, steps: int) -> list[str]:
     """Rounding errors against float64, in one process."""
-    return [*arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", f"output={file}"]
+    return [*arm.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", text_override("output", str(file))]
 
 
 def gradients(arm: Arm, file: Path) -> list[str]:
     """Gradient counts, in one process and in float32, so that nothing has rounded them."""
-    return [*arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", f"output={file}"]
+    return [*arm.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", text_override("output", str(file))]
 
 
 def training(arm: Arm, run_dir: Path, *, seed: int) -> list[str]:
     """One run of `train_net`."""
-    return [*arm.overrides, f"seed={seed}", f"run_dir={run_dir}", "runtime.progress=plain"]
+    return [*arm.overrides, f"seed={seed}", text_override("run_dir", str(run_dir)), "runtime.progress=plain"]

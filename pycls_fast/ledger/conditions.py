@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from pycls_fast.config import RunConfig, saved_config
-from pycls_fast.config.compose import CONFIGS, groups
+from pycls_fast.config.compose import groups
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment, versions
 

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp

@@ -218,7 +218,7 @@ class LoaderPart:
             self._config, self._source, self._world, self._switches, start_step=start, steps=start + steps
         )
         mode = self._switches[SwitchName.INPUT_COPY]
-        yield from to_device(loader, self._world.device, mode=mode)  # type: ignore[arg-type]  # a Literal
+        yield from to_device(loader, self._world.device, mode=mode)
 
     def _next(self, microbatches: Iterator[Batch]) -> list[Batch]:
         return list(islice(microbatches, self._config.optim.accumulation_steps))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from pycls_fast.config.ladder import Ladder, Rung
-from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.quoting import key_of
+from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 

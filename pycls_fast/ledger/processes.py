@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast import build
-from pycls_fast.config.command_line import MISTAKE, OUT_OF_MEMORY
+from pycls_fast.exit_status import MISTAKE, OUT_OF_MEMORY
 
 _PR_SET_PDEATHSIG = 1
 

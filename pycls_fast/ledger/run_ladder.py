@@ -14,9 +14,9 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE, FAULT, STOPPED
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, FAULT, STOPPED
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import code_digest, conditions
 from pycls_fast.ledger.outcome import collect

@@ -13,10 +13,10 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.command_line import DONE
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.parts import (
     InferencePart,
@@ -270,6 +270,7 @@ def _measure(
             owner.matmul.measure()
         # Alternating order: a steady drift and the position in the round cancel over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
+            world.at(f"timing {variant.name}, {name}: turn {repeat + 1}")
             with _at_work(variant, name, world):
                 turn = variant.parts[name].turn(steps)
             variant.turns[name].append(slowest(turn, world))

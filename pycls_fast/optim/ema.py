@@ -77,8 +77,11 @@ class Ema:
         share = self.share(step)
         if share:
             self._update(share)
-            for name in self._copied:
-                self.values[name].copy_(self._live[name])
+            if self.implementation == "foreach" and self._copied:
+                torch._foreach_copy_([self.values[n] for n in self._copied], [self._live[n] for n in self._copied])
+            else:
+                for name in self._copied:
+                    self.values[name].copy_(self._live[name])
 
     def update_by(self, share: Tensor) -> None:
         """`update` with the share in a 0-d tensor: the same operations in every step; a share of 0 changes nothing."""

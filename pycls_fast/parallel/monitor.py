@@ -36,10 +36,19 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's last heartbeat: what it is doing, for how many seconds, in which function; `beat` counts heartbeats."""
+    """A rank's last heartbeat.
+
+    Attributes:
+        doing: what the rank is doing, from `Monitor.at`.
+        seconds: time since it began that.
+        waited: seconds of that during which every heartbeat found it waiting for other ranks; 0 if the last did not.
+        function: where its main thread is.
+        beat: counts heartbeats.
+    """
 
     doing: str
     seconds: float
+    waited: float
     function: str
     beat: int
 
@@ -51,8 +60,9 @@ class Monitor:
         store: shared by the ranks; used only by the monitor's thread.
         rank: this process's rank.
         size: number of ranks.
-        timeout_seconds: limit without progress while the ranks are at different places. Ranks that are all at the same
-            place may be compiling; the backend's own timeout decides whether those hang.
+        timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
+            the others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
+            those hang.
         end: called after the report; ends the process.
     """
 
@@ -67,6 +77,8 @@ class Monitor:
         self._end = end or (lambda: os._exit(1))
         self._main = threading.get_ident()
         self._doing = ("starting", time.monotonic())
+        # Time of the last heartbeat that did not find the main thread waiting for other ranks.
+        self._not_waiting = time.monotonic()
         self._beat = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
@@ -102,10 +114,12 @@ class Monitor:
 
     def _say(self) -> Place:
         doing, since = self._doing
-        seconds = time.monotonic() - since
-        function = _function(sys._current_frames().get(self._main)) if seconds > 4 * self._interval else ""
+        now = time.monotonic()
+        function = _function(sys._current_frames().get(self._main))
+        if not function.endswith(_FOR_OTHERS):
+            self._not_waiting = now
         self._beat += 1
-        place = Place(doing, seconds, function, self._beat)
+        place = Place(doing, now - since, now - max(since, self._not_waiting), function, self._beat)
         self._store.set(f"place/{self._rank}", json.dumps(place.__dict__))
         return place
 
@@ -114,9 +128,15 @@ class Monitor:
         return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _differ(self) -> bool:
+        """Whether the ranks hang: none makes progress, and they are at different places or some wait for the others."""
         places = self._places()
-        kinds = {place and (place.doing, place.function.endswith(_FOR_OTHERS)) for place in places}
-        return len(kinds) > 1 or bool(self._silent(places))
+        stuck = [place for place in places if place is not None and place.seconds >= self._timeout]
+        if len(stuck) < self._size:
+            # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
+            return None in places or bool(self._silent(places))
+        waited = [place.waited for place in stuck]
+        waits_for_others = max(waited) >= self._timeout and min(waited) == 0
+        return waits_for_others or len({place.doing for place in stuck}) > 1 or bool(self._silent(places))
 
     def _silent(self, before: Sequence[Place | None]) -> list[int]:
         """Ranks whose heartbeat has stopped."""

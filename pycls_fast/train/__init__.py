@@ -1,5 +1,6 @@
 """Training: the step, the loop around it, evaluation, checkpoints, and the files of a run."""
 
+from pycls_fast.train.from_python import Trained, train_net
 from pycls_fast.train.loop import train
 
-__all__ = ["train"]
+__all__ = ["Trained", "train", "train_net"]

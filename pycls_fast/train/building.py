@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.schema import AUTO, RunConfig
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
@@ -56,6 +56,7 @@ def build_parts(
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
+    config = _with_saved_batch(config, resumed_from)
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
@@ -90,6 +91,14 @@ def build_parts(
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+
+
+def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> RunConfig:
+    """The configuration with the checkpoint's global batch in place of `auto`, which depends on the number of ranks."""
+    if resumed_from is None or config.data.global_batch_size != AUTO:
+        return config
+    batch = resumed_from.plain["config"]["data"]["global_batch_size"]
+    return config.model_copy(update={"data": config.data.model_copy(update={"global_batch_size": batch})})
 
 
 def check_head(config: RunConfig, network: Network, world: World) -> None:
@@ -197,6 +206,7 @@ def make_step(
         ema=build.ema(config, network, switches, owned),
         seed=config.seed,
         rank=world.rank,
+        accumulation_steps=config.optim.accumulation_steps,
         masters=masters,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )

@@ -21,7 +21,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     evaluations = [record for record in records if record["kind"] == "eval"]
     # A Figure without pyplot: no global state, no display needed.
     figure = Figure(figsize=(10, 6.4), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
     _line(loss, train, "loss", "training", "-", marker=None)
     for weights in _kinds(evaluations):
@@ -30,6 +30,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         _line(loss, chosen, "loss", label, "--")
         _line(accuracy, chosen, "top1", f"{label} top-1", "-")
         _line(accuracy, chosen, "top5", f"{label} top-5", ":")
+        _line(accuracy, chosen, "class_top1", f"{label} class top-1", "-.")
     _line(rate, train, "lr", "learning rate", "-", marker=None)
     _line(speed, train, "images_per_second", "images/s", "-", marker=None)
     for axes, name in (
@@ -61,6 +62,6 @@ def _line(
     style: str,
     marker: str | None = ".",
 ) -> None:
-    points = [(record["epoch"], record[name]) for record in records if record[name] is not None]
+    points = [(record["epoch"], record[name]) for record in records if record.get(name) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), style, marker=marker, label=label, linewidth=1.2)

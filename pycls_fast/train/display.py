@@ -119,9 +119,10 @@ class Display:
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
             self._evaluating = None
+        by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "
-            f"top-5 {record['top5']:.2f}%  loss {record['loss']:.4f}  {record['count']:,} images"
+            f"top-5 {record['top5']:.2f}%{by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
         )
 
 
@@ -189,12 +190,19 @@ def plain_table(
     return table
 
 
+class _TableConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Print no more, like `Display`; rich would end the process with status 1."""
+        self.quiet = True
+        discard_output()
+
+
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, on standard output if no file is given.
 
     Without a terminal the width is only a guess; it is then wide, so that no number is wrapped.
     """
-    console = Console(file=file, highlight=False, emoji=False)
+    console = _TableConsole(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 220
     return console

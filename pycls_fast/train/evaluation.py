@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.train.output_file import atomic_write
 
+# The loss of each image, (B,), from logits_BK and labels_B.
+EachLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -32,17 +35,21 @@ class Predictions:
     """int64, classes with the highest score (ties: the lowest index); -1 if any score is not finite."""
     losses_N: np.ndarray
     """float32, cross-entropy in nats; 0 without a true class."""
+    probabilities_N: np.ndarray | None = None
+    """float32, the predicted class's probability, NaN if any score is not finite; None in files of earlier versions."""
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
+        columns: dict[str, Any] = {
+            "indices": self.indices_N,
+            "labels": self.labels_N,
+            "predicted": self.predicted_N,
+            "losses": self.losses_N,
+        }
+        if self.probabilities_N is not None:
+            columns["probabilities"] = self.probabilities_N
         with atomic_write(file) as temporary, temporary.open("wb") as stream:
-            np.savez_compressed(
-                stream,
-                indices=self.indices_N,
-                labels=self.labels_N,
-                predicted=self.predicted_N,
-                losses=self.losses_N,
-            )
+            np.savez_compressed(stream, **columns)
 
     @classmethod
     def load(cls, file: Path) -> Predictions:
@@ -53,7 +60,13 @@ class Predictions:
         """
         try:
             with np.load(file, allow_pickle=False) as arrays:
-                return cls(arrays["indices"], arrays["labels"], arrays["predicted"], arrays["losses"])
+                return cls(
+                    arrays["indices"],
+                    arrays["labels"],
+                    arrays["predicted"],
+                    arrays["losses"],
+                    arrays.get("probabilities"),
+                )
         except FileNotFoundError as error:
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
@@ -62,7 +75,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores on a split: `top1` and `top5` in percent, mean cross-entropy in nats, images counted.
+    """The scores on a split: `top1` and `top5` in percent, mean loss in nats, images counted.
 
     `loss` is None if images can have several true classes.
     """
@@ -90,6 +103,8 @@ def evaluate(
     *,
     among: torch.Tensor | None = None,
     answers_NM: torch.Tensor | None = None,
+    own_loss: EachLoss | None = None,
+    sigmoid: bool = False,
     forward_is_collective: bool = False,
     free_gathered: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -105,6 +120,9 @@ def evaluate(
         among: int64 on the device, the outputs that count, ascending; all others are ignored.
         answers_NM: int64 on the device, all true classes of each image of the source, padded with -1. The one with
             the highest score counts; images without any are left out.
+        own_loss: the loss whose mean is reported (`build.evaluation_loss`); None for softmax cross-entropy, which the
+            predictions have in any case, so that runs with different losses can be compared.
+        sigmoid: probabilities are sigmoids, as trained with binary cross-entropy, else a softmax.
         forward_is_collective: the forward pass is collective: a rank whose batch is empty must take part.
         free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
     """
@@ -121,9 +139,9 @@ def evaluate(
                 with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
                 answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-                scored = _score(logits_BK.double(), answers_BM, among)
+                scored = _score(logits_BK.double(), answers_BM, among, own_loss, sigmoid=sigmoid)
                 sums += scored.sums()
-                outcomes.append((batch.indices_B, scored.labels_B, scored.predicted_B, scored.losses_B.float()))
+                outcomes.append((batch.indices_B, *scored.columns()))
             elif forward_is_collective:
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
@@ -140,9 +158,17 @@ def evaluate(
     return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
 
 
+def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
+    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
+    return UserError(
+        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
+        *(f"{name}: {reason}" for name, reason in damaged.items()),
+    )
+
+
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
     """All ranks' outcomes, on every rank. They are copied from the device only here, after the last batch."""
-    kinds = (torch.int64, torch.int64, torch.int64, torch.float32)
+    kinds = (torch.int64, torch.int64, torch.int64, torch.float32, torch.float32)
     mine = [
         torch.cat([outcome[i] for outcome in outcomes]).cpu().numpy()
         if outcomes
@@ -162,9 +188,15 @@ class _Scored:
     """The true class with the highest score; -1 without one."""
     predicted_B: torch.Tensor
     losses_B: torch.Tensor
+    own_losses_B: torch.Tensor
+    probabilities_B: torch.Tensor
     place_B: torch.Tensor
     """Number of classes ranked above the true one."""
     finite_B: torch.Tensor
+
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """What `Predictions` keeps of each image, besides its index."""
+        return self.labels_B, self.predicted_B, self.losses_B.float(), self.probabilities_B.float()
 
     def sums(self) -> torch.Tensor:
         """float64: images with the true class first, images with it in the first five, summed loss, images."""
@@ -175,13 +207,20 @@ class _Scored:
             [
                 ((self.place_B < 1) & valid_B).sum(),
                 ((self.place_B < 5) & valid_B).sum(),
-                self.losses_B.sum(),
+                self.own_losses_B.sum(),
                 counted_B.sum(),
             ]
         )
 
 
-def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None) -> _Scored:
+def _score(
+    logits_BK: torch.Tensor,
+    answers_BM: torch.Tensor,
+    among: torch.Tensor | None,
+    own_loss: EachLoss | None,
+    *,
+    sigmoid: bool,
+) -> _Scored:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
@@ -199,9 +238,22 @@ def _score(logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tenso
     labels_B = labels_B1[:, 0]
     finite_B = torch.isfinite(logits_BK).all(dim=1)
     # Ties go to the lowest index, as above; argmax does not guarantee that.
-    is_best_BK = logits_BK == logits_BK.amax(dim=1, keepdim=True)
+    highest_B1 = logits_BK.amax(dim=1, keepdim=True)
+    is_best_BK = logits_BK == highest_B1
     predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
-    losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
+    losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
+    if own_loss is not None:
+        own_losses_B = own_loss(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
+    highest_B = highest_B1[:, 0]
+    probabilities_B = highest_B.sigmoid() if sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
-    return _Scored(labels_B, predicted_B, losses_B, place_B=ahead_BK.sum(dim=1), finite_B=finite_B)
+    return _Scored(
+        labels_B,
+        predicted_B,
+        losses_B,
+        own_losses_B,
+        probabilities_B,
+        place_B=ahead_BK.sum(dim=1),
+        finite_B=finite_B,
+    )

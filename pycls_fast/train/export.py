@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.config.command_line import DONE
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import human

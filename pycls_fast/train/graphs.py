@@ -6,7 +6,7 @@ step's images, labels, mixing share, learning rate and EMA share are written bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
@@ -154,7 +154,7 @@ class GraphedStep(Step):
         """Make a recorded step from a plain one."""
         return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
 
-    def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
+    def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         """Train on the one microbatch of a step, counted from 0."""
         (batch,) = microbatches
         set_lr(self.optimizer, self.schedule(step))

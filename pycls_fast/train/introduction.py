@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _STATE_COPIES = {"adamw": 2.0, "lamb": 2.0, "lion": 1.0, "muon": 1.0, "adamw8bit": 0.5}
 
 
+# A GPU is seldom busy with fewer.
+_FEW_IMAGES = 16
+
+
 def introduce(run: Run) -> None:
     """Print the table: model, data, steps, memory, device and switches."""
     config, world = run.config, run.world
@@ -61,6 +65,12 @@ def introduce(run: Run) -> None:
 
 
 def _notes(run: Run) -> Iterator[str]:
+    world, images = run.world, build.microbatch_size(run.config, run.world)
+    if world.device.type == "cuda" and world.size > 1 and images < _FEW_IMAGES:
+        yield (
+            f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
+            "less accumulation, or a larger batch with a higher optim.lr"
+        )
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:

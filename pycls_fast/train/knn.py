@@ -6,7 +6,7 @@ temperature as Caron et al., Emerging Properties in Self-Supervised Vision Trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
+from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
@@ -33,10 +35,11 @@ _CHUNK = 1024
 
 def knn_votes(
     features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
-) -> Tensor:
-    """Logarithm of each class's votes, (N, K), in the features' format; minus infinity without a neighbour.
+) -> Iterator[Tensor]:
+    """Yields the logarithm of each class's votes, (B, K), for 1,024 images at a time: those of all may not fit.
 
-    The `k` labelled images with the highest cosine similarity `s` vote with `exp(s / temperature)`.
+    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images with
+    the highest cosine similarity `s` vote with `exp(s / temperature)`.
 
     Args:
         features_ND: features of the images to classify, of any norm.
@@ -47,7 +50,6 @@ def knn_votes(
         temperature: above 0.
     """
     memory_DM = F.normalize(memory_MD, dim=1).T
-    votes: list[Tensor] = []
     for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
         nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
         scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
@@ -55,21 +57,20 @@ def knn_votes(
         peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
         peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
         rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
-        votes.append(peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log())
-    return torch.cat(votes) if votes else features_ND.new_zeros(0, classes)
+        yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
 
 
-def places(votes_NK: Tensor, labels_N: Tensor) -> Tensor:
-    """How many classes rank above each image's own, (N,): more votes, or as many and a lower index; K without votes.
+def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """How many classes rank above each image's own, (B,): more votes, or as many and a lower index; K without votes.
 
     Args:
-        votes_NK: from `knn_votes`.
-        labels_N: int64.
+        votes_BK: from `knn_votes`.
+        labels_B: int64.
     """
-    right_N1 = votes_NK.gather(1, labels_N[:, None])
-    classes_K = torch.arange(votes_NK.shape[1], device=votes_NK.device)
-    ahead_NK = (votes_NK > right_N1) | ((votes_NK == right_N1) & (classes_K < labels_N[:, None]))
-    return torch.where(right_N1[:, 0] > -torch.inf, ahead_NK.sum(dim=1), votes_NK.shape[1])
+    right_B1 = votes_BK.gather(1, labels_B[:, None])
+    classes_K = torch.arange(votes_BK.shape[1], device=votes_BK.device)
+    ahead_BK = (votes_BK > right_B1) | ((votes_BK == right_B1) & (classes_K < labels_B[:, None]))
+    return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
 
 
 def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: str, output: str | None) -> int:
@@ -83,8 +84,8 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         output: a JSON file for the numbers.
 
     Raises:
-        UserError: weights or split do not exist, fewer than `k` training images, `output` cannot be written, or out of
-            memory.
+        UserError: weights or split do not exist, fewer than `k` training images, images cannot be read
+            (`data.max_damaged`), `output` cannot be written, or out of memory.
     """
     weights = config.weights
     if weights is None:
@@ -110,7 +111,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
             f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
             "training images and their votes; use runtime.device=cpu"
         ):
-            votes_NK = knn_votes(
+            votes = knn_votes(
                 features_ND,
                 memory_MD,
                 labels_M,
@@ -118,7 +119,8 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
                 k=min(k, len(labels_M)),
                 temperature=temperature,
             )
-            place_N = places(votes_NK, labels_N)
+            parts = zip(votes, labels_N.split(_CHUNK), strict=True)
+            place_N = torch.cat([places(votes_BK, labels_B) for votes_BK, labels_B in parts])
         top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))
         if not world.is_main:
             return DONE
@@ -177,11 +179,14 @@ def _features(
         lambda _, inputs: seen.append(inputs[0].float().cpu())
     )
     labels: list[Tensor] = []
+    damaged: dict[str, str] = {}
     display.begin_evaluation(split, len(source))
     try:
-        for batch in to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"):
-            for name, reason in batch.damaged:
-                display.warn(f"{name}: {reason}; not counted")
+        mode = switches[SwitchName.INPUT_COPY]
+        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
+        for batches_done, batch in enumerate(batches, start=1):
+            world.at(f"features of {split}: {batches_done} batches read")
+            damaged.update(batch.damaged)
             if len(batch.labels_B):
                 with autocast():
                     network(prepare(batch))
@@ -191,7 +196,13 @@ def _features(
         handle.remove()
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None
-    found = [part for part in world.gather(mine) if part is not None]
+    parts = world.gather((mine, damaged))
+    everyone = {name: reason for _, part in parts for name, reason in sorted(part.items())}
+    if len(everyone) > config.data.max_damaged:
+        raise too_many_damaged(everyone, config.data.max_damaged)
+    for name, reason in everyone.items():
+        display.warn(f"{name}: {reason}; not counted")
+    found = [part for part, _ in parts if part is not None]
     if not found:
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors).to(world.device) for tensors in zip(*found, strict=True))

@@ -7,24 +7,26 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config import command_alone
-from pycls_fast.config.command_line import DONE, FAULT, STOPPED
+from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, environment_command
+from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.tensorboard import Board
@@ -32,22 +34,32 @@ from pycls_fast.train.validation import Evaluations
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
 _SKIPPED_LIMIT = 20
+# How the best evaluation is printed, by the metric that chose it.
+_BEST = {
+    "top1": "best top-1 {top1:.2f}%",
+    "class_top1": "best class top-1 {class_top1:.2f}%",
+    "loss": "at the lowest loss top-1 {top1:.2f}%",
+}
 
 
 class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
-def train(config: RunConfig) -> int:
+def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None) -> int:
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
     ranks were lost, so that torchrun can restart all of them).
+
+    Args:
+        config: a checked configuration.
+        on_start: called with the run's folder before the first step.
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
     """
     with build.world(config) as world:
         try:
-            return _train(config, world)
+            return _train(config, world, on_start)
         except RuntimeError as error:
             reason = lost_ranks(error) if world.size > 1 else None
             if reason is None:
@@ -57,11 +69,12 @@ def train(config: RunConfig) -> int:
             return FAULT
 
 
-def _train(config: RunConfig, world: World) -> int:
+def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
         run = start_run(config, world, display)
         stop.training = True
+        on_start(run.folder.path)
         with run.folder:
             board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
             with display, board, run.saver, enough_memory(_too_large(run)):
@@ -90,7 +103,14 @@ class Loop:
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
         self.clock = Clock()
-        self.reported: dict[str, str] = {}
+        self.profile = StepProfile(
+            run.folder.path / "profile",
+            run.config.runtime.profile_step if run.world.is_main else None,
+            cuda=run.world.device.type == "cuda",
+            display=run.display,
+        )
+        # Names and reasons of damaged images that have not been reported.
+        self.damaged: dict[str, str] = {}
         # Damaged images that earlier processes recorded: not recorded again, nor counted (they may have been repaired).
         records = run.folder.records() if run.world.is_main else ()
         self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
@@ -106,18 +126,19 @@ class Loop:
                 # An earlier process had stopped early, and nothing has changed since.
                 run.total_steps = step
             run.display.begin_training(step, run.total_steps)
-            with closing(self._microbatches()) as microbatches:
+            with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
+                    self.profile.before(step + 1)
                     self._train_step(step, microbatches)
+                    self.profile.after(step + 1)
                     self._after_step(step + 1)
                     if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
                         run.total_steps = step + 1
                         break
         except Stopped:
             return self._leave()
-        self._finish()
-        return DONE
+        return Finished(self._finish())
 
     def _microbatches(self) -> Generator[Batch, None, None]:
         run = self.run
@@ -125,40 +146,48 @@ class Loop:
             run.config, run.sources["train"], run.world, run.switches, start_step=run.start_step, steps=run.total_steps
         )
         mode = run.switches[SwitchName.INPUT_COPY]
-        yield from to_device(loader, run.world.device, mode=mode)  # type: ignore[arg-type]  # a Literal in the schema
+        yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        world = self.run.world
-        asked = time.perf_counter()
-        world.at(f"waiting for the data of step {step + 1}")
-        batches = list(islice(microbatches, self.run.config.optim.accumulation_steps))
-        waited = time.perf_counter() - asked
-        world.at(f"computing step {step + 1}")
-        self.run.step(step, batches, self.metrics)
-        for batch in batches:
-            self.reported.update(batch.damaged)
-        self.clock.add_step(self.run.config.data.global_batch_size, waited)
+        self.run.step(step, self._taken(step, microbatches), self.metrics)
+        self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
-        world.at(f"after step {step + 1}: agreeing whether to stop, logging")
+        self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
+
+    def _taken(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
+        """The step's microbatches, each loaded when it is asked for."""
+        world = self.run.world
+        for _ in range(self.run.config.optim.accumulation_steps):
+            world.at(f"waiting for the data of step {step + 1}")
+            asked = time.perf_counter()
+            batch = next(microbatches)
+            self.clock.add_wait(time.perf_counter() - asked)
+            world.at(f"computing step {step + 1}")
+            self._note_damage(batch.damaged)
+            yield batch
 
     def _after_step(self, done: int) -> None:
         run = self.run
         runtime = run.config.runtime
         if run.saver.done and not run.saver.failed:
-            run.finish_saving()
+            self._finish_saving()
         # A save that failed ends the run on all ranks at the same step, as a signal does.
         stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
         evaluating = self.evaluations.due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
         logging = done % runtime.log_every_steps == 0 or saving or stopping
-        record = self._log(done) if logging else None
+        numbers = self._numbers(done) if logging else {}
+        record = self._log(done, numbers) if numbers and run.world.is_main else None
         if saving or stopping:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
+            self._finish_saving()
             run.save(done)
         if record is not None:
             self._show(record)
+        if numbers.get("damaged"):
+            self._report_damage(done)
         if stopping:
             run.finish_saving()
             raise Stopped
@@ -167,18 +196,20 @@ class Loop:
         if saving:
             self.clock.start()
 
-    def _log(self, done: int) -> dict[str, Any]:
-        """Read, check and record the numbers since the last call; all ranks call this."""
+    def _numbers(self, done: int) -> dict[str, float]:
+        """Read and check the numbers since the last call; all ranks call this."""
+        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged))
+        steps = self.clock.steps
+        numbers |= self.clock.read()
+        self._check_numbers(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
+        return numbers
+
+    def _log(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Record the numbers; on the main rank."""
         run = self.run
-        numbers = self.metrics.read(run.world)
-        rates = self.clock.read()
-        skipped = numbers.pop("skipped_steps")
-        self._check_numbers(done, numbers["loss"], int(skipped))
         extra: dict[str, Any] = {}
         if run.step.scaler.is_enabled():
-            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(skipped)}
-        if not run.world.is_main:
-            return {"step": done}
+            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
         return run.folder.add_record(
             "train",
             done,
@@ -186,22 +217,18 @@ class Loop:
             loss=numbers["loss"],
             lr=run.step.schedule(done - 1),
             grad_norm=numbers["grad_norm"],
-            **rates,
+            **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
             memory_peak_bytes=memory_peak_bytes(run.world.device),
             **extra,
         )
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        """Show the record; all ranks call this, because each reports its damaged images."""
         run = self.run
-        if run.world.is_main:
-            left = (run.total_steps - record["step"]) * record["step_seconds"]
-            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
-            self.board.add(record)
-        self._report_damage(record["step"])
-        self.clock.start()
+        left = (run.total_steps - record["step"]) * record["step_seconds"]
+        run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
+        self.board.add(record)
 
-    def _check_numbers(self, done: int, loss: float, skipped: int) -> None:
+    def _check_numbers(self, done: int, loss: float, skipped: int, steps: int) -> None:
         precision = self.run.config.precision
         if self.run.step.scaler.is_enabled():
             scale = self.run.step.scaler.get_scale()
@@ -211,7 +238,7 @@ class Loop:
                     "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16",
                     *self._first_not_finite(),
                 )
-            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == self.clock.steps else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == steps else 0
             if precision.loss_scale != "dynamic" and self.skipped_in_a_row >= _SKIPPED_LIMIT:
                 raise UserError(
                     f"precision.loss_scale: the {self.skipped_in_a_row} steps up to step {done} had gradients that are "
@@ -221,19 +248,23 @@ class Loop:
         elif not math.isfinite(loss) or skipped:
             raise UserError(
                 f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
-                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept"
+                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
+                *self._first_not_finite(),
             )
 
     def _first_not_finite(self) -> list[str]:
         watchdog = self.run.step.watchdog
-        if watchdog is None or watchdog.last is None:
-            return ["runtime.watchdog: set it to true to see which module overflows first"]
-        return [f"runtime.watchdog: {watchdog.last}"]
+        if watchdog is None:
+            return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
+        return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
+
+    def _note_damage(self, damaged: Iterable[tuple[str, str]]) -> None:
+        self.damaged.update((name, reason) for name, reason in damaged if name not in self.run.damaged)
 
     def _report_damage(self, done: int) -> None:
+        """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
-        new = {name: reason for name, reason in self.reported.items() if name not in run.damaged}
-        self.reported.clear()
+        new, self.damaged = self.damaged, {}
         for part in run.world.gather(new):
             for name, reason in part.items():
                 if name not in run.damaged:
@@ -248,10 +279,7 @@ class Loop:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
             run.save(done)
             run.finish_saving()
-            raise UserError(
-                f"data.max_damaged: {len(run.damaged)} images cannot be read, more than {limit}:",
-                *(f"{name}: {reason}" for name, reason in run.damaged.items()),
-            )
+            raise too_many_damaged(run.damaged, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
@@ -265,13 +293,18 @@ class Loop:
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
-        self.reported.update(self.evaluations.take(done))
+        self._note_damage(self.evaluations.take(done).items())
         self._report_damage(done)
-        # The checkpoint of this step, whose writing began before the evaluation.
-        self.run.finish_saving()
         if self.run.world.is_main:
+            if self.run.saver.idle:
+                # Else `_finish_saving` does it: training does not wait for the checkpoint that is being written.
+                self.evaluations.keep_if_best()
+            self.evaluations.draw_if_due()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and link it as best if its evaluation was the best."""
+        if self.run.finish_saving() and self.run.world.is_main:
             self.evaluations.keep_if_best()
-            self.evaluations.draw()
 
     def _stop_if_asked(self) -> None:
         if self.agreement.reached(bool(self.stop)):
@@ -279,7 +312,7 @@ class Loop:
 
     def _leave(self) -> int:
         run = self.run
-        run.finish_saving()
+        self._finish_saving()
         if run.world.is_main:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
@@ -295,6 +328,8 @@ class Loop:
 
     def _same_command(self) -> str:
         run = self.run
+        if not is_command():
+            return f"the same configuration, run_dir={run.folder.path} and resume=auto"
         command, alone = environment_command(), command_alone()
         if alone is not None and sys.argv[0] in sys.orig_argv:
             # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
@@ -305,19 +340,25 @@ class Loop:
         if run.config.resume != "auto":
             # With any other value it would start from where this run first started, or refuse the folder.
             command += " resume=auto"
-        if run.world.size > 1:
+        if run.world.size > 1 and not scheduler.is_task():
             nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
             each = run.world.size // nodes
-            launcher = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes}" if nodes > 1 else "")
+            launcher = f"torchrun --nproc_per_node {each}" + (
+                f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
+            )
             command = command.replace("python -u ", f"{launcher} ", 1)
         return command
 
-    def _finish(self) -> None:
+    def _finish(self) -> float:
+        """Write the summary; returns what a sweeper minimises, on rank 0.
+
+        That is 100 - the best top-1 in percent, or the lowest loss if `schedule.early_stopping_metric` says so.
+        """
         run = self.run
-        run.finish_saving()
+        self._finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
-            return
+            return math.nan
         clock = self.clock
         if not clock.intervals:
             # Nothing was left to train: report the speed and memory of the earlier processes.
@@ -330,9 +371,13 @@ class Loop:
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:
-            which = "best" if run.config.schedule.early_stopping_metric == "top1" else "at the lowest loss"
+            # The mean over the classes is None if no image could be scored.
+            shown = {**best, "class_top1": best.get("class_top1") or 0.0}
+            which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
             run.display.note(
-                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  "
-                f"({which} top-1 {best['top1']:.2f}% at epoch {best['epoch']:.0f})"
+                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
+        if best is None:
+            return math.nan
+        return 100 - best["top1"] if run.config.schedule.early_stopping_metric == "top1" else best["loss"]

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast import build
-from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
@@ -115,7 +115,8 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         with display, closing(batches):
             display.begin_training(0, steps)
             for number in range(steps):
-                step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
+                world.at(f"computing step {number + 1}")
+                step(number, islice(batches, config.optim.accumulation_steps), metrics)
                 losses.append(metrics.read(world)["loss"])
                 display.advance(number + 1)
                 smoothed = smooth(losses)

@@ -15,7 +15,7 @@ from pycls_fast.parallel import World
 
 
 class TrainMetrics:
-    """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps]`.
+    """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps, damaged]`.
 
     Args:
         device: where the steps run.
@@ -27,38 +27,46 @@ class TrainMetrics:
         self._reads = read == "step"
         self._device = device
         place = torch.device("cpu") if self._reads else device
-        self._sums = torch.zeros(4, dtype=torch.float64, device=place)
-        self._one = torch.ones((), dtype=torch.float64, device=place)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=place)
+        # Views: adding to `_sums[i]` would also copy the sum onto itself.
+        self._loss, self._norms, self._finite, self._steps, self._damaged = (self._sums[i] for i in range(5))
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a microbatch's share of the step's mean loss."""
-        self._sums[0] += loss.item() if self._reads else loss.detach()
+        self._loss += loss.item() if self._reads else loss.detach()
 
     def add_step(self, grad_norm: Tensor) -> None:
         """Count a finished step. A norm that is not finite marks a step that loss scaling skips."""
         if self._reads:
             grad_norm = torch.tensor(grad_norm.item(), dtype=torch.float64)
         finite = torch.isfinite(grad_norm)
-        self._sums[1] += torch.where(finite, grad_norm, 0.0)
-        self._sums[2] += finite
-        self._sums[3] += self._one
+        self._norms += torch.where(finite, grad_norm, 0.0)
+        self._finite += finite
+        self._steps += 1
 
-    def read(self, world: World) -> dict[str, float]:
-        """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device."""
+    def read(self, world: World, *, damaged: int = 0) -> dict[str, float]:
+        """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
+
+        Args:
+            world: the ranks.
+            damaged: how many damaged images this rank has to report; the sum over the ranks is in the result.
+        """
+        self._damaged += damaged
         sums = self._sums.to(self._device, copy=True)
         # The norm is the same on every rank; the loss is not.
-        loss, norms, finite, steps = (world.sum(sums) / world.size).tolist()
+        loss, norms, finite, steps, reports = (world.sum(sums) / world.size).tolist()
         self._sums.zero_()
         return {
             "loss": loss / max(steps, 1),
             "grad_norm": norms / finite if finite else float("nan"),
             "skipped_steps": round(steps - finite),
+            "damaged": round(reports * world.size),
         }
 
 
 @dataclass
 class Clock:
-    """Wall time of training only, without evaluation and checkpoints."""
+    """Wall time of training and logging, without evaluation and checkpoints."""
 
     started: float = 0.0
     waited: float = 0.0
@@ -72,22 +80,27 @@ class Clock:
         self.started = time.perf_counter()
         self.waited, self.images, self.steps = 0.0, 0, 0
 
-    def add_step(self, images: int, waited: float) -> None:
-        """Count a finished step with `images` over all ranks that waited `waited` seconds for data."""
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds in which a step waited for data."""
+        self.waited += seconds
+
+    def add_step(self, images: int) -> None:
+        """Count a finished step with `images` over all ranks."""
         self.images += images
-        self.waited += waited
         self.steps += 1
 
     def read(self) -> dict[str, float]:
-        """Rates of the interval; call it when the device has finished."""
+        """Rates of the interval; starts a new one. Call it when the device has finished."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
         self.intervals.append((step_seconds, rate))
-        return {
+        rates = {
             "images_per_second": rate,
             "step_seconds": step_seconds,
             "data_wait_fraction": self.waited / seconds,
         }
+        self.start()
+        return rates
 
     def medians(self) -> tuple[float, float]:
         """Median (seconds per step, images per second), without the first interval (warm-up) if there are others."""

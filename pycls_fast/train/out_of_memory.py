@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from pycls_fast.config.command_line import OUT_OF_MEMORY
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import OUT_OF_MEMORY
 from pycls_fast.parallel import World
 from pycls_fast.train.environment import device_name
 

@@ -41,11 +41,12 @@ def nan_to_none(value: Any) -> Any:
     return value
 
 
-def output_file(output: str | Path, world: World | None = None) -> Path:
+def output_file(output: str | Path, world: World | None = None, *, key: str = "output") -> Path:
     """The path to write to, with its folders made and a link resolved.
 
     Args:
         world: needed if several ranks run: the main one checks, all raise.
+        key: the tool's key that named it, for the error.
 
     Raises:
         UserError: it cannot be written.
@@ -58,22 +59,22 @@ def output_file(output: str | Path, world: World | None = None) -> Path:
     if world is not None:
         problem = world.from_main(problem)
     if problem is not None:
-        raise UserError(problem)
+        raise UserError(f"{key}: {problem}")
     return file
 
 
 def _problem(file: Path) -> str | None:
     if file.is_dir():
-        return f"output: {file} is a folder; give the path of a file"
+        return f"{file} is a folder; give the path of a file"
     try:
         if is_special_file(file):
-            return None if os.access(file, os.W_OK) else f"output: {file} cannot be written; give another path"
+            return None if os.access(file, os.W_OK) else f"{file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        return f"output: {file} cannot be written ({error.strerror}); give another path"
+        return f"{file} cannot be written ({error.strerror}); give another path"
     return None
 
 
@@ -94,8 +95,8 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     write_text(file, json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a text to a path from `output_file`.
+def write_text(file: Path, text: str, *, key: str = "output") -> None:
+    """Write a text to a path from `output_file`, with the same `key`.
 
     Raises:
         UserError: for example, the disk is full.
@@ -109,4 +110,4 @@ def write_text(file: Path, text: str) -> None:
             with atomic_write(file) as temporary:
                 temporary.write_bytes(encoded)
     except OSError as error:
-        raise UserError(f"output: {file} could not be written ({error.strerror})") from error
+        raise UserError(f"{key}: {file} could not be written ({error.strerror})") from error

@@ -91,6 +91,8 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
     saved = weights.config
     # Decode as the run did: the pixels of different libraries differ a little.
     decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
+    if decode is not None and not build.has_decoder(decode):
+        decode = None
     changes: Mapping[str, Any] = {
         "run_dir": None,
         "weights": None,

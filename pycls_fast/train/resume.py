@@ -7,10 +7,12 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.paths import timestamp, user_path
+from pycls_fast.speed import CATALOGUE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.run_folder import RunFolder
@@ -36,8 +38,15 @@ _SAME_ON_RESUME = (
     "optim.min_factored",
     "optim.trainable",
 )
-# Settings that may differ without a note.
+# Settings that may differ without a note, except for those of the next list.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
+_AFFECTS_RESULT = (
+    "parallel.compression",
+    "parallel.powersgd_rank",
+    "parallel.powersgd_start_step",
+    "parallel.sync_batchnorm",
+    *(f"speed.{switch.name}" for switch in CATALOGUE if switch.numerics == "training"),
+)
 
 
 def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
@@ -139,6 +148,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
             event="resumed",
             path=str(path),
             asked=str(_named(run.config) or run.config.resume),
+            world_size=run.world.size,
         )
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
 
@@ -158,22 +168,33 @@ def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
 def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
     before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    ordered = state.get("order")
+    # The order that results matters, not how it was chosen; older checkpoints do not have it.
+    same = tuple(key for key in _SAME_ON_RESUME if ordered is None or key != "data.shuffle")
     wrong = [
         f"{key}: {new} now, but {old} when {path} was saved; set it back, or start again in another run_dir"
         for key, (old, new) in sorted(changed.items())
         # A key that was added after the checkpoint was saved is not compared.
-        if _under(key, _SAME_ON_RESUME) and key in before
+        if _under(key, same) and key in before
     ]
     if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
         wrong.append(
             f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
             f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
         )
+    elif ordered is not None and ordered != (order := build.order_name(run.config, run.sources["train"])):
+        way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
+        wrong.append(
+            f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
+            "start again in another run_dir"
+        )
     if wrong:
         raise UserError(*wrong)
     for key, (old, new) in sorted(changed.items()):
-        if not _under(key, _FREE_ON_RESUME):
+        if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT:
             run.display.note(f"changed since the checkpoint: {key} {old} -> {new}")
+    if state["world_size"] != run.world.size:
+        run.display.note(f"changed since the checkpoint: ranks {state['world_size']} -> {run.world.size}")
 
 
 def _under(key: str, names: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
@@ -102,6 +103,7 @@ class Run(TrainingParts):
             **self.state(),
             "classes": list(self.classes),
             "train_images": len(self.sources["train"]),
+            "order": build.order_name(self.config, self.sources["train"]),
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,
@@ -111,23 +113,23 @@ class Run(TrainingParts):
         if not self.config.runtime.checkpoint_async:
             self.finish_saving()
 
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and record it; all ranks call this.
+    def finish_saving(self) -> bool:
+        """Wait for the checkpoint that is being written and record it; returns whether there was one.
 
         Raises:
             UserError: it could not be written; the same on all ranks.
         """
         saved = self.saver.finish()
-        if saved is None or saved.path is None or not self.world.is_main:
-            return
-        self.folder.add_record(
-            "checkpoint",
-            saved.step,
-            self.epoch(saved.step),
-            path=str(saved.path.relative_to(self.folder.path)),
-            blocked_seconds=round(saved.blocked_seconds, 4),
-            seconds=round(saved.seconds, 4),
-        )
+        if saved is not None and saved.path is not None and self.world.is_main:
+            self.folder.add_record(
+                "checkpoint",
+                saved.step,
+                self.epoch(saved.step),
+                path=str(saved.path.relative_to(self.folder.path)),
+                blocked_seconds=round(saved.blocked_seconds, 4),
+                seconds=round(saved.seconds, 4),
+            )
+        return saved is not None
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""
@@ -171,8 +173,11 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         # The lock is released if starting fails.
         stack.enter_context(folder)
         _occupy(folder, world)
+        had_run = world.from_main(folder.has_run)
         opened = find_start(config, folder, world, display, restarted=restarted)
         run = _build(config, world, display, folder, opened)
+        if not had_run:
+            _check_still_new(folder, world)
         resume(run, opened)
         # A lower schedule.max_steps does not undo steps.
         run.total_steps = max(run.total_steps, run.start_step)
@@ -216,6 +221,19 @@ def _occupy(folder: RunFolder, world: World) -> None:
     problem = world.from_main(_problem(folder) if world.is_main else None)
     if problem is not None:
         raise UserError(problem)
+
+
+def _check_still_new(folder: RunFolder, world: World) -> None:
+    """Check that no other process began a run in the folder, which may not have existed, while this one was built.
+
+    Raises:
+        UserError: there is one; the same on all ranks.
+    """
+    _occupy(folder, world)
+    if world.from_main(folder.has_run):
+        raise UserError(
+            f"run_dir: another run began in {folder.path} while this one started; give each run a folder of its own"
+        )
 
 
 def _problem(folder: RunFolder) -> str | None:
@@ -264,8 +282,9 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> in
 
     Args:
         evaluations: records of `metrics.jsonl`.
-        metric: "top1" (highest is best) or "loss" (lowest is best, NaN and null are worst).
+        metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
     """
-    scores = [-record["top1"] if metric == "top1" else record["loss"] for record in evaluations]
-    scores = [math.inf if score is None or math.isnan(score) else score for score in scores]
+    sign = 1 if metric == "loss" else -1
+    values = [record.get(metric) for record in evaluations]
+    scores = [math.inf if value is None or math.isnan(value) else sign * value for value in values]
     return scores.index(min(scores)) if scores else None

@@ -34,6 +34,8 @@ class RunFolder:
         self.predictions = path / "predictions.npz"
         self._lock_file = path / ".lock"
         self._lock: int | None = None
+        # Kept open between records: on network file systems closing waits for the server.
+        self._metrics: int | None = None
 
     @property
     def has_run(self) -> bool:
@@ -112,6 +114,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close_metrics()
         if self._lock is not None:
             self._lock_file.unlink(missing_ok=True)
             os.close(self._lock)
@@ -119,7 +122,8 @@ class RunFolder:
 
     def write_config(self, values: dict[str, Any]) -> None:
         """Write `config.yaml`: every value that the run uses, defaults included."""
-        header = f"# {environment_command()}\n"
+        # On one line: a path may contain a newline.
+        header = f"# {' '.join(environment_command().splitlines())}\n"
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
@@ -129,15 +133,22 @@ class RunFolder:
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
-        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
+        with writing(self.metrics):
+            if self._metrics is None:
+                self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            with open(self._metrics, "a", encoding="utf-8", closefd=False) as file:
+                file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         return record
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`; a last line cut off by a kill is left out."""
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The records of `metrics.jsonl`, or those of one kind; a last line cut off by a kill is left out."""
         if not self.metrics.is_file():
             return
+        # `kind` comes first; other kinds are not parsed.
+        start = "" if kind is None else f'{{"kind": {json.dumps(kind)},'
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            if not line.startswith(start):
+                continue
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
@@ -152,12 +163,24 @@ class RunFolder:
         self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        kept = [record for record in self.records() if wanted(record)]
-        self._write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        kept = "".join(json.dumps(record) + "\n" for record in self.records() if wanted(record))
+        # Usually there is nothing to drop, not even a line cut off by a kill.
+        if not self.metrics.is_file() or self.metrics.read_text(encoding="utf-8") != kept:
+            self._close_metrics()
+            self._write("metrics.jsonl", kept)
+
+    def _close_metrics(self) -> None:
+        if self._metrics is not None:
+            os.close(self._metrics)
+            self._metrics = None
 
     def _write(self, name: str, text: str) -> None:
-        with writing(self.path / name), atomic_write(self.path / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        whole = atomic_write(self.path / name)
+        with writing(self.path / name), whole as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # Or a power failure may leave it empty: the records decide which checkpoint is kept as the best.
+            os.fsync(file.fileno())
 
 
 @contextmanager

@@ -57,6 +57,11 @@ class Saver:
         self._pinned = world.device.type == "cuda"
 
     @property
+    def idle(self) -> bool:
+        """Whether there is no save for which `finish` has not been called."""
+        return self._saving is None
+
+    @property
     def done(self) -> bool:
         """Whether a save has ended for which `finish` has not been called."""
         saving = self._saving

@@ -10,34 +10,45 @@ import numpy as np
 import torch
 
 from pycls_fast import build, published
-from pycls_fast.config.command_line import DONE
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet, to_device
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluation import Evaluation, evaluate
+from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
-from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.output_file import output_file, write_json, write_text
+from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
 
-def score(config: RunConfig, split: str, output: str | None, *, own_preprocessing: bool = True) -> int:
+def score(
+    config: RunConfig,
+    split: str,
+    output: str | None,
+    *,
+    predictions: str | None = None,
+    own_preprocessing: bool = True,
+) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
         split: "train", "val", or "test" if the data has one.
         output: a JSON file for the numbers.
+        predictions: a CSV file for each image's prediction; see `predictions_csv`.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or split do not exist or do not fit, `output` cannot be written, or out of memory.
+        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
+            cannot be written, or out of memory.
     """
     if config.weights is None:
         raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
@@ -47,6 +58,7 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         config = build.with_preprocessing(config, about)
     with build.world(config) as world:
         file = output_file(output, world) if output is not None else None
+        table = output_file(predictions, world, key="predictions") if predictions is not None else None
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
@@ -55,29 +67,52 @@ def score(config: RunConfig, split: str, output: str | None, *, own_preprocessin
         config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(source), world), world))
         with enough_to_score(config, world):
             network, origin = load_network(config, found, source, world, switches, for_training=False)
+            batches_done = 0
+
+            def on_batch(images: int) -> None:
+                nonlocal batches_done
+                batches_done += 1
+                world.at(f"evaluating {split}: {batches_done} batches done")
+                display.advance_evaluation(images * world.size)
+
             with display:
                 display.begin_evaluation(split, len(source))
                 result = evaluate(
                     network,
-                    to_device(build.eval_loader(config, source, world, switches), world.device, mode="blocking"),
+                    to_device(
+                        build.eval_loader(config, source, world, switches),
+                        world.device,
+                        mode=switches[SwitchName.INPUT_COPY],
+                    ),
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,
-                    lambda images: display.advance_evaluation(images * world.size),
+                    on_batch,
                     among=_on_device(scored.among, world),
                     answers_NM=_on_device(scored.answers_NM, world),
+                    own_loss=build.evaluation_loss(config),
+                    sigmoid=config.loss.name == "bce",
                 )
+        if len(result.damaged) > config.data.max_damaged:
+            raise too_many_damaged(dict(result.damaged), config.data.max_damaged)
+        if result.count == 0:
+            key = "split" if config.data.eval_set is None else "data.eval_root"
+            raise UserError(f"{key}: {split} has no image that can be scored")
         if world.is_main:
             taken = about if own_preprocessing else None
             comparison = _print_result(display, config, split, scored, origin, result, taken)
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
+            if table is not None:
+                write_text(table, predictions_csv(result.predictions, source), key="predictions")
         return DONE
 
 
 def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
     """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
     if config.data.eval_set is not None:
+        if split != "val":
+            raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
         classes = _classes(config, found, world)
         return build.eval_set(config, classes, world)
     sources = build.sources(config, world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -48,13 +49,17 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the signal of a scheduler's launcher.
+    """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the warnings of a scheduler or its launcher.
 
-    A second Ctrl-C interrupts at once, as usual.
+    A second Ctrl-C interrupts at once, as usual. Outside the main thread, where Python catches no signals, nothing is
+    caught.
     """
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     warning = scheduler.warning_signal()
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *([warning] if warning is not None else [])}
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *scheduler.warning_signals()}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
     before = {number: signal.getsignal(number) for number in numbers}

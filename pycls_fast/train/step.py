@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare
+from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, MasterWeights, set_lr
 from pycls_fast.parallel import Wrapped
@@ -37,16 +37,21 @@ class Step:
     ema: Ema | None
     seed: int
     rank: int
+    accumulation_steps: int = 1
     masters: MasterWeights | None = None
     watchdog: Watchdog | None = None
 
-    def __call__(self, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
-        """Train on the microbatches of one step, counted from 0."""
+    def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
+        """Train on the `accumulation_steps` microbatches of one step, counted from 0.
+
+        Each is taken when its turn comes, so that the next one is loaded while the device computes.
+        """
         set_lr(self.optimizer, self.schedule(step))
-        for position, batch in enumerate(microbatches):
+        parts = self.accumulation_steps
+        for position, batch in zip(range(parts), microbatches, strict=True):
             images_BCHW, targets = self._inputs(step, position, batch)
-            is_last = position == len(microbatches) - 1
-            loss = self._add_gradients(images_BCHW, targets, parts=len(microbatches), is_last=is_last)
+            is_last = position == parts - 1
+            loss = self._add_gradients(images_BCHW, targets, parts=parts, is_last=is_last)
             if self.watchdog is not None:
                 self.watchdog.check(step, loss)
             self._take_gradients(is_last)
@@ -83,7 +88,7 @@ class Step:
     def _inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
         # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
         seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
-        torch.manual_seed(seed)
+        seed_generators(seed, batch.labels_B.device)
         images_BCHW = self.prepare(batch, seed)
         mixed = batch.mixed
         if mixed is None and self.mixer is not None:

@@ -20,6 +20,7 @@ _TRAIN = (
     "memory_peak_bytes",
     "loss_scale",
 )
+_EVAL = ("top1", "top5", "class_top1", "loss")
 
 
 class Board:
@@ -57,7 +58,7 @@ class Board:
             values = {f"train/{name}": record[name] for name in _TRAIN if name in record}
         else:
             place = f"{record['split']}_{record['weights']}"
-            values = {f"{place}/{name}": record[name] for name in ("top1", "top5", "loss")}
+            values = {f"{place}/{name}": record[name] for name in _EVAL if record[name] is not None}
         with writing(self._folder):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, record["step"])

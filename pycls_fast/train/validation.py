@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
 from pycls_fast.data import to_device
+from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.by_class import class_scores, confusion
 from pycls_fast.train.confusion import draw_confusion
@@ -16,6 +19,9 @@ from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 from pycls_fast.train.run import Run, best_evaluation, primary_records
 from pycls_fast.train.run_folder import writing
 from pycls_fast.train.tensorboard import Board
+
+# Part of the time between two drawings of the curves that drawing may take: all ranks wait for it.
+_DRAWING_SHARE = 0.01
 
 
 class Evaluations:
@@ -31,10 +37,12 @@ class Evaluations:
         self.run = run
         self.board = board
         self.on_batch = on_batch
+        self._next_drawing = -math.inf
 
     def due(self, done: int) -> bool:
         """Whether an evaluation is due after this many steps."""
-        every = self.run.steps_per_epoch * self.run.config.runtime.eval_every_epochs
+        runtime = self.run.config.runtime
+        every = runtime.eval_every_steps or self.run.steps_per_epoch * runtime.eval_every_epochs
         return done > 0 and (done % every == 0 or done == self.run.total_steps)
 
     def has(self, step: int) -> bool:
@@ -48,7 +56,7 @@ class Evaluations:
 
     def records(self) -> list[dict[str, Any]]:
         """The records of all evaluations so far; on the main rank."""
-        return [record for record in self.run.folder.records() if record["kind"] == "eval"]
+        return list(self.run.folder.records("eval"))
 
     def stop_early(self, done: int) -> bool:
         """Whether early stopping ends the run here (then it is announced); the same answer on all ranks."""
@@ -95,12 +103,16 @@ class Evaluations:
         result = evaluate(
             wrapped.evaluated,
             to_device(
-                build.eval_loader(run.config, source, run.world, run.switches), run.world.device, mode="blocking"
+                build.eval_loader(run.config, source, run.world, run.switches),
+                run.world.device,
+                mode=run.switches[SwitchName.INPUT_COPY],
             ),
             run.step.prepare,
             run.step.autocast,
             run.world,
             on_batch,
+            own_loss=build.evaluation_loss(run.config),
+            sigmoid=run.config.loss.name == "bce",
             forward_is_collective=wrapped.forward_is_collective,
             free_gathered=wrapped.free_gathered,
         )
@@ -137,6 +149,14 @@ class Evaluations:
             checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
         except OSError as error:
             self.run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
+
+    def draw_if_due(self) -> None:
+        """Draw the curves, unless that would take more than a hundredth of the time; on the main rank."""
+        if time.monotonic() >= self._next_drawing:
+            started = time.monotonic()
+            self.draw()
+            ended = time.monotonic()
+            self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
 
     def draw(self, *, whole: bool = False) -> None:
         """Draw the curves and, if `whole`, the latest confusion matrix into the run folder; on the main rank."""

@@ -94,7 +94,7 @@ def test_step_never_waits_for_the_device(
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="single") as world:
         run = start_run(config, world, Display(speaks=False, mode="plain"))
         loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=8)
-        batches = to_device(loader, world.device, mode=run.switches[SwitchName.INPUT_COPY])  # type: ignore[arg-type]
+        batches = to_device(loader, world.device, mode=run.switches[SwitchName.INPUT_COPY])
         metrics = TrainMetrics(world.device)
         # The first steps create optimizer state, choose kernels and compile; the fourth may be recorded.
         free = WARM_UP + 1 if "cuda_graphs" in chosen else 2

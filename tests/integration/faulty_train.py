@@ -15,7 +15,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ checkpoint_files._write_json = half_a_list
 compute = Step.__call__
 
 
-def recorded(self: Step, step: int, microbatches: Sequence[Batch], metrics: TrainMetrics) -> None:
+def recorded(self: Step, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
+    microbatches = list(microbatches)
     act("step", step + 1)
     # Seconds, so that there is time to do something to the run from outside.
     time.sleep(FAULT.get("pause", 0.0))

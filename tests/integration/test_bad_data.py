@@ -92,7 +92,7 @@ BAD_DATA = [
     (
         good,
         ["model.num_classes=2", "data.val_fraction=0.5", "weights=/nowhere/at/all"],
-        r"^weights: /nowhere/at/all is no",
+        r"^weights: /nowhere/at/all is neither",
     ),
 ]
 

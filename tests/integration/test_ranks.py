@@ -104,6 +104,36 @@ def test_mistake_of_one_rank_alone_is_told_by_it(tmp_path: Path) -> None:
     assert [line[1] for line in told] in (["rank 1"] * 2, ["rank 2"] * 2)
 
 
+SLOW = """
+import os
+import runpy
+import sys
+import time
+from pycls_fast.data import FileSource
+
+read = FileSource.read
+
+def slow_read(self, index):
+    time.sleep(0.03 if os.environ["RANK"] == "1" else 0)
+    return read(self, index)
+
+FileSource.read = slow_read
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_scoring_may_take_longer_than_the_timeout(tmp_path: Path, digits: Path) -> None:
+    """Rank 0 waits for rank 1 for about 4 seconds, in which rank 1 makes progress."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = tmp_path / "run"
+    train(load_config("vit_digits", [*COMMON, f"data.root={digits}", f"run_dir={run}", "schedule.max_steps=1"]))
+    settings = ["parallel.timeout_seconds=2", "data.eval_batch_size=16", "data.num_workers=0", "output=scores.json"]
+    scoring = command(f"weights={run}", *settings, tool="test_net", config_name=None)
+    run_process(under_torchrun([scoring[0], str(tmp_path / "slow.py"), *scoring[1:]], 2), cwd=tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["count"] == 359
+
+
 GRID = """
 from pathlib import Path
 from pycls_fast import build

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,9 @@ def test_tasks_are_ranks(tmp_path: Path, digits: Path) -> None:
     arguments = (*TINY, *LAUNCHER, "parallel=fsdp", "schedule.max_steps=2", f"data.root={digits}", f"run_dir={run}")
     run_process(command(*arguments), cwd=tmp_path)
     assert json.loads((run / "summary.json").read_text())["world_size"] == 2
+    command_line = (run / "config.yaml").read_text().splitlines()[0]
+    assert command_line.startswith("# python ")
+    assert "train_net.py --config-name vit_digits" in command_line
     # What Slurm's tasks read, and their logs, are where all nodes see them.
     assert len(list(tmp_path.glob("multirun/.submitit/*/*_log.out"))) == 2
 
@@ -33,6 +37,31 @@ def test_a_mistake_comes_back(tmp_path: Path, digits: Path) -> None:
         done.stderr.strip().splitlines()[-1].startswith("error: data.global_batch_size: 63 is not divisible by 2 ranks")
     )
     assert "Traceback" not in done.stderr
+
+
+TASK = """
+import os, sys
+from pycls_fast.config import command_alone, command_line
+def main(config, options):
+    print("alone:", sys.argv[0], *command_alone())
+    if os.environ["RANK"] == "1":
+        raise ValueError("broken")
+    return 0
+command_line(main)
+"""
+
+
+def test_a_crash_of_one_task_fails_and_is_in_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(TASK)
+    done = run_process([sys.executable, str(script), *LAUNCHER], cwd=tmp_path, expect=1)
+    (log,) = tmp_path.glob("multirun/.submitit/*/*_1_log.err")
+    assert "Traceback" in log.read_text()
+    assert log.read_text().endswith("ValueError: broken\n")
+    assert "ValueError: broken" in done.stderr
+    # The command that resumes one run starts it through the launcher, too.
+    (out,) = tmp_path.glob("multirun/.submitit/*/*_0_log.out")
+    assert f"alone: {script} --config-name vit_digits {' '.join(LAUNCHER)}\n" in out.read_text()
 
 
 @pytest.mark.slow

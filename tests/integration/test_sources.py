@@ -52,7 +52,7 @@ def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     run_process(under_torchrun(command(*settings), ranks=2), cwd=tmp_path)
     losses = [record["loss"] for record in records(tmp_path / "two", "train")]
     assert losses == pytest.approx([loss for part, loss in blocks if part == "train"], rel=1e-4)
-    with pytest.raises(UserError, match=r"data.shuffle: full now, but blocks when"):
+    with pytest.raises(UserError, match=r"data.shuffle: the order of the images is full now, but blocks-"):
         run(tmp_path / "blocks", root, "data.shuffle=full", "data.shuffle_buffer=8")
     folder = write_folder(tmp_path / "folder", CONTENT)
     with pytest.raises(UserError, match=r"^data.shuffle: blocks is for shards and row groups"):

@@ -11,6 +11,7 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import Finished
 from pycls_fast.optim import MasterWeights
 from pycls_fast.train import train
 from pycls_fast.train.score import score
@@ -97,8 +98,11 @@ def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.C
             "speed=fast",
         ],
     )
-    assert train(config) == 0
+    status = train(config)
+    assert status == 0
     final = records(tmp_path, "eval")[-1]
+    assert isinstance(status, Finished)
+    assert status.objective == 100 - json.loads((tmp_path / "summary.json").read_text())["best"]["top1"]
     assert final["top1"] > 70
     assert final["loss"] < 1.2
     # Switches of what the network has, and no others.
@@ -235,8 +239,9 @@ def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -
 
 
 def test_loss_that_is_no_number_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"optim.lr: the loss or a gradient is not finite at step"):
+    with pytest.raises(UserError, match=r"optim.lr: the loss or a gradient is not finite at step") as caught:
         run(tmp_path, digits, "optim.lr=1e30", "schedule.warmup_epochs=0")
+    assert caught.value.lines[1].startswith("runtime.watchdog: set it to true and resume")
 
 
 def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -> None:

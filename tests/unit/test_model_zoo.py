@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pycls_fast import published
-from pycls_fast.config.compose import CONFIGS
+from pycls_fast.config.locations import CONFIGS
 from tools.model_zoo import MEASURED, PAGE, page
 
 # In a header: "Result: 89.3 top-1 ..." or "Result: the paper reports ...; measured here: 79.8 ...".

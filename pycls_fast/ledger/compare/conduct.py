@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from pycls_fast.config.command_line import DONE
 from pycls_fast.data import DamagedImage, decode
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.ledger.compare.images import compare_images, why_not_paired
 from pycls_fast.ledger.compare.page import page

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.command_line import DONE, MISTAKE
 from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.ledger.compare.settings import NOT_SET
 from pycls_fast.ledger.overview.folders import find_runs
 from pycls_fast.ledger.overview.read import NUMBERS, Run, read_run

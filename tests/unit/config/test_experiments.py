@@ -13,9 +13,10 @@ from pydantic import BaseModel, ValidationError
 from pycls_fast import build, published, speed
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.checks import problems
-from pycls_fast.config.compose import CONFIGS, is_global
-from pycls_fast.config.messages import known_keys, section_keys
+from pycls_fast.config.compose import is_global
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
+from pycls_fast.config.suggestions import known_keys, section_keys
 from pycls_fast.models import complexity
 from pycls_fast.parallel import ALONE
 

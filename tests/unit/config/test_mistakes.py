@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pycls_fast.config import RunConfig, load_config, load_run_config, messages
+from pycls_fast.config import RunConfig, load_config, load_run_config, suggestions
 from pycls_fast.errors import UserError
 
 HERE = "(the command line)"
@@ -273,6 +273,11 @@ ONE_MISTAKE = [
         "optim.betas=0.9,0.95: several values; write a list as optim.betas=[0.9,0.95], or add --multirun to run one "
         "after another",
     ),
+    (
+        ["data.root=/photos/Hello, World"],
+        "data.root=/photos/Hello, World: several values; write a path with commas as "
+        "'data.root=\"/photos/Hello, World\"', or add --multirun for several runs",
+    ),
     # Additions and deletions.
     (["+optim.lr=1"], "optim.lr: is set already; write optim.lr=VALUE, without the +"),
     (
@@ -387,8 +392,8 @@ def mistakes(name: str, overrides: list[str]) -> tuple[str, ...]:
 
 
 def test_usual_names_stand_for_keys_that_exist() -> None:
-    assert set(messages._USUAL_KEYS.values()) <= messages.known_keys(RunConfig)
-    assert not set(messages._USUAL_KEYS) & {key.rpartition(".")[2] for key in messages.known_keys(RunConfig)}
+    assert set(suggestions.USUAL_KEYS.values()) <= suggestions.known_keys(RunConfig)
+    assert not set(suggestions.USUAL_KEYS) & {key.rpartition(".")[2] for key in suggestions.known_keys(RunConfig)}
 
 
 def test_an_experiment_that_is_not_there_lists_those_that_are() -> None:

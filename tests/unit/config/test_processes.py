@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from pycls_fast.config.command_line import _run_task, _TaskStopped
+from pycls_fast.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 NO_WEIGHTS = "weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
@@ -53,6 +57,11 @@ def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subproces
         ("lr_find", ["data.root=."], [NO_WEIGHTS]),
         ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
         ("train_net", ["--lr", "3"], ["--lr: unknown option; write lr=VALUE for a value"]),
+        (
+            "knn_net",
+            ["data.eval_set=v2", "data.eval_root=."],
+            ["data.eval_set: only tools/test_net.py scores it; use data.eval_set=null (the command line)"],
+        ),
         ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
     ],
 )
@@ -107,6 +116,152 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, s
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
+
+
+def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
+    """The runs after it are started; the status is that of the crash, whatever theirs."""
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "import sys\n"
+        "from pycls_fast.config import command_line\n"
+        "def main(config, options):\n"
+        "    print('seed', config.seed, file=sys.stderr)\n"
+        "    if config.seed == 0: raise ValueError('broken')\n"
+        "    return 2\n"
+        "command_line(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), "--multirun", "seed=0,1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert (lines[0], lines[1][:9], lines[-2:]) == ("seed 0", "Traceback", ["ValueError: broken", "seed 1"])
+
+
+@pytest.mark.parametrize(
+    ("prints", "unbuffered", "returns"),
+    [
+        ("print('x' * 10**6)", "", 0),
+        ("print('x')", "1", 0),
+        ("print('x')", "", 1),
+        ("from pycls_fast.train.display import wide_console; wide_console().print('x' * 10**6)", "", 1),
+    ],
+)
+def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, unbuffered: str, returns: int) -> None:
+    done = printing(tmp_path, prints, "| :", unbuffered)
+    assert (done.returncode, done.stderr) == (returns, "")
+
+
+def test_an_output_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    done = printing(tmp_path, "print('x')", ">/dev/full", "")
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: cannot be written (No space left on device)\n"
+
+
+def printing(folder: Path, prints: str, then: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    """A tool that prints into what the shell makes of its output, and returns 1."""
+    script = folder / "tool.py"
+    script.write_text(
+        "from pycls_fast.config import command_line\n"
+        "def main(config, options):\n"
+        f"    {prints}\n"
+        "    return 1\n"
+        "command_line(main)\n"
+    )
+    # The reader is gone before the tool prints.
+    line = f"set -o pipefail; {{ sleep 0.2; exec {sys.executable} {script}; }} {then}"
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def fail_with(error: Exception) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("action", "raised", "shown"),
+    [
+        (lambda: 1, "SystemExit(1)", ""),
+        (lambda: fail_with(ValueError("broken")), "SystemExit(1)", "ValueError: broken\n"),
+        (lambda: fail_with(UserError("optim.lr: bad")), "UserError('optim.lr: bad')", "error: optim.lr: bad\n"),
+    ],
+)
+def test_how_a_task_of_a_scheduler_fails(
+    capsys: pytest.CaptureFixture[str], action: Callable[[], int], raised: str, shown: str
+) -> None:
+    """Hydra and submitit make a success of any other end."""
+    with pytest.raises((SystemExit, UserError)) as found:
+        _run_task(action)
+    assert repr(found.value) == raised
+    assert capsys.readouterr().err.endswith(shown)
+
+
+def test_a_stopped_task_of_a_scheduler_says_so() -> None:
+    with pytest.raises(_TaskStopped, match="everything is saved"):
+        _run_task(lambda: 3)
+
+
+SWEEPER = """
+import json
+from pathlib import Path
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Fake(Sweeper):
+    def setup(self, **parts):
+        self.folder = Path(parts["config"].hydra.sweep.dir)
+        self.launcher = Plugins.instance().instantiate_launcher(**parts)
+
+    def sweep(self, arguments):
+        runs = self.launcher.launch([[*arguments, f"++seed={seed}"] for seed in (1, 2, 3)], initial_job_idx=0)
+        (self.folder / "found.json").write_text(json.dumps([run.return_value for run in runs]))
+
+ConfigStore.instance().store(group="hydra/sweeper", name="fake", node={"_target_": "hydra_plugins.fake.Fake"})
+"""
+
+
+def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "fake.py").write_text(SWEEPER)
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "from pycls_fast.config import command_line\n"
+        "from pycls_fast.exit_status import Finished\n"
+        "command_line(lambda config, options: Finished(config.seed / 2) if config.seed < 3 else 2)\n"
+    )
+
+    def sweep(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), "--multirun", "hydra/sweeper=fake"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = sweep()
+    assert done.returncode == 2, done.stderr
+    (file,) = tmp_path.glob("multirun/fake-*/found.json")
+    assert done.stderr == f"note: the result of fake will be in {file.parent.relative_to(tmp_path)}\n"
+    assert file.read_text() == "[0.5, 1.0, NaN]"
+    refused = sweep(RANK="0", WORLD_SIZE="2")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        "error: hydra/sweeper: under torchrun each rank's fake would choose its own values"
+    )
 
 
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import RunConfig, command_line
-from pycls_fast.config.compose import CONFIGS
+from pycls_fast.config.locations import CONFIGS
 
 PAGES = {
     name: (CONFIGS.parent / name).read_text(encoding="utf-8")

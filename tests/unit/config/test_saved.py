@@ -11,7 +11,7 @@ import yaml
 
 from pycls_fast import build, speed
 from pycls_fast.config import RunConfig, load_config, load_run_config
-from pycls_fast.config.schema import Speed
+from pycls_fast.config.schema import Parallel, Speed
 from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
 
@@ -123,6 +123,8 @@ def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, over
 
 
 def test_several_values_are_no_value(run_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"""write a path with commas as 'data.root="..."'"""):
+        load_run_config(run_dir, ["data.root=/photos/a,b"])
     with pytest.raises(UserError, match=r"^seed=1,2: several values; write a list as seed=\[\.\.\.\]"):
         load_run_config(run_dir, ["seed=1,2"])
     with pytest.raises(UserError, match=r"^~optim.nope: there is no optim.nope to delete$"):
@@ -160,6 +162,22 @@ def test_a_run_of_any_device_is_read_anywhere(
     assert (read.speed.preset, read.speed.chosen()) == (config.speed.preset, {})
     build.switches(read, torch.device("cpu"))
     assert load_run_config(tmp_path, ["speed.ema=loop"]).speed.chosen() == {SwitchName.EMA: "loop"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel=hsdp", "parallel.shard_degree=4", "parallel.replicate_degree=8"],
+        ["parallel=fairscale_fsdp"],
+        ["parallel=single"],
+        ["parallel=ddp", "parallel.compression=bf16"],
+    ],
+)
+def test_a_run_of_any_strategy_is_scored_by_any_number_of_ranks(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config("vit_digits", [*overrides, "parallel.backend=gloo", "parallel.timeout_seconds=77"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_run_config(tmp_path).parallel == Parallel(backend="gloo", timeout_seconds=77)
+    assert load_run_config(tmp_path, ["parallel=ddp"]).parallel.name == "ddp"
 
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:

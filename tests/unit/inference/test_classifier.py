@@ -22,6 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.map_pictures import _mapped
 from pycls_fast.train.export import export
+from pycls_fast.train.restore import restore
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 
 
@@ -54,6 +55,15 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
             each.top[0].probability,
         )
     assert len({each.label for each in found}) > 1
+
+
+@pytest.mark.parametrize(("here", "decode"), [(True, "region"), (False, None)])
+def test_a_decoder_that_this_machine_lacks_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool, decode: str | None
+) -> None:
+    monkeypatch.setattr("pycls_fast.build.device.native.available", lambda: here)
+    run = make_run(tmp_path / "run", "speed.decode=region")
+    assert restore(run).config.speed.decode == decode
 
 
 def test_convolutions_are_in_float32_whatever_the_process_has_set(run_dir: Path, pixels: np.ndarray) -> None:
@@ -159,6 +169,16 @@ def test_an_image_that_cannot_be_read(run_dir: Path, folder: Path) -> None:
     gone.fp.close()  # type: ignore[union-attr]
     with pytest.raises(UserError, match="image 0: "):
         classifier.predict(gone)
+
+
+def test_a_stream_reads_on_only_when_asked(run_dir: Path, pixels: np.ndarray) -> None:
+    classifier = pycls_fast.load(run_dir)
+    done: list[int] = []
+    stream = classifier.stream(pixels, topk=2, batch_size=2, advance=done.append)
+    found = [next(stream) for _ in range(3)]
+    assert done == [2]
+    assert [*found, *stream] == classifier.predict(pixels, topk=2, batch_size=2)
+    assert sum(done) == 5
 
 
 def test_loading_moves_no_generator(run_dir: Path) -> None:

@@ -85,6 +85,40 @@ def test_csv(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert float(row["probability_2"]) == pytest.approx(each.top[1].probability, rel=1e-5)
 
 
+def test_rows_are_there_before_the_last_image(
+    run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error in the third batch loses that batch only."""
+    done: list[int] = []
+    forward = VisionTransformer.forward
+
+    def failing(network: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+        done.append(len(images))
+        if len(done) == 3:
+            raise KeyError("third batch")
+        return forward(network, images)
+
+    for output in ([f"output={tmp_path / 'x.csv'}"], []):
+        done.clear()
+        monkeypatch.setattr(VisionTransformer, "forward", failing)
+        with pytest.raises(KeyError, match="third batch"):
+            run_tool("predict", run_dir, folder, "format=csv", "batch_size=2", "topk=2", *output)
+        monkeypatch.undo()
+        text = (tmp_path / "x.csv").read_text() if output else capsys.readouterr().out
+        rows = list(csv.DictReader(io.StringIO(text)))
+        assert [Path(row["image"]).name for row in rows] == ["0.png", "1.png", "2.png", "3.png"]
+        assert rows[3].keys() == {"image", "label", "class", "probability", "label_2", "class_2", "probability_2"}
+
+
+def test_a_reader_that_leaves_ends_the_rows(run_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Pipe())
+    assert run_tool("predict", run_dir, folder, "format=csv") == 0
+
+
 def test_the_table(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_tool("predict", run_dir, bad, "topk=3") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -122,6 +156,16 @@ def test_each_picture_on_the_sheet_has_its_own_words(
         words = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[:3]]
         assert (cell.title, [*cell.lines]) == (words[0], [file.name, *words[1:]])
     assert len({cell.title for cell in drawn}) == 3
+
+
+def test_a_listed_name_that_is_not_utf_8(
+    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bad / "3.png").rename(bad / os.fsdecode(b"caf\xe9.png"))
+    listed = io.BytesIO(os.fsencode(bad) + b"/caf\xe9.png\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(listed, encoding="utf-8", errors="strict"))
+    assert run_tool("predict", run_dir, "-", "format=json") == 0
+    assert len(json.loads(capsys.readouterr().out)["images"]) == 1
 
 
 def test_a_list_on_standard_input(

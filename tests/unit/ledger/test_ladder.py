@@ -17,8 +17,8 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conditions as condition
 from pycls_fast.ledger import runner as at_work

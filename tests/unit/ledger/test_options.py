@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from pydantic import ValidationError
 
 from pycls_fast.config import command_line, load_config, variants
-from pycls_fast.config.compose import CONFIGS
+from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder
 from pycls_fast.ledger.runner import Settings

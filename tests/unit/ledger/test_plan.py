@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.compose import CONFIGS
 from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
+from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.quoting import text_override
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, merged, pick
 
@@ -168,3 +170,10 @@ def test_a_ladder_with_a_mistake(text: str | None, line: str, tmp_path: Path) ->
 def test_a_ladder_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean modern"):
         read_ladder("moderm", [CONFIGS])
+
+
+def test_a_folder_with_a_comma_is_one_value() -> None:
+    file = text_override("output", "ledgers/a,b/turn.json")
+    (parsed,) = OverridesParser.create().parse_overrides([file])
+    assert (parsed.is_sweep_override(), parsed.value()) == (False, "ledgers/a,b/turn.json")
+    assert text_override("run_dir", "runs/a") == "run_dir=runs/a"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -62,6 +62,50 @@ def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+def wait_for_others(rank: Rank, seconds: float) -> threading.Thread:
+    """Let the rank's main thread, for this time, be in a function that the monitor takes for a collective one."""
+    functions: dict[str, Callable[[float], None]] = {}
+    code = "import time\ndef all_reduce(seconds):\n    time.sleep(seconds)"
+    exec(compile(code, "torch/distributed/waits.py", "exec"), functions)
+    thread = threading.Thread(target=functions["all_reduce"], args=(seconds,), daemon=True)
+    thread.start()
+    assert thread.ident is not None
+    rank.monitor._main = thread.ident
+    return thread
+
+
+def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tool that never says where it is, and whose ranks meet in a collective late."""
+    with ranks(2, timeout=1.5) as (first, second):
+        time.sleep(1.7)
+        wait_for_others(first, 0.8).join()
+        first.monitor._main = second.monitor._main
+        time.sleep(0.3)
+        assert not first.ended.is_set()
+        assert not second.ended.is_set()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.6) as (first, second):
+        wait_for_others(first, 60)
+        assert first.ended.wait(20)
+        assert second.ended.wait(20)
+    assert "starting, in all_reduce (torch/distributed/waits.py:3), waiting for other ranks" in capsys.readouterr().err
+
+
+def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.6) as (first, second):
+        first.monitor.at("evaluating: 3 batches done")
+        wait_for_others(first, 60)
+        for batch in range(20):
+            second.monitor.at(f"evaluating: {batch} batches done")
+            time.sleep(0.1)
+        assert not first.ended.is_set()
+        assert not second.ended.is_set()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.4) as both:
         for rank in both:
@@ -82,7 +126,7 @@ def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.Captu
 
 
 def test_a_rank_that_never_spoke() -> None:
-    lines = report([Place("computing step 1", 12.0, "", 3), None], [], 10)
+    lines = report([Place("computing step 1", 12.0, 0.0, "", 3), None], [], 10)
     assert lines[1:] == [
         "error:   rank 0: for 12 s: computing step 1",
         "error:   rank 1: has not reported yet",

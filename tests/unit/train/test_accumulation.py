@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
     for position in range(MICROBATCHES):
         fresh, other, _ = made("vit_digits", f"speed={preset}", *SMALL)
         with watched(other) as own:
-            fresh(0, [batches[position]], TrainMetrics(CPU))
+            replace(fresh, accumulation_steps=1)(0, [batches[position]], TrainMetrics(CPU))
         for name, ((_, gradient),) in own.items():
             before = seen[name][position - 1][1] if position else 0.0
             added = seen[name][position][1] - before
@@ -125,3 +126,25 @@ def test_gradients_are_gone_after_the_step() -> None:
     step, network, batches = made("vit_digits", "speed=fast", *SMALL)
     step(0, batches, TrainMetrics(CPU))
     assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_a_microbatch_is_taken_when_its_turn_comes() -> None:
+    """Not before the earlier ones are computed: the device need not wait for the data of the whole step."""
+    step, network, batches = made("vit_digits", "speed=reference", *SMALL)
+    events: list[str] = []
+    network.register_forward_pre_hook(lambda *_: events.append("forward"))
+
+    def source() -> Iterator[Batch]:
+        for batch in batches:
+            events.append("taken")
+            yield batch
+
+    step(0, source(), TrainMetrics(CPU))
+    assert events == ["taken", "forward"] * MICROBATCHES
+
+
+@pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])
+def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
+    step, _, batches = made("vit_digits", "speed=reference", *SMALL)
+    with pytest.raises(ValueError, match="zip"):
+        step(0, (2 * batches)[:count], TrainMetrics(CPU))

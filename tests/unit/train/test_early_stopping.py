@@ -26,16 +26,25 @@ def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]
     assert [step for step in range(71) if evaluations.due(step)] == steps
 
 
+def test_steps_between_evaluations(tmp_path: Path) -> None:
+    """They replace the epochs."""
+    config = load_config("vit_digits", ["data.root=x", "runtime.eval_every_steps=30"])
+    run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
+    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
+    assert [step for step in range(71) if evaluations.due(step)] == [30, 60, 70]
+
+
 def test_the_first_of_the_best() -> None:
     records = [
         {"top1": 10.0, "loss": 3.0},
-        {"top1": 30.0, "loss": 2.0},
+        {"top1": 30.0, "loss": 2.0, "class_top1": None},
         {"top1": 30.0, "loss": 1.0},
-        {"top1": 20.0, "loss": None},
-        {"top1": 20.0, "loss": 1.0},
+        {"top1": 20.0, "loss": None, "class_top1": 40.0},
+        {"top1": 20.0, "loss": 1.0, "class_top1": 40.0},
     ]
     assert best_evaluation(records, "top1") == 1
     assert best_evaluation(records, "loss") == 2
+    assert best_evaluation(records, "class_top1") == 3
     assert best_evaluation([], "top1") is None
     assert best_evaluation([{"top1": 0.0, "loss": float("nan")}, {"top1": 0.0, "loss": 9.0}], "loss") == 1
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pycls_fast import build
+from pycls_fast.config import load_config
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
@@ -36,7 +41,7 @@ def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
     return [Batch(i, label, index, None) for i, label, index in parts]
 
 
-def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int], **options: Tensor) -> Evaluation:
+def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int], **options: Any) -> Evaluation:
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     model = Lookup(logits_NK)
     model.train()
@@ -57,6 +62,24 @@ def test_equals_topk_and_cross_entropy(sizes: list[int]) -> None:
     assert result.top5 == pytest.approx(hits.any(dim=1).double().mean().item() * 100)
     assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-12)
     assert 0 < result.top1 < result.top5 < 100
+
+
+def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    labels = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
+    settings = ["loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.2", "loss.bce_reduction=sum"]
+    own_loss = build.evaluation_loss(load_config("vit_digits", settings))
+    result = score(logits, labels, [25, 15], own_loss=own_loss)
+    one_hot = F.one_hot(labels, 6).double()
+    expected = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none").sum(dim=1)
+    assert result.loss == pytest.approx(expected.mean().item(), rel=1e-12)
+    # Each image's stays comparable between runs.
+    assert result.predictions.losses_N.sum() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item())
+    # An image whose class is not among the outputs that count has no loss.
+    among = torch.tensor([0, 2, 3, 4, 5])
+    some = score(logits, labels, [40], own_loss=own_loss, among=among, answers_NM=labels[:, None])
+    assert some.count == (labels != 1).sum()
+    assert build.evaluation_loss(load_config("vit_digits", [])) is None
 
 
 def test_ties_do_not_all_count_as_right() -> None:
@@ -108,6 +131,16 @@ def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> Non
     assert kept.predicted_N[others].tolist() == logits.argmax(dim=1)[others].tolist()
     expected = F.cross_entropy(logits, labels, reduction="none")
     assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
+    highest = logits.softmax(dim=1).amax(dim=1)
+    assert kept.probabilities_N is not None
+    assert kept.probabilities_N[others] == pytest.approx(highest[others].numpy(), rel=1e-6)
+    assert np.isnan(kept.probabilities_N[7])
+    sigmoids = score(logits, labels, sizes, sigmoid=True).predictions.probabilities_N
+    assert sigmoids is not None
+    assert sigmoids[others] == pytest.approx(logits.sigmoid().amax(dim=1)[others].numpy(), rel=1e-6)
+    # An earlier version did not write them.
+    replace(kept, probabilities_N=None).save(tmp_path / "predictions.npz")
+    assert Predictions.load(tmp_path / "predictions.npz").probabilities_N is None
 
 
 def test_predictions_of_several_right_classes_among_some() -> None:
@@ -119,6 +152,7 @@ def test_predictions_of_several_right_classes_among_some() -> None:
     result = score(logits, torch.zeros(60, dtype=torch.int64), [25, 35], among=among, answers_NM=answers_NM)
     made = result.predictions
     kept_NK = torch.full_like(logits, -torch.inf).index_copy(1, among, logits[:, among])
+    assert made.probabilities_N == pytest.approx(kept_NK.softmax(dim=1).amax(dim=1).numpy(), rel=1e-6)
     assert made.predicted_N.tolist() == kept_NK.argmax(dim=1).tolist()
     for label, loss, row_K, answers in zip(made.labels_N, made.losses_N, kept_NK, answers_NM.tolist(), strict=True):
         right = [answer for answer in answers if answer in among.tolist()]

@@ -40,9 +40,19 @@ from pycls_fast.train.introduction import _notes
 def test_notes(overrides: list[str], told: list[str]) -> None:
     config = load_config("vit_digits", overrides)
     switches = build.switches(config, torch.device("cpu"))
-    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100)
+    world = SimpleNamespace(size=1, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world)
     for note, begins in zip(_notes(run), told, strict=True):
         assert note.startswith(begins)
+
+
+@pytest.mark.parametrize(("device", "ranks", "told"), [("cuda", 8, 1), ("cuda", 4, 0), ("cuda", 1, 0), ("cpu", 8, 0)])
+def test_a_small_batch_on_many_gpus(device: str, ranks: int, told: int) -> None:
+    config = load_config("vit_digits", ["precision=fp32", "data.global_batch_size=64"])
+    switches = build.switches(config, torch.device("cpu"))
+    world = SimpleNamespace(size=ranks, device=torch.device(device))
+    notes = list(_notes(SimpleNamespace(config=config, switches=switches, total_steps=100, world=world)))  # type: ignore[arg-type]
+    assert [note.startswith("data.global_batch_size: 8 images at a time") for note in notes] == [True] * told
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,7 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
 def test_the_note_on_float8_that_is_not_compiled(compiled: str, told: str) -> None:
     config = load_config("vit_digits", ["precision=fp8", f"speed.compile={compiled}"])
     switches = build.switches(config, torch.device("cuda"))
-    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100)
+    world = SimpleNamespace(size=1, device=torch.device("cuda"))
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world)
     (note,) = _notes(run)
     assert note.startswith(told)

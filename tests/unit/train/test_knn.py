@@ -27,10 +27,13 @@ def test_equals_scikit_learn(k: int, temperature: float) -> None:
     reference = KNeighborsClassifier(
         k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / temperature)
     ).fit(memory, labels)
-    votes = knn_votes(
+    parts = list(knn_votes(
         torch.from_numpy(features), torch.from_numpy(memory), torch.from_numpy(labels),
         classes=6, k=k, temperature=temperature,
-    )  # fmt: skip
+    ))  # fmt: skip
+    # All votes at once would be (images, classes).
+    assert [len(part) for part in parts] == [1024, 476]
+    votes = torch.cat(parts)
     assert votes.dtype == torch.float64
     shares = votes.softmax(dim=1)
     np.testing.assert_allclose(shares.numpy(), reference.predict_proba(features), rtol=1e-9, atol=1e-12)
@@ -51,7 +54,7 @@ def test_single_precision_votes_as_double_does(temperature: float) -> None:
     memory = torch.randn(6, 12, generator=generator)[labels] + torch.randn(200, 12, generator=generator)
     features = memory[:50] + 0.5 * torch.randn(50, 12, generator=generator)
     single, double = (
-        knn_votes(features.to(dtype), memory.to(dtype), labels, classes=6, k=40, temperature=temperature)
+        next(knn_votes(features.to(dtype), memory.to(dtype), labels, classes=6, k=40, temperature=temperature))
         for dtype in (torch.float32, torch.float64)
     )
     similarity = torch.nn.functional.cosine_similarity(features.double()[:, None], memory.double(), dim=2)

@@ -40,10 +40,11 @@ def test_rates_are_those_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("time.perf_counter", lambda: now)
     clock = Clock()
     # 3, 2 and 4 steps of 64 images in 3, 2 and 2 seconds.
+    clock.start()
     for steps, seconds in ((3, 3.0), (2, 2.0), (4, 2.0)):
-        clock.start()
         for _ in range(steps):
-            clock.add_step(64, 0.125)
+            clock.add_wait(0.125)
+            clock.add_step(64)
         now += seconds
         assert clock.read() == {
             "images_per_second": pytest.approx(64 * steps / seconds),

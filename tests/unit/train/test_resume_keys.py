@@ -6,10 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.train.building import _with_saved_batch
 from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable
 
 # A change of each, and the key that the line begins with.
@@ -32,12 +35,34 @@ CHANGES = {
 }
 
 
-def go_on(*overrides: str, without: str | None = None, images: int = 7) -> list[str]:
+class Shards:
+    """Seven images behind a network."""
+
+    prefers_blocks = True
+
+    def __init__(self, *ends: int) -> None:
+        self.block_ends = np.array(ends)
+
+    def __len__(self) -> int:
+        return 7
+
+
+def go_on(
+    *overrides: str,
+    without: str | None = None,
+    images: int = 7,
+    source: Any = None,
+    ranks: int = 2,
+    order: str | None = None,
+) -> list[str]:
     """What is noted when a run of Adafactor goes on with these overrides.
 
     Args:
         without: a key of the data's section that the checkpoint is too old to have.
         images: in the training split now; the checkpoint is of 7.
+        source: the training split, instead of these.
+        ranks: now; the checkpoint is of 2.
+        order: of the images, in the checkpoint.
     """
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
     config = load_config("vit_digits", [*own, "data.folds=5", *overrides])
@@ -47,11 +72,13 @@ def go_on(*overrides: str, without: str | None = None, images: int = 7) -> list[
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        sources={"train": range(images)},
+        sources={"train": range(images) if source is None else source},
+        world=SimpleNamespace(size=ranks),
         classes=("cat", "dog"),
         display=SimpleNamespace(note=said.append),
     )
-    state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"]}
+    state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"], "world_size": 2}
+    state |= {} if order is None else {"order": order}
     _check_resumable(run, Path("step_000000003"), state)
     return said
 
@@ -84,6 +111,29 @@ def test_what_changes_the_result_is_told() -> None:
     ]
 
 
+def test_what_ranks_and_switches_change_is_told() -> None:
+    assert go_on("parallel.compression=powersgd", "speed.activation_compression=8bit", ranks=3) == [
+        "changed since the checkpoint: parallel.compression none -> powersgd",
+        "changed since the checkpoint: speed.activation_compression None -> 8bit",
+        "changed since the checkpoint: ranks 2 -> 3",
+    ]
+
+
+def test_the_order_depends_on_the_storage() -> None:
+    config, shards = load_config("vit_digits"), Shards(3, 7)
+    order = build.order_name(config, shards)  # type: ignore[arg-type]
+    assert go_on(source=shards, order=order) == []
+    assert go_on(order="full") == []
+    for source in (Shards(4, 7), range(7)):
+        with pytest.raises(UserError, match=rf"^data\.shuffle: .* but {order} when .*; use the same shards"):
+            go_on(source=source, order=order)
+    with pytest.raises(UserError, match=r"^data\.shuffle: .* now, but full when .*; use data\.shuffle=full, or"):
+        go_on(source=shards, order="full")
+    assert go_on("data.shuffle=full", source=shards, order="full") == [
+        "changed since the checkpoint: data.shuffle auto -> full"
+    ]
+
+
 def test_what_changes_no_result_is_not_told() -> None:
     free = ("run_dir=elsewhere", "runtime.threads=3", "parallel=ddp", "speed=reference", "schedule.max_steps=2")
     assert go_on(*free, "resume=never") == []
@@ -91,3 +141,11 @@ def test_what_changes_no_result_is_not_told() -> None:
 
 def test_a_key_that_is_younger_than_the_checkpoint_is_not_refused() -> None:
     go_on(without="sampling")
+
+
+@pytest.mark.parametrize(("given", "batch"), [("auto", 48), ("16", 16)])
+def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
+    config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
+    saved: Any = SimpleNamespace(plain={"config": {"data": {"global_batch_size": 48}}})
+    assert _with_saved_batch(config, saved).data.global_batch_size == batch
+    assert _with_saved_batch(config, None) == config

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
+from pycls_fast.train import run
 from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment, git_state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.metrics import Clock, TrainMetrics
@@ -55,6 +59,22 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
+def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, system_open = [], os.open
+    monkeypatch.setattr("os.open", lambda path, *more: opened.append(Path(path)) or system_open(path, *more))
+    with RunFolder(tmp_path) as folder:
+        for step in (1, 2, 3):
+            folder.add_record("train", step, 0.5)
+            assert len(folder.metrics.read_text().splitlines()) == step
+        assert opened == [folder.metrics]
+        # The rewritten file is another one.
+        folder.forget_after(1)
+        folder.add_record("train", 4, 0.5)
+        assert [record["step"] for record in folder.records()] == [1, 4]
+
+
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
@@ -62,6 +82,19 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     folder.add_record("event", 3, 1.5, event="damaged image")
     folder.forget_after(2)
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
+
+
+def test_records_are_rewritten_only_if_some_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.add_record("train", step, step / 3, loss=0.1, lr=1e-7)
+    before, text = folder.metrics.stat().st_ino, folder.metrics.read_text()
+    folder.forget_after(2)
+    assert folder.metrics.stat().st_ino == before
+    # A line cut off by a kill would swallow the next record.
+    folder.metrics.write_text(text + '{"kind": "tra')
+    folder.forget_after(2)
+    assert folder.metrics.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -141,7 +174,7 @@ def test_results_beside_the_code_do_not_change_it(tmp_path: Path) -> None:
 
 
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
-    draw_curves([], tmp_path / "empty.png", "nothing yet")
+    draw_curves([], tmp_path / "empty.png", "an experiment called a$x_$")
     train = {"kind": "train", "epoch": 1.0, "loss": None, "lr": 0.1, "images_per_second": 5.0}
     score = {
         "kind": "eval",
@@ -151,10 +184,20 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
         "loss": 1.0,
         "top1": 3.0,
         "top5": 9.0,
+        "class_top1": 2.0,
     }
     draw_curves([train, score], tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
+    record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
+    added: dict[str, float] = {}
+    with Board(tmp_path, 0, enabled=True) as board:
+        board._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
+        board.add({**record, "class_top1": 2.0})
+    assert added == {"val_model/top1": 3, "val_model/top5": 9, "val_model/class_top1": 2, "val_model/loss": 1}
 
 
 def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
@@ -163,11 +206,12 @@ def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
         for loss in losses:
             metrics.add_loss(torch.tensor(loss))
         metrics.add_step(torch.tensor(norm))
-    values = metrics.read(ALONE)
-    assert values == {"loss": pytest.approx(2.0 / 3), "grad_norm": pytest.approx(3.0), "skipped_steps": 1}
+    values = metrics.read(ALONE, damaged=2)
+    assert values == {"loss": pytest.approx(2.0 / 3), "grad_norm": pytest.approx(3.0), "skipped_steps": 1, "damaged": 2}
     metrics.add_loss(torch.tensor(9.0))
     metrics.add_step(torch.tensor(1.0))
-    assert metrics.read(ALONE)["loss"] == 9.0
+    values = metrics.read(ALONE)
+    assert (values["loss"], values["damaged"]) == (9.0, 0)
 
 
 def test_medians_leave_out_the_interval_that_warms_up() -> None:
@@ -193,6 +237,13 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def test_a_command_with_a_newline_is_one_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", "train_net.py", "data.root=/x\ny: 1"])
+    folder = RunFolder(tmp_path)
+    folder.write_config({"seed": 1})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
@@ -227,6 +278,36 @@ def test_a_folder_that_cannot_be_kept_is_one_line(
         with pytest.raises(UserError, match=line), RunFolder(tmp_path) as folder:
             folder.occupy(wait_seconds=0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_another_process_began_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """The folder did not exist when this run looked for a checkpoint, so it could not be locked."""
+    path = tmp_path / "run"
+    others: list[subprocess.Popen[str]] = []
+
+    def build_slowly(*arguments: object) -> SimpleNamespace:
+        path.mkdir()
+        RunFolder(path).add_record("train", 5, 0.5, loss=1.0)
+        if not ended:
+            others.append(_hold(path))
+            assert others[0].stdout is not None
+            assert others[0].stdout.readline() == "None\n"
+        return SimpleNamespace(world=ALONE, folder=RunFolder(path))
+
+    at_once = partialmethod(RunFolder.occupy, wait_seconds=0.0)
+    monkeypatch.setattr(RunFolder, "occupy", at_once)
+    monkeypatch.setattr(run, "_build", build_slowly)
+    line = "another run began in" if ended else "is in use by process"
+    try:
+        with pytest.raises(UserError, match=line):
+            run.start_run(load_config("vit_digits", [f"run_dir={path}"]), ALONE, Display(speaks=False, mode="plain"))
+    finally:
+        for other in others:
+            other.communicate("\n", timeout=60)
+    assert [record["step"] for record in RunFolder(path).records()] == [5]
 
 
 def test_who_leaves_lets_in_who_waits(tmp_path: Path) -> None:

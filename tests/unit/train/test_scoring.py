@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +21,10 @@ from pycls_fast.data import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
 from pycls_fast.train import knn
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.score import score
+from tests.random_weights import randomise
 
 TOOLS: dict[str, Callable[[RunConfig], int]] = {
     "score": lambda config: score(config, "val", None),
@@ -35,7 +42,7 @@ def config(tmp_path: Path) -> RunConfig:
         "runtime.threads=1", "runtime.device=cpu", "runtime.progress=plain", "precision=fp32",
     ]  # fmt: skip
     network = build.model(load_config("vit_digits", base), 3, build.switches(load_config("vit_digits", base), _CPU))
-    torch.save(network.state_dict(), tmp_path / "weights.pt")
+    torch.save(randomise(network).float().state_dict(), tmp_path / "weights.pt")
     return load_config("vit_digits", [*base, f"weights={tmp_path / 'weights.pt'}"])
 
 
@@ -68,6 +75,88 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
         "data.eval_batch_size: cpu is out of memory with 128 images at a time; use a smaller one, or "
         "runtime.device=cpu",
     )
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
+)
+def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path) -> None:
+    for number in range(6):
+        for split in ("train", "val"):
+            file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    data = {"source": "folder", "root": str(tmp_path / "images"), "max_damaged": limit}
+    with pytest.raises(UserError, match=message) as caught:
+        TOOLS[tool](config.model_copy(update={"data": config.data.model_copy(update=data)}))
+    assert len(caught.value.lines) == (7 if limit == 5 else 1)
+
+
+def test_an_evaluation_set_has_no_splits(config: RunConfig) -> None:
+    data = config.data.model_copy(update={"eval_set": "v2", "eval_root": "/nowhere"})
+    with pytest.raises(UserError, match=r"^split: data\.eval_set=v2 has none; leave split=train out$"):
+        score(config.model_copy(update={"data": data}), "train", None)
+
+
+def read_table(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
+    output, table = tmp_path / "scores.json", tmp_path / "new" / "worst.csv"
+    assert score(config, "train", str(output), predictions=str(table)) == 0
+    rows = read_table(table)
+    record = json.loads(output.read_text())
+    assert len({row["image"] for row in rows}) == len(rows) == record["count"] == 200
+    right = [row["label"] == row["predicted"] for row in rows]
+    assert 100 * sum(right) / 200 == pytest.approx(record["top1"])
+    losses = [float(row["loss"]) for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert sum(losses) / 200 == pytest.approx(record["loss"], rel=1e-4)
+    # The loss of an image that is right is that of its probability.
+    assert any(right)
+    for row, is_right in zip(rows, right, strict=True):
+        assert 0.33 < float(row["probability"]) <= 1
+        if is_right:
+            assert -math.log(float(row["probability"])) == pytest.approx(float(row["loss"]), abs=1e-4)
+    with build.world(config) as world:
+        source = build.sources(config, world)["train"]
+    first = next(index for index in range(200) if source.name(index) == rows[0]["image"])
+    assert rows[0]["label"] == str(source.read(first)[1])
+    assert rows[0]["class"] == source.classes[int(rows[0]["label"])]
+
+
+def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -> None:
+    likely = []
+    for name in ("cross_entropy", "bce"):
+        chosen = config.model_copy(update={"loss": config.loss.model_copy(update={"name": name})})
+        assert score(chosen, "val", None, predictions=str(tmp_path / "x.csv")) == 0
+        likely.append({row["image"]: float(row["probability"]) for row in read_table(tmp_path / "x.csv")})
+    softmax, sigmoid = likely
+    assert max(abs(sigmoid[image] - softmax[image]) for image in softmax) > 0.01
+
+
+def test_a_table_that_cannot_be_written(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^predictions: {tmp_path} is a folder; give the path of a file$"):
+        score(config, "val", None, predictions=str(tmp_path))
+
+
+def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
+    with build.world(config) as world:
+        source = build.sources(config, world)["val"]
+    labels, predicted = np.array([0, -1, 1, 2]), np.array([5, 1, -1, 2])
+    losses, probabilities = np.array([0.5, 0.0, np.nan, 2.0]), np.array([0.9, 0.8, np.nan, 0.25])
+    text = predictions_csv(Predictions(np.array([3, 4, 5, 6]), labels, predicted, losses, probabilities), source)
+    names = [source.name(index) for index in (5, 6, 3, 4)]
+    c = source.classes
+    assert list(csv.reader(text.splitlines()))[1:] == [
+        [names[0], "1", c[1], "", "", "", "nan"],
+        [names[1], "2", c[2], "2", c[2], "0.25", "2"],
+        [names[2], "0", c[0], "5", "output 5", "0.9", "0.5"],
+        [names[3], "", "", "1", c[1], "0.8", ""],
+    ]
 
 
 def test_votes_that_do_not_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

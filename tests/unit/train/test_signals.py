@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from pycls_fast.errors import UserError
 from pycls_fast.train import run_folder, train
 from pycls_fast.train.signals import stop_requests
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
 def as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever the tests themselves were started under."""
-    for name in ("SUBMITIT_EXECUTOR", "SUBMITIT_PREEMPT_SIGNAL", "LOCAL_RANK"):
+    for name in ("SUBMITIT_EXECUTOR", "SUBMITIT_PREEMPT_SIGNAL", "SLURM_JOB_ID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number in NUMBERS:
@@ -94,6 +95,33 @@ def test_the_warning_of_a_scheduler_is_handed_on(monkeypatch: pytest.MonkeyPatch
         assert (stop.name, calls) == ("SIGTERM", [signal.SIGUSR2])
     stop.call_launcher()
     assert calls == [signal.SIGUSR2] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_warning_of_a_batch_job(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """`#SBATCH --signal=USR1@120`, which would otherwise kill the process."""
+    with stop_requests():
+        assert signal.getsignal(number) == signal.SIG_DFL
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with stop_requests() as stop:
+        stop.training = True
+        send(number)
+    assert stop.name == number.name
+    stop.call_launcher()
+
+
+def test_a_thread_catches_no_signals() -> None:
+    """Python has no signal handlers there; the training itself works."""
+    stops: list[bool] = []
+
+    def inside() -> None:
+        with stop_requests() as stop:
+            stops.append(bool(stop))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert stops == [False]
 
 
 def test_a_scheduler_that_requeues_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

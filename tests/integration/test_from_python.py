@@ -1,0 +1,90 @@
+"""`pycls_fast.train_net`: training in this process, and what is made of its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pycls_fast
+from pycls_fast.errors import UserError
+from pycls_fast.train import from_python, loop
+from tests.integration.runs import TINY, records
+
+
+@pytest.fixture
+def small(digits: Path) -> list[str]:
+    return [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "runtime.threads=1"]
+
+
+def test_an_own_experiment_is_trained_and_loaded(
+    small: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/short.yaml").write_text(
+        "defaults: [vit_digits, {override optim: lion}, _self_]\noptim: {lr: 0.001}\nseed: 5\n"
+    )
+    trained = pycls_fast.train_net("short", [*small, "optim=sgd"], config_dir="mine")
+    assert trained.status == 0
+    assert trained.run_dir.parent == Path("runs/short")
+    # The note that the command line prints: the file's learning rate is not meant for SGD.
+    assert f"note: optim=sgd: lr: the values of {tmp_path / 'mine'}/short.yaml" in capsys.readouterr().err
+    assert trained.summary == json.loads((trained.run_dir / "summary.json").read_text())
+    assert (trained.summary["config_name"], trained.summary["seed"], trained.summary["epochs"]) == ("short", 5, 2)
+    classifier = pycls_fast.load(trained.run_dir, device="cpu")
+    (found,) = classifier.predict(np.zeros((8, 8, 3), np.uint8))
+    assert found.class_name in classifier.classes
+    # Again with the same folder: it resumes.
+    again = pycls_fast.train_net(
+        "short", [*small, "optim=sgd", f"run_dir={trained.run_dir}", "schedule.epochs=3"], config_dir="mine"
+    )
+    assert again.run_dir == trained.run_dir
+    assert again.summary is not None
+    assert again.summary["epochs"] == 3
+    assert [record["epoch"] for record in records(again.run_dir, "eval")] == [1, 2, 3]
+
+
+def test_a_training_that_is_stopped_has_no_summary(
+    small: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = loop.Loop._train_step
+
+    def stopped(self: loop.Loop, *arguments: object) -> None:
+        step(self, *arguments)  # type: ignore[arg-type]
+        self.stop.name = "SIGTERM"
+
+    monkeypatch.setattr(loop.Loop, "_train_step", stopped)
+    trained = pycls_fast.train_net("vit_digits", [*small, f"run_dir={tmp_path / 'run'}"])
+    assert (trained.run_dir, trained.status, trained.summary) == (tmp_path / "run", 3, None)
+
+
+def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_python, "train", lambda config, on_start: 1)
+    with pytest.raises(SystemExit) as ended:
+        pycls_fast.train_net("vit_digits")
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "line"),
+    [
+        # Refused because it is trained.
+        ("finetune", ["data.root=/images"], "weights: not set; give what to fine-tune"),
+        ("vit_digits", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("vit_digit", [], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),
+        ("vit_digits", "seed=1", "overrides: must be a list of key=value; got the text seed=1; write ['seed=1']"),
+    ],
+)
+def test_mistakes(experiment: str, overrides: Sequence[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        pycls_fast.train_net(experiment, overrides)
+    assert caught.value.lines[0].startswith(line)
+
+
+def test_a_folder_of_configurations_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder of configurations"):
+        pycls_fast.train_net("vit_digits", config_dir=tmp_path / "nowhere")

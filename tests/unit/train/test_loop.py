@@ -1,0 +1,105 @@
+"""What the loop does around its steps: what counts as training time, and what it does not wait for."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.data import transfer
+from pycls_fast.speed import SwitchName
+from pycls_fast.train import checkpoint, train
+from pycls_fast.train.loop import Loop
+from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.validation import Evaluations
+from tests.integration.runs import TINY
+
+# Three steps an epoch, two epochs.
+SMALL = (
+    *TINY, "data=synthetic", "data.synthetic_train_images=192", "data.synthetic_val_images=64", "data.num_workers=0",
+    "data.synthetic_classes=10",
+)  # fmt: skip
+
+
+def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
+    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == 0
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, reports = RunFolder.add_record, []
+
+    def slowly(self: RunFolder, *arguments: Any, **values: Any) -> dict[str, Any]:
+        time.sleep(0.1)
+        return add(self, *arguments, **values)
+
+    monkeypatch.setattr(RunFolder, "add_record", slowly)
+    monkeypatch.setattr(Loop, "_report_damage", lambda self, done: reports.append(done))
+    records = run(tmp_path, "runtime.checkpoint_async=false")
+    steps = {record["step"]: record["step_seconds"] for record in records if record["kind"] == "train"}
+    # The interval after an evaluation begins after it.
+    assert min(steps[step] for step in (2, 3, 5, 6)) >= 0.1
+    assert reports == [3, 6]
+
+
+def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint.write
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        time.sleep(2.0)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    records = run(tmp_path)
+    order = [(record["kind"], record["step"]) for record in records]
+    assert order.index(("train", 4)) < order.index(("checkpoint", 3))
+    scores = {record["step"]: record["top1"] for record in records if record["kind"] == "eval"}
+    best = min(scores, key=lambda step: (-scores[step], step))
+    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best
+
+
+def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
+    (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
+    assert f"(best class top-1 {score:.2f}% at epoch 0)" in capsys.readouterr().out
+
+
+def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, drawn = 0.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def draw(self: Evaluations) -> None:
+        nonlocal now
+        drawn.append(now)
+        now += 0.5
+
+    monkeypatch.setattr(Evaluations, "draw", draw)
+    evaluations = Evaluations(SimpleNamespace(), Board(tmp_path, 0, enabled=False), lambda: None)  # type: ignore[arg-type]
+    for seconds in (0.0, 1.0, 48.0, 60.0):
+        now += seconds
+        evaluations.draw_if_due()
+    assert drawn == [0.0, 109.5]
+
+
+def test_evaluation_copies_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, resolve = [], build.switches
+
+    def copied(batches: Any, device: Any, *, mode: str) -> Any:
+        modes.append(mode)
+        return transfer.to_device(batches, device, mode="blocking")
+
+    for module in ("loop", "validation"):
+        monkeypatch.setattr(f"pycls_fast.train.{module}.to_device", copied)
+    ahead = {SwitchName.INPUT_COPY: "prefetch"}
+    monkeypatch.setattr(build, "switches", lambda *arguments: {**resolve(*arguments), **ahead})
+    run(tmp_path, "schedule.max_steps=1")
+    assert modes == ["prefetch"] * 2

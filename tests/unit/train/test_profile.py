@@ -1,0 +1,30 @@
+"""The profile of a few steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.test_loop import run
+
+
+def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "runtime.profile_step=2", "speed=reference")
+    out = capsys.readouterr().out
+    assert "steps 2 to 4: operators by time on the CPU, ms per step" in out
+    # Each of the two layers has a matrix product for query, key and value.
+    assert "aten::addmm" in out
+    with gzip.open(tmp_path / "profile" / "step_2.json.gz") as file:
+        trace = json.load(file)
+    updates = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("Optimizer.step")]
+    assert len(updates) == 3
+
+
+def test_a_profile_that_the_end_cuts_off_is_stopped(tmp_path: Path) -> None:
+    run(tmp_path / "cut", "runtime.profile_step=2", "schedule.max_steps=3")
+    assert not (tmp_path / "cut" / "profile").exists()
+    run(tmp_path / "next", "runtime.profile_step=1", "schedule.max_steps=3")
+    assert (tmp_path / "next" / "profile").is_dir()
