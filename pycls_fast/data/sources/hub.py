@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.layout import missing_column, name_classes
+from pycls_fast.data.sources.labels import missing_column, name_classes
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few

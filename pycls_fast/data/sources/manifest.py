@@ -15,7 +15,8 @@ from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import FileSource
 from pycls_fast.data.sources.index_cache import Index, load_or_build
-from pycls_fast.data.sources.layout import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.layout import SPLIT_OF, find_files
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits

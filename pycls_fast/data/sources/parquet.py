@@ -15,7 +15,8 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.index_cache import Index, load_or_build
-from pycls_fast.data.sources.layout import find_files, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.layout import find_files
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress

@@ -18,7 +18,8 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
-from pycls_fast.data.sources.layout import find_files, is_remote, name_classes, read_class_list
+from pycls_fast.data.sources.labels import name_classes, read_class_list
+from pycls_fast.data.sources.layout import find_files, is_remote
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, stamp_of

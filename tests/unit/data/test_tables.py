@@ -12,7 +12,7 @@ import pytest
 
 from pycls_fast.data import block_ends
 from pycls_fast.data.sources import CachePolicy, OpenOptions
-from pycls_fast.data.sources.layout import name_classes
+from pycls_fast.data.sources.labels import name_classes
 from pycls_fast.data.sources.parquet import ParquetSource
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
