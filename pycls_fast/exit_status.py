@@ -12,10 +12,10 @@ OUT_OF_MEMORY = "out of memory"
 class Finished(int):
     """The status `DONE` of a training, with the number that a sweeper such as Optuna's minimises."""
 
-    objective: float
+    objective: float | None
 
-    def __new__(cls, objective: float) -> Finished:
-        """Status 0; `objective` is NaN if there is no result."""
+    def __new__(cls, objective: float | None) -> Finished:
+        """Status 0; `objective` is None if there is no result."""
         status = super().__new__(cls, DONE)
         status.objective = objective
         return status

@@ -349,16 +349,17 @@ class Loop:
             command = command.replace("python -u ", f"{launcher} ", 1)
         return command
 
-    def _finish(self) -> float:
-        """Write the summary; returns what a sweeper minimises, on rank 0.
+    def _finish(self) -> float | None:
+        """Write the summary; returns what a sweeper minimises, None without an evaluation.
 
-        That is 100 - the best top-1 in percent, or the lowest loss if `schedule.early_stopping_metric` says so.
+        That is 100 - the best top-1 (or class_top1, if `schedule.early_stopping_metric` says so) in percent, or the
+        lowest loss.
         """
         run = self.run
         self._finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         if not run.world.is_main:
-            return math.nan
+            return None
         clock = self.clock
         if not clock.intervals:
             # Nothing was left to train: report the speed and memory of the earlier processes.
@@ -378,6 +379,10 @@ class Loop:
                 f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
             )
         run.display.note(f"run folder: {run.folder.path}")
-        if best is None:
-            return math.nan
-        return 100 - best["top1"] if run.config.schedule.early_stopping_metric == "top1" else best["loss"]
+        return None if best is None else _objective(best, run.config.schedule.early_stopping_metric)
+
+
+def _objective(best: Mapping[str, Any], metric: str) -> float | None:
+    """What a sweeper minimises, from the record of the best evaluation; None if the metric is null there."""
+    value = best.get(metric)
+    return value if value is None or metric == "loss" else 100 - value

@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import transfer
 from pycls_fast.speed import SwitchName
-from pycls_fast.train import checkpoint, train
+from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.tensorboard import Board
@@ -71,6 +71,20 @@ def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.Capt
     records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
     (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
     assert f"(best class top-1 {score:.2f}% at epoch 0)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "objective"),
+    [
+        ("top1", 90.0, 10.0), ("class_top1", 80.0, 20.0), ("class_top1", None, None), ("loss", 0.5, 0.5),
+        ("loss", None, None),
+    ],
+)  # fmt: skip
+def test_a_sweeper_minimises_the_metric_that_chose_the_best(
+    metric: str, value: float | None, objective: float | None
+) -> None:
+    """None for a record without the number."""
+    assert loop._objective({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
 
 
 def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
