@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import os
 import select
 import sys
@@ -131,9 +130,12 @@ class _TaskStopped(Exception):
     """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
 
 
-def _objective(status: int) -> float:
-    """What a sweeper gets from a run: a number to minimise, or NaN."""
-    return status.objective if isinstance(status, Finished) else math.nan
+def _objective(status: int) -> float | None:
+    """What a sweeper gets from a run: a number to minimise, or None.
+
+    Optuna's records a trial with None as failed and continues; NaN would end its search with a traceback.
+    """
+    return status.objective if isinstance(status, Finished) else None
 
 
 def _run_task(action: Callable[[], int]) -> int:
