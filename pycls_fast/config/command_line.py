@@ -74,7 +74,7 @@ def command_line(
         configs.append(config)
         return run(config, chosen)
 
-    def job(config: DictConfig) -> float:
+    def job(config: DictConfig) -> float | None:
         def action() -> int:
             composed = Composed.from_hydra(config, HydraConfig.get())
             return _run_job(composed, noted, options, needs_data, trains, scores_sets)

@@ -277,6 +277,7 @@ class Loop:
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
+            self._finish_saving()
             run.save(done)
             run.finish_saving()
             raise too_many_damaged(run.damaged, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import transfer
+from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.loop import Loop
@@ -65,6 +67,30 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     scores = {record["step"]: record["top1"] for record in records if record["kind"] == "eval"}
     best = min(scores, key=lambda step: (-scores[step], step))
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best
+
+
+def test_the_best_is_linked_although_damaged_images_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint was still being written."""
+    write, report, reported = checkpoint.write, Loop._report_damage, threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        reported.wait(60.0)
+        return write(*arguments, **named)
+
+    def damaged(self: Loop, done: int) -> None:
+        if done == 4:
+            self.damaged["1.png"] = "broken"
+            reported.set()
+        report(self, done)
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(Loop, "_report_damage", damaged)
+    monkeypatch.setattr(Loop, "_log", lambda self, done, numbers: numbers.update(damaged=done == 4))
+    with pytest.raises(UserError, match=r"^data\.max_damaged"):
+        run(tmp_path, "data.max_damaged=0")
+    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
