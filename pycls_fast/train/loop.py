@@ -351,7 +351,7 @@ class Loop:
         return command
 
     def _finish(self) -> float | None:
-        """Write the summary; returns what a sweeper minimises, None without an evaluation.
+        """Write the summary; returns on all ranks, once it is written, what a sweeper minimises, or None.
 
         That is 100 - the best top-1 (or class_top1, if `schedule.early_stopping_metric` says so) in percent, or the
         lowest loss.
@@ -359,8 +359,11 @@ class Loop:
         run = self.run
         self._finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
-        if not run.world.is_main:
-            return None
+        # The other ranks wait: their script may read the summary next.
+        return run.world.from_main(self._summarise(memory) if run.world.is_main else None)
+
+    def _summarise(self, memory: int) -> float | None:
+        run = self.run
         clock = self.clock
         if not clock.intervals:
             # Nothing was left to train: report the speed and memory of the earlier processes.

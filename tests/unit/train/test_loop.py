@@ -15,6 +15,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import transfer
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.loop import Loop
@@ -111,6 +112,13 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
 ) -> None:
     """None for a record without the number."""
     assert loop._objective({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
+
+
+def test_other_ranks_end_after_the_summary_is_written() -> None:
+    """Their script may read it next."""
+    world = SimpleNamespace(is_main=False, device=ALONE.device, gather=lambda value: [value], from_main=lambda _: 12.5)
+    loop_of_rank: Any = SimpleNamespace(run=SimpleNamespace(world=world), _finish_saving=lambda: None)
+    assert Loop._finish(loop_of_rank) == 12.5
 
 
 def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
