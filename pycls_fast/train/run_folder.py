@@ -114,11 +114,13 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close_metrics()
-        if self._lock is not None:
-            self._lock_file.unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+        try:
+            self._close_metrics()
+        finally:
+            if self._lock is not None:
+                self._lock_file.unlink(missing_ok=True)
+                os.close(self._lock)
+                self._lock = None
 
     def write_config(self, values: dict[str, Any]) -> None:
         """Write `config.yaml`: every value that the run uses, defaults included."""
@@ -170,9 +172,11 @@ class RunFolder:
             self._write("metrics.jsonl", kept)
 
     def _close_metrics(self) -> None:
-        if self._metrics is not None:
-            os.close(self._metrics)
-            self._metrics = None
+        file, self._metrics = self._metrics, None
+        if file is not None:
+            # Network file systems report a full disk here.
+            with writing(self.metrics):
+                os.close(file)
 
     def _write(self, name: str, text: str) -> None:
         whole = atomic_write(self.path / name)

@@ -75,6 +75,27 @@ def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
         assert [record["step"] for record in folder.records()] == [1, 4]
 
 
+def test_a_failing_close_of_the_records_is_one_line_and_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems report a full disk there."""
+    close, failed = os.close, []
+
+    def full(file: int) -> None:
+        close(file)
+        if not failed:
+            failed.append(file)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    folder = RunFolder(tmp_path)
+    assert folder.occupy() is None
+    folder.add_record("train", 1, 0.5)
+    monkeypatch.setattr("os.close", full)
+    with pytest.raises(UserError, match=r"^run_dir: .*metrics.jsonl cannot be written \(Disk quota exceeded\)"), folder:
+        pass
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
