@@ -140,6 +140,9 @@ class RunFolder:
                 self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             with open(self._metrics, "a", encoding="utf-8", closefd=False) as file:
                 file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
+        if kind != "train":
+            # Network file systems send it to the server now. A resumed run needs the evaluations.
+            self._close_metrics()
         return record
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:

@@ -75,6 +75,17 @@ def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
         assert [record["step"] for record in folder.records()] == [1, 4]
 
 
+def test_the_file_of_records_is_closed_after_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only then do network file systems send it to the server."""
+    closed, close = [], os.close
+    monkeypatch.setattr("os.close", lambda file: closed.append(file) or close(file))
+    with RunFolder(tmp_path) as folder:
+        folder.add_record("train", 1, 0.5)
+        assert not closed
+        folder.add_record("eval", 1, 0.5)
+        assert len(closed) == 1
+
+
 def test_a_failing_close_of_the_records_is_one_line_and_leaves_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
