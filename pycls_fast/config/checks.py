@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, Section, TimmModel, ViTModel
 
 
+ONLY_SCORED = "only tools/test_net.py scores it; use data.eval_set=null"
+
+
 def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong and what to do) for every impossible combination.
 
@@ -19,8 +22,10 @@ def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False
     # A resumed run has its weights in its checkpoint.
     if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
+    if trains and config.data.eval_set is not None:
+        yield "data.eval_set", ONLY_SCORED
     # Every evaluation set except ReaL has its own images.
-    needs_data &= config.data.eval_set in (None, "real")
+    needs_data &= trains or config.data.eval_set in (None, "real")
     if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
         yield (
             "data.root",

@@ -22,6 +22,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler
+from pycls_fast.config.checks import ONLY_SCORED
 from pycls_fast.config.compose import (
     HYDRA_SETTINGS,
     Composed,
@@ -264,8 +265,7 @@ def _run_job(
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
     if config.data.eval_set is not None and not scores_sets:
-        where = composed.where("data.eval_set")
-        mistakes.append(f"data.eval_set: only tools/test_net.py scores it; use data.eval_set=null ({where})")
+        mistakes.append(f"data.eval_set: {ONLY_SCORED} ({composed.where('data.eval_set')})")
     if mistakes:
         raise UserError(*mistakes)
     _print_lines("note", precedence.notes(composed))
