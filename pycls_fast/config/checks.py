@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from pycls_fast.config.schema import AUTO, ResNetModel, RunConfig, Section, TimmModel, ViTModel
 
-
 ONLY_SCORED = "only tools/test_net.py scores it; use data.eval_set=null"
 
 
