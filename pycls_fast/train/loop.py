@@ -318,13 +318,17 @@ class Loop:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
             run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
-            self.evaluations.draw()
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
             run.display.note(f"resume with: {self._same_command()}")
             if command_alone() is not None:
                 run.display.note("that resumes only this run of the sweep; restart the other unfinished runs, too")
+            # Last: a launcher may kill this, and everything else is done.
+            try:
+                self.evaluations.draw()
+            except UserError as error:
+                run.display.warn(error.lines[0])
         return STOPPED
 
     def _same_command(self) -> str:
