@@ -246,6 +246,7 @@ def _score(
         own_losses_B = own_loss(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
     highest_B = highest_B1[:, 0]
     probabilities_B = highest_B.sigmoid() if sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
+    probabilities_B = torch.where(finite_B, probabilities_B, torch.nan)
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
     return _Scored(
