@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pycls_fast.data import decode
 from pycls_fast.data.sources.progress import progress
@@ -82,7 +82,11 @@ def predict(
         if format == "csv":
             # Row by row: millions of images take hours, and an error or a kill must not lose them all.
             with _opened(path) as stream:
-                _write_csv(stream, predictions)
+                table = csv.writer(stream, lineterminator="\n")
+                for row in _csv_rows(predictions):
+                    # Not around the loop: reading images can fail, too.
+                    with _writing(path):
+                        table.writerow(row)
         else:
             found += predictions
     if format == "sheet":
@@ -90,7 +94,7 @@ def predict(
         for file in write_sheets([_cell(source, each) for each in found], path) if found else ():
             print(file)
     elif format != "csv":
-        with _opened(path) as stream:
+        with _opened(path) as stream, _writing(path):
             if format == "json":
                 _write_json(stream, classifier, found, unreadable)
             else:
@@ -153,11 +157,23 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    try:
+    with _writing(path):
         # Parts of a class name that are not UTF-8 become escapes, which JSON readers decode.
-        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-            yield stream
+        stream = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
+    try:
+        yield stream
+    finally:
+        with _writing(path):
+            stream.close()
+
+
+@contextmanager
+def _writing(path: Path | None) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
+        if path is None:
+            raise
         raise UserError(f"output: {path} cannot be written ({error.strerror})") from error
 
 
@@ -183,17 +199,16 @@ def _write_json(
     stream.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def _write_csv(stream: TextIO, found: Iterable[Prediction]) -> None:
-    table = csv.writer(stream, lineterminator="\n")
+def _csv_rows(found: Iterable[Prediction]) -> Iterator[list[Any]]:
     header_is_written = False
     for each in found:
         if not header_is_written:
-            table.writerow(_csv_header(len(each.top)))
+            yield _csv_header(len(each.top))
             header_is_written = True
         cells = ((guess.label, guess.class_name, f"{guess.probability:.6g}") for guess in each.top)
-        table.writerow([each.image, *(cell for cells_of_one in cells for cell in cells_of_one)])
+        yield [each.image, *(cell for cells_of_one in cells for cell in cells_of_one)]
     if not header_is_written:
-        table.writerow(_csv_header(1))
+        yield _csv_header(1)
 
 
 def _csv_header(count: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -108,6 +109,17 @@ def test_rows_are_there_before_the_last_image(
         rows = list(csv.DictReader(io.StringIO(text)))
         assert [Path(row["image"]).name for row in rows] == ["0.png", "1.png", "2.png", "3.png"]
         assert rows[3].keys() == {"image", "label", "class", "probability", "label_2", "class_2", "probability_2"}
+
+
+def test_an_error_of_the_loader_is_not_reported_as_one_of_the_output(
+    run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(network: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(VisionTransformer, "forward", failing)
+    with pytest.raises(OSError, match="Too many open files"):
+        run_tool("predict", run_dir, folder, "format=csv", f"output={tmp_path / 'x.csv'}")
 
 
 def test_a_reader_that_leaves_ends_the_rows(run_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
