@@ -171,3 +171,11 @@ def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) 
         file.write_bytes(content)
     with pytest.raises(UserError, match="predictions"):
         Predictions.load(file)
+
+
+@pytest.mark.parametrize(("bad", "sigmoid"), [(-torch.inf, False), (torch.inf, True)])
+def test_no_probability_where_a_score_is_infinite(bad: float, sigmoid: bool) -> None:
+    logits = torch.tensor([[1.0, bad, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    made = score(logits, torch.tensor([0, 0]), [2], sigmoid=sigmoid).predictions.probabilities_N
+    assert made is not None
+    assert np.isnan(made).tolist() == [True, False]
