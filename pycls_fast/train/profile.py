@@ -29,6 +29,7 @@ class StepProfile:
         self._cuda = cuda
         self._display = display
         self._running: profiler.profile | None = None
+        self._is_written = False
 
     def before(self, step: int) -> None:
         """Start if this is the first of the steps, counted from 1."""
@@ -51,6 +52,7 @@ class StepProfile:
         with writing(file):
             self._folder.mkdir(exist_ok=True)
             running.export_chrome_trace(str(file))
+        self._is_written = True
         title = f"steps {self._first} to {step}: operators by time on the {'GPU' if self._cuda else 'CPU'}, ms per step"
         self._display.table(title, self._longest(running))
         self._display.note(f"profile: {file} (open it in https://ui.perfetto.dev)")
@@ -68,6 +70,9 @@ class StepProfile:
         ]
 
     def close(self) -> None:
-        """Stop a profile that the end of the run has cut off; nothing is written."""
+        """Stop a profile that the end of the run has cut off; a note says that there is none."""
         if self._running is not None:
             self._running.stop()
+        if self._first is not None and not self._is_written:
+            last = self._first + STEPS - 1
+            self._display.note(f"runtime.profile_step: no profile; steps {self._first} to {last} were not all trained")
