@@ -388,7 +388,12 @@ def _refuse_shared_folder(overrides: Sequence[str]) -> None:
     except OverrideParseException:
         return  # Hydra parses the overrides next and reports the error.
     given = [override for override in parsed if override.key_or_group == "run_dir"]
-    if not given or given[-1].is_sweep_override() or not any(override.is_sweep_override() for override in parsed):
+    # A sweeper that searches may have its choices in its own settings.
+    sweeps = any(
+        override.is_sweep_override() or (override.key_or_group == "hydra/sweeper" and override.value() != "basic")
+        for override in parsed
+    )
+    if not given or given[-1].is_sweep_override() or not sweeps:
         return
     value = str(given[-1].get_value_string())
     if "${" not in value:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.config.command_line import _run_task, _TaskStopped
+from pycls_fast.config.command_line import _refuse_shared_folder, _run_task, _TaskStopped
 from pycls_fast.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -205,6 +205,13 @@ def test_how_a_task_of_a_scheduler_fails(
         _run_task(action)
     assert repr(found.value) == raised
     assert capsys.readouterr().err.endswith(shown)
+
+
+def test_one_folder_for_a_search_is_refused() -> None:
+    """The search space may be in the sweeper's settings only."""
+    with pytest.raises(UserError, match=r"^run_dir: out for every run of --multirun"):
+        _refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out"])
+    _refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out/${hydra:job.num}"])
 
 
 def test_a_stopped_task_of_a_scheduler_says_so() -> None:
