@@ -284,13 +284,12 @@ class Loop:
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
-        if not self.evaluations.due(start):
-            return
-        if not self.evaluations.has(start):
+        if self.evaluations.due(start) and not self.evaluations.has(start):
             self.evaluations.forget(start)
             self._evaluate(start)
         elif self.run.world.is_main:
-            # That process may have been killed between recording the evaluation and linking the checkpoint.
+            # That process may have been killed between recording the evaluation and linking the checkpoint. This one
+            # may have other steps at which an evaluation is due.
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
