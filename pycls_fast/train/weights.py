@@ -119,7 +119,9 @@ def find_weights(source: str | Path) -> Path | str:
 
 
 def find_own(source: str | Path) -> Path:
-    """As `find_weights`, for what needs weights of this project, which name their model.
+    """The checkpoint or file that a source names, for callers that need the model's configuration from it.
+
+    Unlike `find_weights`, it takes no names of timm or torchvision, whose weights have none.
 
     Raises:
         UserError: there are none, or they are timm's or torchvision's.
