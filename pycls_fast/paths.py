@@ -13,6 +13,17 @@ def user_path(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
+def weights_file(path: Path) -> Path:
+    """A file of weights under the name whose suffix, and `config.json` in the same folder, describe it.
+
+    A link's target, unless that has no suffix (as in the Hugging Face cache) or the link's own folder has a
+    `config.json`.
+    """
+    target = path.resolve()
+    has_own = path.parent.resolve() != target.parent and (path.parent / "config.json").is_file()
+    return path.absolute() if path.suffix and (has_own or not target.suffix) else target
+
+
 def cache_folder() -> Path:
     """The folder for reproducible files: below `XDG_CACHE_HOME`, else `~/.cache`, or `.cache` without a home."""
     general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")

@@ -20,10 +20,11 @@ Made by `python tools/switch_cards.py` from `pycls_fast/speed/`, `pycls_fast/pre
 [strategies](#strategies).
 
 `speed=reference` sets every switch to its first value, the plain implementation; `speed=fast` to the best known one for
-the device (and for a precision with products in 16 bits); `speed.NAME=VALUE` sets one by hand. A value that the device
-cannot run is an error that names another. How closely a value must match its reference: `identical`, the same bits;
-`rounding`, the same mathematics in a different order; `training`, it changes what is learned, so its accuracy has to be
-measured. `python tools/ledger.py ladder=switches switches=[NAME]` measures one against its reference.
+the device (and for a precision with products in 16 bits; with `precision=fp8`, `qkv` is `separate` and on CUDA
+`compile` is `blocks`); `speed.NAME=VALUE` sets one by hand. A value that the device cannot run is an error that names
+another. How closely a value must match its reference: `identical`, the same bits; `rounding`, the same mathematics in a
+different order; `training`, it changes what is learned, so its accuracy has to be measured.
+`python tools/ledger.py ladder=switches switches=[NAME]` measures one against its reference.
 """
 
 _PRECISION = """\

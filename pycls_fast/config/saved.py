@@ -22,7 +22,7 @@ from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unr
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.paths import user_path
+from pycls_fast.paths import user_path, weights_file
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def _of_source(source: Path) -> Saved | None:
     path = source.resolve()
     if not path.exists():
         return None  # A hub name, or an error that is reported when it is opened.
-    # The link's own suffix counts: in the Hugging Face cache the target has none.
-    link = source if source.suffix else path
-    file = path / "model.safetensors" if (path / "config.json").is_file() else link.absolute()
+    file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)
         if values is not None:
@@ -101,8 +99,9 @@ def _in_header(file: Path) -> dict[str, Any] | None:
         values = None if text is None else json.loads(text)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Reported when the tensors are read.
-    # Other programs write other things under this key.
-    return values if isinstance(values, dict) and isinstance(values.get("model"), dict) else None
+    # Other programs write other things under this key; `models/foreign/read.py` tells them apart in the same way.
+    is_run = isinstance(values, dict) and all(isinstance(values.get(key), dict) for key in ("model", "data", "speed"))
+    return values if is_run else None
 
 
 def _in_state(file: Path) -> dict[str, Any]:

@@ -514,7 +514,8 @@ class Runtime(Section):
     `keep_checkpoints` is the number of newest ones that are kept, besides the best. With `checkpoint_async` training
     continues while a copy of its state is written; the copy takes as much host memory as a rank's share of the state.
     `eval_every_epochs: auto` makes at most 20 evaluations in a run; `eval_every_steps` replaces it.
-    `threads` is the number of CPU threads (default: torch's choice, but at most a container's CPU limit).
+    `threads` is the number of CPU threads (default: torch's choice, but at most a container's CPU limit; with
+    speed.param_offload under torchrun, the rank's share of the cores).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     `profile_step` is the first of three steps, counted from 1, of which rank 0 writes a profile (`profile/`).
     """

@@ -21,6 +21,8 @@ from pycls_fast.train.environment import environment, versions
 
 # Packages beside torch that provide models and images; plans of earlier versions do not have them.
 _PACKAGES = ("torchvision", "timm")
+# In place of the code in plans of versions that did not record it.
+UNKNOWN_CODE = "unknown"
 # At most so many changed keys are listed in a message.
 _MOST_KEYS = 5
 

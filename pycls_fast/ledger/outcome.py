@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from pycls_fast.ledger.accuracy import ImagePair, pair_images
-from pycls_fast.ledger.plan import Arm
+from pycls_fast.ledger.plan import Arm, tree_path
 from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
 from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
-from pycls_fast.train.environment import environment, environment_command, versions
+from pycls_fast.train.environment import environment, environment_command, git_state, versions
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 
@@ -90,12 +90,14 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
             status, reason = name, reasons[arm.name]
     if arm.overridden is not None:
         status, reason = "overridden", arm.overridden
+    git = None if arm.tree is None else git_state(tree_path(arm.tree))
     return {
         "name": arm.name,
-        "note": arm.note,
+        "note": "; ".join(filter(None, [arm.note, _code_note(arm, git)])),
         "overrides": list(arm.overrides),
         "ranks": arm.ranks,
         "tree": arm.tree,
+        "git": git,
         "before": arm.before,
         "status": status,
         "reason": reason,
@@ -105,6 +107,14 @@ def _arm(ledger: Ledger, arm: Arm) -> Record:
         "numerics": _numerics(ledger, arm),
         "training": _training(ledger, arm),
     }
+
+
+def _code_note(arm: Arm, git: Mapping[str, Any] | None) -> str | None:
+    """The checkout that an arm runs and its commit, if it is known; None for an arm with this code."""
+    if arm.tree is None:
+        return None
+    commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
+    return f"the code in {arm.tree}{commit}"
 
 
 def _timing(ledger: Ledger, arm: Arm) -> Record | None:

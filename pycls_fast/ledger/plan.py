@@ -127,8 +127,7 @@ def arms(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
 
 def _arm(rung: Rung, overrides: tuple[str, ...], ranks: int, before: str | None) -> Arm:
-    notes = ([f"the code in {rung.tree}"] if rung.tree else []) + ([rung.note] if rung.note else [])
-    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, "; ".join(notes), rung.tree)
+    return Arm(rung.name, merged(overrides, rung.overrides), ranks, before, rung.note, rung.tree)
 
 
 def _alone(rung: Rung, base: Arm) -> Arm:

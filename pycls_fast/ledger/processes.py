@@ -99,7 +99,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(ranks) | ({"PYTHONPATH": str(tree)} if tree is not None else {}),
+                env=_environment(ranks) | ({} if tree is None else _imports(tree)),
                 pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -146,6 +146,11 @@ def _environment(ranks: int) -> dict[str, str]:
     # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
     share = max(build.cores() // ranks, 1)
     return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
+
+
+def _imports(tree: Path) -> dict[str, str]:
+    # The user's own path stays: other packages may be found only through it.
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
 
 
 def _die_with_parent() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
-from pycls_fast.ledger.conditions import changed
+from pycls_fast.ledger.conditions import UNKNOWN_CODE, changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, Mode, arms, merged, readable, tree_path
 from pycls_fast.ledger.processes import Finished, Process
@@ -152,11 +152,16 @@ class Ledger:
                         f"output: {self.folder} holds a ledger with different {', '.join(other)}; choose another "
                         "folder, or remove it"
                     )
-                self.codes = before.get("code", [_UNKNOWN_CODE])
+                self.codes = before.get("code", [UNKNOWN_CODE])
                 if self.code() not in self.codes and not self.accept_code:
+                    by = (
+                        "by a version that did not record its code"
+                        if self.codes == [UNKNOWN_CODE]
+                        else "with different code"
+                    )
                     raise UserError(
-                        f"output: {self.folder} was measured with different code; choose another folder, remove it, or "
-                        "add accept_code=true if the change does not affect the measurements"
+                        f"output: {self.folder} was measured {by}; choose another folder, remove it, or add "
+                        "accept_code=true if the change does not affect the measurements"
                     )
             else:
                 self.codes = [self.code()]
@@ -438,9 +443,6 @@ class Ledger:
                 sizes = {f"train_{key}": record[key] for key in ("image_size", "forward_flops_per_image")}
                 yield {**sizes, **record}
 
-
-# In place of the code in plans of versions that did not record it.
-_UNKNOWN_CODE = "unknown"
 
 # What may change when a ledger is resumed.
 _MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")

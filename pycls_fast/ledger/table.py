@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pycls_fast.ledger.conditions import UNKNOWN_CODE
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.display import human, plain_table, wide_console
 
@@ -93,10 +94,13 @@ def _error(value: float | str | None) -> str:
 def several_codes(record: Mapping[str, Any]) -> str | None:
     """A remark on a ledger that was measured with more than one state of the code; else None."""
     # Ledgers of earlier versions do not have it.
-    count = len(record.get("code", ()))
-    if count < 2:
+    codes = record.get("code", ())
+    if len(codes) < 2:
         return None
-    return f"measured with {count} states of the code, which need not be equally fast or accurate"
+    with_what = (
+        "partly with code that was not recorded" if UNKNOWN_CODE in codes else f"with {len(codes)} states of the code"
+    )
+    return f"measured {with_what}, which need not be equally fast or accurate"
 
 
 def time_taken(record: Mapping[str, Any]) -> str | None:

@@ -67,7 +67,10 @@ class Ema:
         self._copied = [name for name in self._live if name not in set(floating)]
 
     def share(self, step: int) -> float:
-        """Share of the weights after `step` (from 0) in the new average: 1 - decay ** every, or 0 if skipped."""
+        """Share of the weights after `step` (from 0) in the new average: 1 - d ** every, or 0 if the step is skipped.
+
+        d is `decay`, or less during warm-up.
+        """
         if (step + 1) % self.every:
             return 0.0
         return 1.0 - (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every

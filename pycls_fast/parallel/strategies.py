@@ -67,16 +67,18 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
     Strategy(
         name="fsdp",
         numerics="rounding",
-        note="torch's fully_shard, block by block: weights are gathered when a block computes, and gathered again for "
-        "the backward pass (ZeRO-3) or, with parallel.reshard_after_forward=false, kept until then (ZeRO-2).",
+        note="torch's fully_shard, block by block: weights are gathered when a block computes, and (all but "
+        "the last block's) gathered again for the backward pass (ZeRO-3) or, with "
+        "parallel.reshard_after_forward=false, kept until then (ZeRO-2).",
         holds="Its share of weights, gradients, optimizer state and average; gathered, one block and the next at a "
         "time (ZeRO-3) or all weights (ZeRO-2).",
         mathematics="None: gradients are summed in a different order, after every microbatch, in float32.",
         helps="Models that do not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
         "gradients and optimizer state a rank instead of ddp's 4,866, and 1,460 MB at the peak of a step instead of "
         "4,934 (docs/results/sharded_memory.md).",
-        hurts="Weights travel twice a step (ZeRO-3), and gradients after every microbatch. With precision=amp_bf16 "
-        "every rank keeps a cast of each weight; bf16_params does not. Optimizers: adamw, sgd, lamb and lion.",
+        hurts="Weights (all but the last block's) travel twice a step (ZeRO-3), and gradients after every "
+        "microbatch. With precision=amp_bf16 every rank keeps a cast of each weight; bf16_params does not. Optimizers: "
+        "adamw, sgd, lamb and lion.",
         source="Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054; Zhao et al., PyTorch FSDP, 2023, arXiv "
         "2304.11277; torch.distributed.fsdp.fully_shard.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "

@@ -27,7 +27,8 @@ class Confusion(NamedTuple):
 def confusion(predictions: Predictions, classes: int) -> Confusion:
     """Count images by true class and predicted class.
 
-    Images without a true class or with NaN scores are left out; so are predictions of outputs without a class.
+    Images without a true class or with scores that are not finite are left out; so are predictions of outputs without a
+    class.
     """
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)

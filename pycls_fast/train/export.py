@@ -22,7 +22,7 @@ from pycls_fast.paths import user_path
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
 from pycls_fast.train.restore import restore
-from pycls_fast.train.weights import Weights, find_checkpoint, open_weights
+from pycls_fast.train.weights import Weights, find_own, open_weights
 
 PATHS = (
     "run_dir",
@@ -56,7 +56,7 @@ def export(
     Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
 
     Args:
-        source: a source of our own, as `weights=` takes.
+        source: a source of our own, as `restore` takes.
         output: the file; for "timm" a folder.
         which: "auto", "model" or "ema".
         dtype: format of floating-point tensors; None: as saved. For "safetensors" and "timm" only.
@@ -67,7 +67,7 @@ def export(
         UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.
     """
     path = _checked(user_path(output), format, dtype, overwrite=overwrite)
-    weights = open_weights(find_checkpoint(user_path(source)), kind=which)
+    weights = open_weights(find_own(source), kind=which)
     # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
     beside = path if path.is_dir() else path.parent
     temporary = beside / f".{path.stem}.{os.getpid()}.tmp{path.suffix}"

@@ -89,7 +89,10 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
     """
     weights = config.weights
     if weights is None:
-        raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
+        raise UserError(
+            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
+            "weights=SOURCE"
+        )
     with build.world(config) as world:
         file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)

@@ -174,9 +174,9 @@ def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
 
 
 def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
-    finite = [loss for loss in losses if math.isfinite(loss)]
     from matplotlib.figure import Figure
 
+    finite = [loss for loss in losses if math.isfinite(loss)]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")

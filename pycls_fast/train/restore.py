@@ -19,7 +19,7 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint_tensors import differing
-from pycls_fast.train.weights import Origin, Weights, find_weights, open_weights
+from pycls_fast.train.weights import Origin, Weights, find_own, open_weights
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
 """Levels that need neither process-wide settings nor special hardware."""
@@ -61,12 +61,7 @@ def restore(
     one_of("which", which, ("auto", "model", "ema"))
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, PRECISIONS)
-    found = find_weights(source)
-    if isinstance(found, str):
-        raise UserError(
-            f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
-        )
-    weights = open_weights(found, kind=which)
+    weights = open_weights(find_own(source), kind=which)
     config = _config(weights, device, precision, "fast" if fast else "reference")
     classes = weights.classes
     assert classes is not None

@@ -51,7 +51,10 @@ def score(
             cannot be written, or out of memory.
     """
     if config.weights is None:
-        raise UserError("weights: not set; give a run folder, a weights file or timm:NAME as weights=SOURCE")
+        raise UserError(
+            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
+            "weights=SOURCE"
+        )
     found = find_weights(config.weights)
     about = foreign.described(found)
     if about is not None and own_preprocessing:

@@ -16,7 +16,7 @@ from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.optim import assign, local, local_slices
 from pycls_fast.parallel import ALONE, FlatShards, World
-from pycls_fast.paths import user_path
+from pycls_fast.paths import user_path, weights_file
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint_tensors import Spec
 from pycls_fast.train.pretrained import fit_weights, other_class
@@ -118,6 +118,22 @@ def find_weights(source: str | Path) -> Path | str:
     return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 
+def find_own(source: str | Path) -> Path:
+    """The checkpoint or file that a source names, for callers that need the model's configuration from it.
+
+    Unlike `find_weights`, it takes no names of timm or torchvision, whose weights have none.
+
+    Raises:
+        UserError: there are none, or they are timm's or torchvision's.
+    """
+    found = find_weights(source)
+    if isinstance(found, str):
+        raise UserError(
+            f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
+        )
+    return found
+
+
 def find_checkpoint(path: Path) -> Path:
     """What a path names: a checkpoint, a weights file, or the best (else the newest) checkpoint of a run folder.
 
@@ -125,9 +141,7 @@ def find_checkpoint(path: Path) -> Path:
         UserError: there is none.
     """
     if path.is_file():
-        # The suffix and a config.json beside it count. A link may lead to a file that has neither, as in the Hugging
-        # Face cache.
-        return path.absolute() if path.suffix else path.resolve()
+        return weights_file(path)
     if (path / ".metadata").is_file():
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():

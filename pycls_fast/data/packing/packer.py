@@ -177,6 +177,10 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
             f"{len(source):,}; was the folder changed meanwhile? Remove it and pack it again"
         )
     if not len(whole):
+        # So that the same command reads them again, once the disk is mounted or the permissions are right. The plan
+        # after the others: without it they look like files of another program.
+        for name in (f"{IMAGES}.part", _DRAFT_TABLE, _DAMAGED, _PLAN, _LOCK):
+            (folder / name).unlink(missing_ok=True)
         raise UserError(
             f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in list(damaged.values())[:3])
         )
@@ -247,8 +251,19 @@ def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
 def _check_empty(folder: Path) -> None:
     """Check that the folder holds nothing but possibly the beginning of a packing."""
     names = {entry.name for entry in folder.iterdir()}
-    if _PLAN not in names and names - {_DRAFT_PLAN, _LOCK}:
+    is_ours = _is_plan(folder / _PLAN) if _PLAN in names else not names - {_DRAFT_PLAN, _LOCK}
+    if not is_ours:
         raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
+
+
+def _is_plan(file: Path) -> bool:
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return True  # Another process has finished since the folder was listed.
+    except ValueError:
+        return False
+    return isinstance(plan, dict) and {"digest", "source", "settings"} <= plan.keys()
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:

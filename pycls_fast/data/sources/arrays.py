@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pycls_fast.errors import UserError
+
 
 class _Place(NamedTuple):
     """Where a mapped array lies on disk."""
@@ -17,22 +19,22 @@ class _Place(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
+    stamp: tuple[int, int] | None
+    """Of the file when it was mapped, if that was done by `map_array`."""
 
 
 class Mapped:
-    """Pickles file locations instead of memory-mapped arrays, which are mapped again on unpickling."""
+    """Pickles file locations instead of memory-mapped arrays, which are mapped again on unpickling.
+
+    Unpickling raises a UserError if another file has taken the place of one that `map_array` mapped.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: _place(value) if isinstance(value, np.memmap) else value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(
-            {
-                name: np.memmap(value.filename, value.dtype, "r", value.offset, value.shape)
-                if isinstance(value, _Place)
-                else value
-                for name, value in state.items()
-            }
+            {name: _map_again(value) if isinstance(value, _Place) else value for name, value in state.items()}
         )
 
 
@@ -80,7 +82,24 @@ def _place(array: np.memmap) -> _Place | np.ndarray:
     # A slice of a mapped array has the file's name, but not its own offset.
     if array.filename is None or isinstance(array.base, np.ndarray):
         return np.array(array)
-    return _Place(str(array.filename), array.dtype, array.shape, array.offset)
+    return _Place(str(array.filename), array.dtype, array.shape, array.offset, vars(array).get("stamp"))
+
+
+def _map_again(place: _Place) -> np.memmap:
+    # Labels and order of another index do not belong to the positions and classes that this process was given.
+    if place.stamp is not None and place.stamp != _stamp(Path(place.filename)):
+        raise UserError(
+            f"data.index_cache: {place.filename} was rebuilt by another process while this one used it; start again"
+        )
+    array = np.memmap(place.filename, place.dtype, "r", place.offset, place.shape)
+    vars(array)["stamp"] = place.stamp
+    return array
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What differs for a file that has taken the place of another: inode and time of change."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def map_array(path: Path) -> np.ndarray:
@@ -89,8 +108,13 @@ def map_array(path: Path) -> np.ndarray:
     Raises:
         ValueError: the file does not hold such an array.
     """
+    # Before mapping: if the file is replaced between the two, unpickling fails instead of taking the new one.
+    stamp = _stamp(path)
     # An empty array cannot be mapped.
     try:
-        return np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
+        array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
     except EOFError as error:
         raise ValueError(f"{path} is empty") from error
+    if isinstance(array, np.memmap):
+        vars(array)["stamp"] = stamp
+    return array

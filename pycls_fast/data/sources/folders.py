@@ -148,12 +148,12 @@ def _scan(root: Path) -> Index:
             advance(1)
     counts = [len(listing.names) for listing in listings]
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
+    _report_unread(root, listings)
     if empty:
         raise UserError(
             f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {first_few(empty)}; "
             f"add images ({' '.join(EXTENSIONS)}) or remove the folder"
         )
-    _report_unread(root, listings)
     names = Texts.join(listing.names for listing in listings)
     arrays = {
         "names": names.data,

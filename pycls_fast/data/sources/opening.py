@@ -57,15 +57,18 @@ def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]
 
 def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
     found = recognise(root)
+    # A table or shards elsewhere, whatever lies in `root`.
+    named = _SUFFIXES.get(Path(options.train).suffix.lower()) if options.train is not None else None
     if kind == "auto":
         kind = _only(found, root)
-    elif kind != "hub" and found and kind not in found and not (kind == "manifest" and "parquet" in found):
+    elif found and kind not in ("hub", named, *found) and not (kind == "manifest" and "parquet" in found):
         others = " or ".join(f"data.source={other}" for other in found)
         raise UserError(f"{root} is not a dataset for data.source={kind}; use {others}")
     if kind in _FIXED_NAMES and options.train is not None:
         raise UserError(
             f"data.train: {root} is read as data.source={kind}, whose folders of splits have fixed names "
             "(data/README.md); rename them, and use data.train=null data.val=null"
+            + (f", or read {options.train} with data.source={named}" if named is not None else "")
         )
     if kind == "folder":
         return open_folder(

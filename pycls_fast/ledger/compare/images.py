@@ -96,7 +96,7 @@ def _finite(value: float) -> float | None:
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
-    """The name of a class, in text that can be drawn; "none" for a score that is not a number."""
+    """The name of a class, in text that can be drawn; "none" if the scores were not finite."""
     name = "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
     # Bytes of a folder's name that are not valid UTF-8 are shown as escapes.
     return name.encode(errors="backslashreplace").decode()

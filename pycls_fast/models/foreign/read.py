@@ -102,7 +102,8 @@ def read_weights(source: str) -> ReadWeights:
         path = user_path(source)
         if not path.is_file():
             raise UserError(
-                f"weights: {source} is not a file; give a file, a run folder, timm:NAME or torchvision:NAME"
+                f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or "
+                "hf:ORG/NAME"
             )
         contents = read_file(path)
     return _in_our_names(source, contents)

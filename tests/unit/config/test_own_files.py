@@ -315,16 +315,22 @@ def test_one_rank_of_a_node_speaks(tool: Tool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("fault", [ValueError("ours"), KeyError("ours"), TypeError("ours")])
-def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception
+) -> None:
     def main(config: RunConfig, options: Any) -> int:
         raise fault
 
     monkeypatch.setattr("sys.argv", ["tool.py"])
     try:
-        with pytest.raises(type(fault), match="ours"):
+        with pytest.raises(SystemExit) as stopped:
             command_line(main)
     finally:
         GlobalHydra.instance().clear()
+    assert stopped.value.code == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback")
+    assert "ours" in printed.splitlines()[-1]
 
 
 def test_the_status_of_the_tool_is_the_status_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

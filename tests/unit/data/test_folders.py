@@ -348,6 +348,17 @@ def test_folders_of_the_system_are_left_out(tmp_path: Path, write_tree: WriteTre
     assert len(splits["train"]) + len(splits["val"]) == 8
 
 
+def test_a_class_in_a_format_that_is_not_read(
+    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tree(tmp_path, {"cat": 3})
+    (tmp_path / "dog").mkdir()
+    (tmp_path / "dog/a.heic").write_bytes(b"x")
+    with pytest.raises(UserError, match="no images in the class folder dog/"):
+        scan_classes(tmp_path)
+    assert "formats that are not read are left out (1 .heic); convert them" in capsys.readouterr().err
+
+
 def test_formats_that_are_not_read_are_named(
     tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str]
 ) -> None:

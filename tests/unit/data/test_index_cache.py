@@ -185,6 +185,23 @@ def test_mapped_arrays_are_not_copied_to_other_processes(tmp_path: Path) -> None
     assert names(pickle.loads(sent)) == names(source)
 
 
+@pytest.mark.parametrize("when", ["before it is sent", "after"])
+def test_a_rebuilt_index_is_not_mapped_by_a_worker_that_starts_late(tree: Path, when: str) -> None:
+    """It has other positions and classes than the process that starts the worker."""
+    for number in range(200):
+        (tree / f"a/{number:06d}.jpg").touch()
+    touch_older(tree)
+    source = scan_classes(tree, ALWAYS)
+    assert isinstance(source.labels, np.memmap)
+    sent = pickle.dumps(source)
+    # Through another process on the way.
+    assert names(pickle.loads(pickle.dumps(pickle.loads(sent)))) == names(source)
+    add_class(tree)
+    assert scan_classes(tree, ALWAYS).classes != source.classes
+    with pytest.raises(UserError, match=r"^data.index_cache: .*\.npy was rebuilt by another process .*; start again$"):
+        pickle.loads(sent if when == "after" else pickle.dumps(source))
+
+
 def test_one_of_several_builds(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = scans(monkeypatch)
     with ThreadPoolExecutor(6) as pool:

@@ -388,6 +388,30 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
 
 
+def test_nothing_could_be_read_at_first(tmp_path: Path, folder: Path) -> None:
+    """As from a disk that is not mounted: the same command reads everything again."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    (folder / "train").rename(folder / "away")
+    for _ in range(2):
+        with pytest.raises(UserError, match="no image can be read") as caught:
+            pack(source, out, PackSettings(), workers=0, title="")
+        assert "cannot be read: No such file" in str(caught.value)
+    assert list(out.iterdir()) == []
+    (folder / "away").rename(folder / "train")
+    assert pack(source, out, PackSettings(), workers=0, title="").damaged == []
+    assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
+
+
+@pytest.mark.parametrize("plan", [b"{}", b"[1]", b"{", b"\xff", b'{"digest": 1}'])
+def test_a_plan_of_another_program(tmp_path: Path, folder: Path, plan: bytes) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "plan.json").write_bytes(plan)
+    with pytest.raises(UserError, match="is not empty and holds no packed images; choose another output"):
+        pack(scan_classes(folder / "train"), out, PackSettings(), workers=0, title="")
+    assert [file.name for file in out.iterdir()] == ["plan.json"]
+
+
 def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
     """Of classes, images and damaged images."""
     content = [sample.data for sample in CONTENT["train"][:3]]

@@ -251,6 +251,19 @@ def test_splits_that_cannot_be_named(tmp_path: Path, kind: str, monkeypatch: pyt
     assert says.startswith(f"data.train: {tmp_path} is read as data.source={kind}, whose folders of splits have fixed")
 
 
+def test_a_table_elsewhere_of_images_in_class_folders(tmp_path: Path) -> None:
+    root, table = tmp_path / "images", tmp_path / "my.csv"
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        (root / name / "0.png").write_bytes(CONTENT["train"][0].data)
+    table.write_text("path,label\n" + "".join("cat/0.png,a\ndog/0.png,b\n" for _ in range(5)))
+    assert mistake("auto", root, train=str(table)).endswith(f", or read {table} with data.source=manifest")
+    source = opened("manifest", root, train=str(table), val=str(table))["train"]
+    assert (source.classes, source.name(0)) == (("a", "b"), str(root / "cat/0.png"))
+    # Without it, there is no table.
+    assert "is not a dataset for data.source=manifest; use data.source=folder" in mistake("manifest", root)
+
+
 def test_folds_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,x\n" for n in range(9)))
     held_out = []

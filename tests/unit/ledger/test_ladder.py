@@ -21,6 +21,7 @@ from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conditions as condition
+from pycls_fast.ledger import outcome
 from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.conditions import changed, code_digest, conditions
@@ -490,7 +491,7 @@ def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None
     plan = json.loads((tmp_path / "plan.json").read_text())
     del plan["code"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(UserError, match="was measured with different code"):
+    with pytest.raises(UserError, match="was measured by a version that did not record its code; choose another"):
         opened("a", rounds=2)
     assert opened("a", accept=True, rounds=3)[:2] == ["unknown", "a"]
 
@@ -508,6 +509,8 @@ def test_code_that_changes_under_way_is_in_the_report(tmp_path: Path, fake: type
     assert words in markdown(record)
     assert words in page(record, [])
     assert "states of the code" not in markdown({**record, "code": ["old"]})
+    words = "Code: measured partly with code that was not recorded, which need not be equally fast or accurate."
+    assert words in markdown({**record, "code": ["unknown", "new"]})
 
 
 def test_the_code_is_that_of_the_package_the_tools_and_the_groups(tmp_path: Path) -> None:
@@ -564,7 +567,8 @@ def test_a_rung_runs_the_code_of_its_checkout(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rungs = (Rung(name="old", tree="old"), Rung(name="new"))
+    # This code refuses the override of the rung; the other checkout may have it.
+    rungs = (Rung(name="old", tree="old", overrides=("c=conv",)), Rung(name="new"))
     ladder = LADDER.model_copy(update={"rungs": rungs, "mode": "one_at_a_time"})
 
     def run(mode: Mode = "one_at_a_time", ladder: Ladder = ladder) -> int:
@@ -587,6 +591,12 @@ def test_a_rung_runs_the_code_of_its_checkout(
         ("old", "the code in old"),
         (None, ""),
     ]
+    state = {"commit": "0123456789abcdef", "changed": True}
+    monkeypatch.setattr(outcome, "git_state", {tmp_path / "old": state}.get)
+    assert run() == 0
+    record = json.loads((tmp_path / "report" / "ledger.json").read_text())
+    assert [arm["git"] for arm in record["arms"]] == [None, state, None]
+    assert record["arms"][1]["note"] == "the code in old (commit 0123456789, changed)"
     (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
     with pytest.raises(UserError, match="was measured with different code"):
         run()

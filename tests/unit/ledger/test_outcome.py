@@ -96,12 +96,17 @@ def test_the_status_is_that_of_the_rank_that_failed_first(
     assert finished.status == status
 
 
-def test_a_tool_imports_the_package_of_its_checkout(tmp_path: Path) -> None:
+def test_a_tool_imports_the_package_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the user's own path offers stays importable, after the checkout.
+    for name in ("other.py", "pycls_fast.py"):
+        (tmp_path / "users" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "users" / name).touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "users"))
     (tmp_path / "pycls_fast").mkdir()
     (tmp_path / "pycls_fast" / "__init__.py").touch()
     (tmp_path / "tools").mkdir()
     tool, log = tmp_path / "tools" / "tool.py", tmp_path / "log.txt"
-    tool.write_text("import pycls_fast; print(pycls_fast.__file__)")
+    tool.write_text("import other, pycls_fast; print(pycls_fast.__file__)")
     finished = Process(tool, [], ranks=1, log=log, tree=tmp_path).wait()
     assert (finished.status, log.read_text().strip()) == (0, str(tmp_path / "pycls_fast" / "__init__.py"))
 

@@ -29,7 +29,7 @@ from pycls_fast.models import foreign
 from pycls_fast.train import checkpoint
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.restore import restore
-from pycls_fast.train.weights import find_weights, load_weights
+from pycls_fast.train.weights import find_weights, load_weights, open_weights
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -294,11 +294,29 @@ def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> N
     found = of_weights([f"weights={named}"])
     assert found is not None
     assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
-    # A link without a suffix has that of its target.
+    # Any other link stands for its target, above all one whose name has no suffix or that of a version.
     (tmp_path / "plain.safetensors").write_bytes((tmp_path / "0a1b2c").read_bytes())
-    bare.symlink_to("plain.safetensors")
-    assert find_weights(bare) == tmp_path / "plain.safetensors"
-    assert of_weights([f"weights={bare}"]) is not None
+    for link in (bare, tmp_path / "latest.v1"):
+        link.symlink_to("plain.safetensors")
+        assert find_weights(link) == tmp_path / "plain.safetensors"
+        assert of_weights([f"weights={link}"]) is not None
+        assert restore(link, device="cpu").classes == CLASSES
+
+
+@pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])
+def test_weights_of_other_projects_are_not_exported(tmp_path: Path, source: str) -> None:
+    with pytest.raises(UserError, match=f"{source} names weights of another project; give a run folder"):
+        write(Path(source), tmp_path / "net.safetensors")
+
+
+def test_headers_of_other_programs_bring_no_configuration(tmp_path: Path) -> None:
+    """Both readers of the header agree."""
+    file, section = tmp_path / "net.safetensors", dict[str, int]()
+    ours = {"model": section, "data": section, "speed": section}
+    for config, is_run in ((ours, True), *(({**ours, key: 1}, False) for key in ours), ({"model": section}, False)):
+        save_file({"a": torch.ones(1)}, file, metadata={"config": json.dumps(config)})
+        assert (of_weights([f"weights={file}"]) is not None) == is_run
+        assert (open_weights(file).config is not None) == is_run
 
 
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:

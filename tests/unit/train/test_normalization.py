@@ -49,6 +49,14 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (tmp_path / "timm/config.json").write_text(json.dumps(kept))
     assert statistics(tmp_path / "timm/model.safetensors") == HALF
+    # A link in another folder, of whatever name; one beside a config.json of its own.
+    (tmp_path / "links").mkdir()
+    for link in ("links/my.safetensors", "links/latest.v1", "timm/latest.v1"):
+        (tmp_path / link).symlink_to(tmp_path / "timm/model.safetensors")
+        assert statistics(tmp_path / link) == HALF, link
+    own = {**kept, "pretrained_cfg": {"mean": [0.25] * 3, "std": [0.5] * 3}}
+    (tmp_path / "links/config.json").write_text(json.dumps(own))
+    assert statistics(tmp_path / "links/my.safetensors") == ((0.25,) * 3, (0.5,) * 3)
     # The same as links to files without a suffix, as in the Hugging Face cache.
     (tmp_path / "snapshot").mkdir()
     for number, name in enumerate(("model.safetensors", "config.json")):
