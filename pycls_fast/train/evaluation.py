@@ -217,9 +217,9 @@ def _score(
     logits_BK: torch.Tensor,
     answers_BM: torch.Tensor,
     among: torch.Tensor | None,
-    own_loss: EachLoss | None,
+    own_loss: EachLoss | None = None,
     *,
-    sigmoid: bool,
+    sigmoid: bool = False,
 ) -> _Scored:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
     if among is not None:

@@ -52,7 +52,7 @@ BESIDES: dict[str, tuple[str, tuple[str, ...], float]] = {
     "amp": (FLAT, (*ADAMW, "precision=amp_bf16"), 2e-3),
     "fp16_master": (FLAT, (*ADAMW, "precision=fp16_master"), 2e-3),
     "oss-groups": (OSS, LAYERS, 1e-5),
-    "oss-lamb": (OSS, ("optim=lamb", "optim.lr=0.005"), 1e-5),
+    "oss-lamb": (OSS, ("optim=lamb", "optim.lr=0.005", "model.init=trunc_normal"), 1e-5),
     "oss-adafactor": (OSS, ("optim=adafactor", "optim.lr=0.001", "optim.min_factored=8"), 1e-4),
     "oss-muon": (OSS, ("optim=muon", "optim.lr=0.001"), 1e-4),
     "oss-amp": (OSS, (*ADAMW, "precision=amp_bf16"), 2e-3),

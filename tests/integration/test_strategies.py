@@ -65,13 +65,14 @@ QUICK = [chosen for chosen in CASES if chosen[3] == 4]
 BAND = {"fp32": 1e-5, "bf16_params": 1e-2}
 LOSS_BAND = {"fp32": 1e-5, "bf16_params": 2e-3}
 
+LAMB = ["optim=lamb", "optim.lr=0.001", "optim.eps=0.01", "model.init=trunc_normal"]
 ADAMW = ["optim=adamw", "optim.lr=0.001", "optim.eps=0.01"]
 # What else has to be right when weights are cut or gradients rounded: (strategy, keys, band).
 PARTS: dict[str, tuple[str, list[str], float]] = {
     "adamw fused": ("zero3", [*ADAMW, "speed.optimizer=fused"], 1e-5),
     "adamw loop with layers": ("zero3", [*ADAMW, "speed.optimizer=loop", "optim.layer_decay=0.5"], 1e-5),
-    "lamb": ("zero3", ["optim=lamb", "optim.lr=0.001", "optim.eps=0.01"], 1e-5),
-    "lamb foreach": ("zero3", ["optim=lamb", "optim.lr=0.001", "optim.eps=0.01", "speed.optimizer=foreach"], 1e-5),
+    "lamb": ("zero3", LAMB, 1e-5),
+    "lamb foreach": ("zero3", [*LAMB, "speed.optimizer=foreach"], 1e-5),
     "lion": ("zero3", ["optim=lion", "optim.lr=0.0001"], 1e-5),
     "loops": ("zero3", ["speed.optimizer=loop", "speed.clip=loop", "speed.ema=loop", "optim.ema_every_steps=3"], 1e-5),
     "recompute": ("zero3", ["speed.recompute=full", "precision=bf16_params"], 1e-2),
