@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) ->
         on_start(run.folder.path)
         with run.folder:
             board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-            with display, board, run.saver, enough_memory(_too_large(run)):
+            with display, board, run.saver:
                 status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
         stop.call_launcher()
@@ -118,6 +118,16 @@ class Loop:
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
+        try:
+            with enough_memory(_too_large(self.run)):
+                return self._run_to_end()
+        except UserError:
+            # The checkpoint that is still being written may be the best so far. If that fails, the first error counts.
+            with suppress(UserError):
+                self._finish_saving()
+            raise
+
+    def _run_to_end(self) -> int:
         run = self.run
         step = run.start_step
         try:

@@ -94,6 +94,44 @@ def test_the_best_is_linked_although_damaged_images_end_the_run(
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
+def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint was still being written."""
+    write, failed = checkpoint.write, threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        failed.wait(60.0)
+        return write(*arguments, **named)
+
+    def check(self: Loop, done: int, *numbers: Any) -> None:
+        if done == 4:
+            failed.set()
+            raise UserError("optim.lr: not finite")
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(Loop, "_check_numbers", check)
+    with pytest.raises(UserError, match="not finite"):
+        run(tmp_path)
+    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
+
+
+def test_the_first_error_counts_if_the_last_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def full(*arguments: Any, **named: Any) -> Path:
+        failed.wait(60.0)
+        raise UserError("no space left")
+
+    def check(self: Loop, done: int, *numbers: Any) -> None:
+        if done == 4:
+            failed.set()
+            raise UserError("optim.lr: not finite")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(Loop, "_check_numbers", check)
+    with pytest.raises(UserError, match="not finite"):
+        run(tmp_path)
+
+
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
     (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
