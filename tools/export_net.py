@@ -16,6 +16,8 @@ their metadata, for timm in config.json; onnx and program include the normalisat
 model's settings and the whole configuration.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -118,6 +118,15 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, s
     assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
 
 
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "tools").glob("*.py")))
+def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path, name: str) -> None:
+    (tmp_path / "pydantic.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted: Ctrl-C ended this at once\n")
+    other_rank = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", RANK="1", LOCAL_RANK="1")
+    assert (other_rank.returncode, other_rank.stderr) == (130, "")
+
+
 def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
     """The runs after it are started; the status is that of the crash, whatever theirs."""
     script = tmp_path / "tool.py"
