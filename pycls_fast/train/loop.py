@@ -46,20 +46,23 @@ class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
-def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None) -> int:
+def train(
+    config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, command: str | None = None
+) -> int:
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
     ranks were lost, so that torchrun can restart all of them).
 
     Args:
         config: a checked configuration.
         on_start: called with the run's folder before the first step.
+        command: what started the run, for its folder; None for this process's command line.
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
     """
     with build.world(config) as world:
         try:
-            return _train(config, world, on_start)
+            return _train(config, world, on_start, command)
         except RuntimeError as error:
             reason = lost_ranks(error) if world.size > 1 else None
             if reason is None:
@@ -69,10 +72,10 @@ def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: 
             return FAULT
 
 
-def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) -> int:
+def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
-        run = start_run(config, world, display)
+        run = start_run(config, world, display, command)
         stop.training = True
         on_start(run.folder.path)
         with run.folder:
