@@ -1,7 +1,7 @@
 """The typed configuration of a run: strict, frozen, and the only list of keys that exist.
 
 YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
-refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks.py`.
+refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks/`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> Run
 def check_head(config: RunConfig, network: Network, world: World) -> None:
     """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
 
-    `config/checks.py` refuses what the configuration shows: timm has models with such a head, and a head that
+    `config/checks/` refuses what the configuration shows: timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
 
     Args:
