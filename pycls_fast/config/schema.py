@@ -543,8 +543,9 @@ class RunConfig(Section):
     """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
-    `hf:ORG/NAME`; `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different
-    shape. With `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
+    `hf:ORG/NAME[@REVISION]`, which a run records with the commit; `weights_allow` names tensors, with * for any part,
+    that may be missing, unexpected or of a different shape. With `needs_weights` training does not start without
+    `weights`: the recipe is for fine-tuning.
     """
 
     config_name: Text
