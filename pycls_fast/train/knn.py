@@ -95,7 +95,8 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         )
     with build.world(config) as world:
         config = pin_weights(config, world)
-        assert config.weights is not None
+        weights = config.weights
+        assert weights is not None
         file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
@@ -108,7 +109,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
         config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(train), world), world))
         with enough_to_score(config, world):
-            network, origin = load_network(config, config.weights, train, world, switches, for_training=True)
+            network, origin = load_network(config, weights, train, world, switches, for_training=True)
             with display:
                 memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
                 features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
