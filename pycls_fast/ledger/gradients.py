@@ -30,7 +30,7 @@ from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
-from pycls_fast.train.damaged_images import noting_damage, report_damage
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics

@@ -21,7 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
-from pycls_fast.train.damaged_images import noting_damage, report_damage
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics

@@ -23,7 +23,7 @@ from pycls_fast.exit_status import DONE
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
-from pycls_fast.train.damaged_images import noting_damage, report_damage
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
