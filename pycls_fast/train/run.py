@@ -158,8 +158,14 @@ class Run(TrainingParts):
             self.step.wrapped.compression.load(state["compression"], state["step"])
 
 
-def start_run(config: RunConfig, world: World, display: Display) -> Run:
+def start_run(config: RunConfig, world: World, display: Display, command: str | None = None) -> Run:
     """Find the checkpoint to resume from, build every part, and describe the run in its folder, which stays locked.
+
+    Args:
+        config: a checked configuration.
+        world: the ranks.
+        display: reports what is built.
+        command: what started the run; None for this process's command line.
 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
@@ -187,8 +193,8 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
         if world.is_main:
             resolved = {**run.config.model_dump(mode="json"), "run_dir": str(folder.path)}
             resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
-            folder.write_config(resolved)
-            folder.write_json("environment.json", environment(world.device, world.size))
+            folder.write_config(resolved, command)
+            folder.write_json("environment.json", environment(world.device, world.size, command))
         introduce(run)
         stack.pop_all()
     return run
