@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ def run_ladder(
 ) -> int:
     """Run a ladder, or print what would be run.
 
-    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C stopped it.
+    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
 
     Args:
         config: the checked experiment.
@@ -92,7 +94,8 @@ def run_ladder(
         display.note(f"{name}: cannot run: {why}")
     ledger.conditions = conditions(config, device)
     try:
-        record = _work(ledger, config.config_name)
+        with _stopped_by_signals():
+            record = _work(ledger, config.config_name)
     except KeyboardInterrupt:
         display.note("stopped; everything finished so far is saved, and the same command resumes")
         return STOPPED
@@ -116,6 +119,27 @@ def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
         if not all((tree / part).is_file() for part in ("tools/time_net.py", "pycls_fast/__init__.py")):
             raise UserError(f"ladder: '{rung.name}': {tree} is not a checkout of pycls_fast; give another tree")
     return trees
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger as Ctrl-C does."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Another one must not interrupt the writing of the report.
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -210,20 +211,35 @@ def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
     assert not {"device", "world_size"} & set(record["environment"])
 
 
-def test_ctrl_c_leaves_what_is_done(
-    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_what_is_done(
+    number: signal.Signals,
+    tmp_path: Path,
+    fake: type[FakeProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(process: FakeProcess) -> Finished:
         if len(fake.started) == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return process.finished()
 
+    def stopped_again(process: FakeProcess) -> None:
+        if number != signal.SIGINT:
+            os.kill(os.getpid(), number)
+        stopped.append(process)
+
+    stopped: list[FakeProcess] = []
+    before = signal.getsignal(number)
     monkeypatch.setattr(fake, "wait", interrupted)
+    monkeypatch.setattr(fake, "stop", stopped_again)
     status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
         folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 3
+    assert len(stopped) == 1
+    assert signal.getsignal(number) == before
     assert "the same command resumes" in capsys.readouterr().out
     assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
