@@ -105,6 +105,10 @@ def run_ladder(
     return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
 
 
+# What the measurements start, and the package that they import.
+_IN_A_CHECKOUT = ("pycls_fast/__init__.py", "tools/time_net.py", "tools/train_net.py", "tools/ledger.py")
+
+
 def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
     """The checkouts of the rungs that have one of their own.
 
@@ -115,10 +119,18 @@ def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
     if rungs and mode != "one_at_a_time":
         raise UserError(f"mode: '{rungs[0].name}' runs other code, which {mode} cannot combine; use mode=one_at_a_time")
     trees = [tree_path(str(rung.tree)) for rung in rungs]
-    for rung, tree in zip(rungs, trees, strict=True):
-        if not all((tree / part).is_file() for part in ("tools/time_net.py", "pycls_fast/__init__.py")):
-            raise UserError(f"ladder: '{rung.name}': {tree} is not a checkout of pycls_fast; give another tree")
+    wrong = [(rung.name, why) for rung, tree in zip(rungs, trees, strict=True) if (why := _not_a_checkout(tree))]
+    if wrong:
+        raise UserError(*(f"ladder: '{name}': {why}; give the folder of a checkout as its tree" for name, why in wrong))
     return trees
+
+
+def _not_a_checkout(tree: Path) -> str | None:
+    """Why the tools cannot be run from a folder; None if they can."""
+    if not tree.is_dir():
+        return f"there is no folder {tree}"
+    missing = [part for part in _IN_A_CHECKOUT if not (tree / part).is_file()]
+    return f"{tree} is not a checkout of pycls_fast (it has no {', '.join(missing)})" if missing else None
 
 
 @contextmanager

@@ -579,6 +579,42 @@ def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
+def make_checkout(folder: Path) -> None:
+    for name in ("pycls_fast/__init__.py", *(f"tools/{tool}.py" for tool in ("time_net", "train_net", "ledger"))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_tree_that_is_not_a_checkout_is_refused_before_anything_is_measured(
+    dry_run: bool, tmp_path: Path, fake: type[FakeProcess]
+) -> None:
+    for name in ("complete", "src layout/src", "older"):
+        make_checkout(tmp_path / name)
+    (tmp_path / "older" / "tools" / "ledger.py").unlink()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    every = "pycls_fast/__init__.py, tools/time_net.py, tools/train_net.py, tools/ledger.py"
+    reasons = {
+        "missing": f"there is no folder {tmp_path / 'missing'}",
+        "file": f"there is no folder {tmp_path / 'file'}",
+        "empty": f"{tmp_path / 'empty'} is not a checkout of pycls_fast (it has no {every})",
+        "src layout": f"{tmp_path / 'src layout'} is not a checkout of pycls_fast (it has no {every})",
+        "older": f"{tmp_path / 'older'} is not a checkout of pycls_fast (it has no tools/ledger.py)",
+    }
+    rungs = tuple(Rung(name=name, tree=str(tmp_path / name)) for name in ("complete", *reasons))
+    with pytest.raises(UserError) as caught:
+        run_ladder(
+            load_config("vit_digits"), LADDER.model_copy(update={"rungs": rungs}),
+            Settings(**{**SETTINGS, "mode": "one_at_a_time"}), switches=(), base=([], []), compose=composed,
+            folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
+        )  # fmt: skip
+    way_out = "give the folder of a checkout as its tree"
+    assert caught.value.lines == tuple(f"ladder: '{name}': {why}; {way_out}" for name, why in reasons.items())
+    assert not fake.started
+    assert not (tmp_path / "report").exists()
+
+
 def test_a_rung_runs_the_code_of_its_checkout(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,11 +629,7 @@ def test_a_rung_runs_the_code_of_its_checkout(
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
 
-    with pytest.raises(UserError, match=rf"ladder: 'old': {tmp_path / 'old'} is not a checkout of pycls_fast; give"):
-        run()
-    for name in ("tools/time_net.py", "pycls_fast/__init__.py"):
-        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "old" / name).touch()
+    make_checkout(tmp_path / "old")
     assert run() == 0
     theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
     assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
