@@ -699,6 +699,18 @@ def test_the_modern_ladder_ends_with_the_fast_step() -> None:
     assert {name for name in fast if last[name] != fast[name]} - loading == added
 
 
+def test_the_cpu_ladder_ends_with_the_fast_step() -> None:
+    """For a ViT, without the switches that a step is not timed with (images are prepared by the loader)."""
+    ladder, cpu = read_ladder("cpu", [CONFIGS]), torch.device("cpu")
+    overrides = [text for rung in (ladder.baseline, *ladder.rungs) for text in rung.overrides]
+    last = build.switches(load_config("vit_s16", ["data.root=unread", *overrides]), cpu)
+    fast = build.switches(load_config("vit_s16", ["data.root=unread", "speed=fast", "precision=amp_bf16"]), cpu)
+    different = {
+        switch.name for switch in CATALOGUE if "vit" in switch.applies_to and last[switch.name] != fast[switch.name]
+    }
+    assert different == {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE}
+
+
 def test_one_ledger_at_a_time(tmp_path: Path) -> None:
     def made() -> Ledger:
         return Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=_no)
