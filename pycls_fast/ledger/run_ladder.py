@@ -21,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, FAULT, STOPPED
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import code_digest, conditions
+from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
 from pycls_fast.ledger.processes import Finished
@@ -82,10 +83,9 @@ def run_ladder(
         find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
     trees = _trees(chosen, settings.mode)
-    ledger = Ledger(
-        chosen, settings, *base, device, folder, tools, say=display.note,
-        code=partial(code_digest, tools, configs, trees), accept_code=accept_code,
-    )  # fmt: skip
+    code = partial(code_digest, tools, configs, trees)
+    place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
+    ledger = Ledger(chosen, settings, *base, device, place, tools, say=display.note)
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             _dry_run(ledger, compose, display, Path(temporary))
@@ -102,7 +102,7 @@ def run_ladder(
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
     # The report exists, but a script that asked for accuracies must not take it for complete.
-    return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
+    return FAULT if ledger.selection.arms()[0].name in ledger.untrained else DONE
 
 
 # What the measurements start, and the package that they import.
@@ -162,8 +162,8 @@ def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
             ledger.run()
         finally:
             record = collect(ledger, config_name)
-            write_json(ledger.folder / "ledger.json", record)
-        write_reports(record, ledger.folder)
+            write_json(ledger.folder.path / "ledger.json", record)
+        write_reports(record, ledger.folder.path)
     return record
 
 
@@ -190,30 +190,30 @@ def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: tor
 
 def _rule_out(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig]) -> dict[str, str]:
     """Before any timing, leave out arms that are known to fail, even if only in training; returns reasons by arm."""
-    return ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
+    return ledger.selection.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
 
 
 def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
     """Print the arms and an estimate of the time from a few steps of the first arm, which are kept in `folder`."""
     _rule_out(ledger, compose)
-    alone = ledger.alone()
+    alone = ledger.selection.alone()
     if alone:
         display.note("trying each rung on its own, to find those that cannot be part of 'everything' here")
     for arm in alone:
         finished, _ = _few_steps(ledger, arm, folder)
         if finished.status != 0:
-            ledger.exclude(arm, finished)
-    for arm in ledger.arms():
+            ledger.selection.exclude(arm, finished)
+    for arm in ledger.selection.arms():
         ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
-        reason = ledger.why_not(arm)
+        reason = ledger.selection.why_not(arm)
         what = (
             f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
         )
         display.note(f"{arm.name}: {what}")
     display.note("timing a few steps of the first arm for the estimate")
-    start, step, steps = _first_step(ledger, ledger.arms()[0], folder)
-    s, count = ledger.settings, len(ledger.runnable())
-    timing = (count * s.rounds + len(ledger.alone())) * (start + (s.steps + s.warmup_steps) * step)
+    start, step, steps = _first_step(ledger, ledger.selection.arms()[0], folder)
+    s, count = ledger.settings, len(ledger.selection.runnable())
+    timing = (count * s.rounds + len(ledger.selection.alone())) * (start + (s.steps + s.warmup_steps) * step)
     numerics = count * (start + s.numerics_steps * step) if s.numerics_steps is not None else 0.0
     training = count * s.seeds * (start + steps * step) / s.jobs
     for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):
