@@ -94,8 +94,7 @@ def run_ladder(
         display.note(f"{name}: cannot run: {why}")
     ledger.conditions = conditions(config, device)
     try:
-        with _stopped_by_signals():
-            record = _work(ledger, config.config_name)
+        record = _work(ledger, config.config_name)
     except KeyboardInterrupt:
         display.note("stopped; everything finished so far is saved, and the same command resumes")
         return STOPPED
@@ -134,16 +133,18 @@ def _not_a_checkout(tree: Path) -> str | None:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger as Ctrl-C does."""
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+def _stopped_by_signals(ledger: Ledger) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger; a second Ctrl-C ends it at once.
+
+    The handlers raise nothing, as Python drops exceptions of handlers that run while a process is forked.
+    """
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in numbers}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Another one must not interrupt the writing of the report.
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        if ledger.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        ledger.stop_requested = True
 
     for number in numbers:
         signal.signal(number, stop)
@@ -158,11 +159,12 @@ def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
     """Measure everything and write the report; returns its record."""
     with closing(ledger):
         ledger.open()
-        try:
-            ledger.run()
-        finally:
-            record = collect(ledger, config_name)
-            write_json(ledger.folder.path / "ledger.json", record)
+        with _stopped_by_signals(ledger):
+            try:
+                ledger.run()
+            finally:
+                record = collect(ledger, config_name)
+                write_json(ledger.folder.path / "ledger.json", record)
         write_reports(record, ledger.folder.path)
     return record
 

@@ -63,6 +63,7 @@ class Ledger:
         selection: the arms, and which of them run.
         untrained: arms that were timed and whose training ended early, and why.
         unmeasured: other measurements that failed ("ARM: rounding", "gradients"), and why.
+        stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
         UserError: a baseline that is not for this device.
@@ -80,6 +81,7 @@ class Ledger:
     selection: Selection = field(init=False)
     untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
+    stop_requested: bool = False
     _done: int = 0
     _trained: int = 0
     # Seconds of each measurement and of each training run in this start.
@@ -117,6 +119,7 @@ class Ledger:
 
         Raises:
             UserError: the reference arm does not run.
+            KeyboardInterrupt: a stop was requested.
         """
         self._try_out()
         s = self.settings
@@ -195,13 +198,25 @@ class Ledger:
         ranks = arm.ranks if ranks is None else ranks
         process = self._start(tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
         try:
-            finished = process.wait()
+            while (finished := self._finished(process)) is None:
+                time.sleep(_POLLING_SECONDS)
         except BaseException:
             process.stop()
             raise
         self._report(what, finished)
         if blame and finished.status != 0:
             self.selection.blame(arm, finished)
+        return finished
+
+    def _finished(self, process: Process) -> Finished | None:
+        """How a process ended, or None while it runs.
+
+        Raises:
+            KeyboardInterrupt: a stop was requested; if the process has ended, it may be by the same signal.
+        """
+        finished = process.finished()
+        if self.stop_requested:
+            raise KeyboardInterrupt
         return finished
 
     def arguments(self, more: Sequence[str]) -> list[str]:
@@ -244,7 +259,7 @@ class Ledger:
                         running.append((arm, seed, self._start_training(arm, seed)))
                 for entry in list(running):
                     arm, seed, process = entry
-                    finished = process.finished()
+                    finished = self._finished(process)
                     if finished is not None:
                         running.remove(entry)
                         self._report(f"{arm.name}: training, seed {seed}", finished, training=True)
@@ -252,7 +267,7 @@ class Ledger:
                             self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
                             if arm.name == reference:
                                 self.say(f"nothing to compare with: no training is started without '{reference}'")
-                time.sleep(0.05 if running else 0)
+                time.sleep(_POLLING_SECONDS if running else 0)
         except BaseException:
             for _, _, process in running:
                 process.stop()
@@ -283,6 +298,10 @@ class Ledger:
     def seeds(self) -> range:
         """Seeds of the training runs."""
         return range(self.settings.first_seed, self.settings.first_seed + self.settings.seeds)
+
+
+# Rare enough to leave the cores to the process that is timed.
+_POLLING_SECONDS = 0.1
 
 
 def _minutes(seconds: float) -> str:

@@ -220,10 +220,12 @@ def test_a_signal_leaves_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    finished = fake.finished
+
     def interrupted(process: FakeProcess) -> Finished:
         if len(fake.started) == 2:
             os.kill(os.getpid(), number)
-        return process.finished()
+        return finished(process)
 
     def stopped_again(process: FakeProcess) -> None:
         if number != signal.SIGINT:
@@ -232,7 +234,7 @@ def test_a_signal_leaves_what_is_done(
 
     stopped: list[FakeProcess] = []
     before = signal.getsignal(number)
-    monkeypatch.setattr(fake, "wait", interrupted)
+    monkeypatch.setattr(fake, "finished", interrupted)
     monkeypatch.setattr(fake, "stop", stopped_again)
     status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
