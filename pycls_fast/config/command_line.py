@@ -41,7 +41,7 @@ def command_line(
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
     scores_sets: bool = False,
-    after_sweep: Callable[[Sequence[RunConfig]], str] | None = None,
+    after_sweep: Callable[[], str | None] = lambda: None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -53,16 +53,14 @@ def command_line(
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
         scores_sets: whether the tool reads `data.eval_set`, which is refused otherwise.
-        after_sweep: takes the configurations of a `--multirun` that ran in this process; returns a note to print last.
+        after_sweep: called after a `--multirun` of several runs in this process; may return a note to print last.
     """
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
-    configs: list[RunConfig] = []
 
     def checked_run(composed: Composed) -> int:
         config, chosen = _checked(composed, options, needs_data, trains, scores_sets)
         print_lines("note", precedence.notes(composed))
-        configs.append(config)
         return run(config, chosen)
 
     def job(config: DictConfig) -> float | None:
@@ -92,8 +90,9 @@ def command_line(
             ended = _run_hydra(job, default, folders)
         if ended is not None:
             return ended
-        if after_sweep is not None and len(configs) > 1:
-            print_lines("note", [after_sweep(configs)])
+        note = after_sweep() if len(statuses) > 1 else None
+        if note is not None:
+            print_lines("note", [note])
         return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
     sys.exit(reporting(everything))
