@@ -221,11 +221,11 @@ class _TableConsole(Console):
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, on standard output if no file is given.
 
-    Without a terminal the width is only a guess; it is then wide, so that no number is wrapped.
+    Without a terminal nothing is wrapped: a path stays in one piece.
     """
     console = _TableConsole(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = 220
+        console.width = 10_000
     return console
 
 
