@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler, sweep
-from pycls_fast.config.arguments import hydra_arguments, search_path
+from pycls_fast.config.arguments import help_words, hydra_arguments, search_path
 from pycls_fast.config.checks import ONLY_SCORED
 from pycls_fast.config.compose import Composed, check, validate
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
@@ -84,7 +84,8 @@ def command_line(
             return checked_run(saved.compose_saved(found, [quote_items(argument) for argument in sys.argv[1:]]))
         folders = search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
-            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
+            words = help_words(sys.argv[1:])
+            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders, words))
         with sweep.sweep_folder(sys.argv[1:]) as settings:
             sys.argv[1:] = hydra_arguments(sys.argv[1:], folders, settings)
             ended = _run_hydra(job, default, folders)
