@@ -80,10 +80,7 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     console = wide_console()
     console.print(f"runs in {folder}", markup=False)
     cells = zip(*(column for _, column in columns), strict=True)
-    drawn = plain_table([head for head, _ in columns], cells, right=[_HEADS[key] for key in numbers])
-    # To be copied; on a narrow terminal other columns give way first.
-    drawn.columns[-1].no_wrap = True
-    console.print(drawn)
+    console.print(plain_table([head for head, _ in columns], cells, right=[_HEADS[key] for key in numbers]))
     hidden = len(keys) - len(shown)
     if hidden:
         differ = "other settings differ" if hidden > 1 else "other setting differs"
