@@ -541,9 +541,15 @@ class RunConfig(Section):
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
     `hf:ORG/NAME`; `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different
     shape. With `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
+
+    `imports` names Python modules that are imported before anything is built, from the current folder or where Python
+    looks: they can register models with timm (`timm.models.register_model`) for `model=timm`. They are saved with a
+    run, so every tool that loads a run's folder or checkpoint imports them: load only those that you trust. Exported
+    files never import anything.
     """
 
     config_name: Text
+    imports: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     run_dir: Text | None = None
     resume: Text = "auto"
