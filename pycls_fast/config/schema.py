@@ -518,6 +518,9 @@ class Runtime(Section):
     speed.param_offload under torchrun, the rank's share of the cores).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     `profile_step` is the first of three steps, counted from 1, of which rank 0 writes a profile (`profile/`).
+    `tracker` gets the same numbers as TensorBoard, the configuration and how the run ended; a resumed run continues its
+    run there. `tracker_project` is W&B's project or MLflow's experiment. Everything else, such as entity, server and
+    offline mode, comes from the tracker's environment variables (WANDB_ENTITY, WANDB_MODE, MLFLOW_TRACKING_URI).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -532,6 +535,8 @@ class Runtime(Section):
     watchdog: bool = False
     profile_step: PositiveInt | None = None
     tensorboard: bool = True
+    tracker: Literal["none", "wandb", "mlflow"] = "none"
+    tracker_project: Text = "pycls_fast"
     progress: Literal["auto", "bar", "plain"] = "auto"
 
 

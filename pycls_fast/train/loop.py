@@ -29,7 +29,7 @@ from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.run import Run, start_run, summary
 from pycls_fast.train.signals import StopRequest, stop_requests
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
@@ -75,10 +75,8 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) ->
         run = start_run(config, world, display)
         stop.training = True
         on_start(run.folder.path)
-        with run.folder:
-            board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-            with display, board, run.saver, enough_memory(_too_large(run)):
-                status = Loop(run, stop, board).run_to_end()
+        with run.folder, open_board(run) as board, display, run.saver, enough_memory(_too_large(run)):
+            status = board.status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
         stop.call_launcher()
     return status
@@ -376,6 +374,7 @@ class Loop:
         step_seconds, rate = clock.medians()
         values = summary(run, self.evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
         run.folder.write_json("summary.json", values)
+        self.board.summarise(values)
         self.evaluations.draw(whole=True)
         final, best = values["final"], values["best"]
         if final is not None and best is not None:

@@ -101,6 +101,7 @@ NO_PATHS = (
     "data.hub_config",
     "optim.trainable",
     "precision.fp8_skip",
+    "runtime.tracker_project",
 )
 
 
