@@ -33,7 +33,7 @@ _TRAIN = (
 _EVAL = ("top1", "top5", "class_top1", "loss")
 
 # By `runtime.tracker`, which is also the name of the package.
-_TRACKERS = {"wandb": WandB, "mlflow": MLflow}
+_TRACKERS: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
 
 
 class Tracker(Protocol):
