@@ -554,13 +554,13 @@ class RunConfig(Section):
     """
 
     config_name: Text
-    imports: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     run_dir: Text | None = None
     resume: Text = "auto"
     weights: Text | None = None
     weights_allow: tuple[Text, ...] = ()
     needs_weights: bool = False
+    imports: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
     model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()
