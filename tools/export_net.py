@@ -11,9 +11,9 @@
     dtype=     float32, bfloat16 or float16 for all floating-point tensors (default: as saved); safetensors and timm
     overwrite= true: overwrite an existing file; of a folder, only the files of the export
 
-All formats carry class names and preprocessing (image_size, crop_ratio, interpolation, mean, std), as JSON strings in
-their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file also has the
-model's settings and the whole configuration.
+All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
+strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
+also has the model's settings and the whole configuration.
 """
 
 from typing import Annotated, Literal

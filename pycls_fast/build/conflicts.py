@@ -1,4 +1,4 @@
-"""Conflicts that involve the resolved value of a switch; all others are in `config/checks.py`."""
+"""Conflicts that involve the resolved value of a switch; all others are in `config/checks/`."""
 
 from __future__ import annotations
 

@@ -142,8 +142,10 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
     augment = config.augment
     transform = EvalTransform(
         image_size=config.data.image_size,
+        crop=augment.eval_crop,
         crop_ratio=augment.eval_crop_ratio,
         interpolation=augment.interpolation,
+        fill=_color(config.data.mean),
     )
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
     sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.rank, world_size=world.size)
@@ -156,6 +158,12 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
         open_picture=_decoder(chosen),
     )
     return _loader(config, dataset, sampler, world)
+
+
+def _color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
+    """The color from 0 to 255 that is closest to a mean of the scale 0 to 1."""
+    red, green, blue = (round(255 * value) for value in mean)
+    return red, green, blue
 
 
 def for_scoring(config: RunConfig) -> RunConfig:
@@ -268,10 +276,11 @@ def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None
 def preprocessing(config: RunConfig) -> str:
     """One line that describes the preprocessing of scored images: accuracies mean little without it."""
     data, augment = config.data, config.augment
-    short_side = round(data.image_size / augment.eval_crop_ratio)
+    sides = {"center": "short side", "squash": "both sides", "border": "long side"}[augment.eval_crop]
+    pixels = round(data.image_size / augment.eval_crop_ratio)
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
     return (
-        f"short side {short_side} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
+        f"{sides} {pixels} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
         f"mean {mean}, std {std}"
     )
 
@@ -283,8 +292,12 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         UserError: the image size does not fit the model.
     """
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
-    # A ratio of two whole pixel counts, so that `EvalTransform`'s rounding gives exactly `short_side`.
-    augment = {"eval_crop_ratio": about.image_size / about.short_side, "interpolation": about.interpolation}
+    augment = {
+        "eval_crop": about.crop,
+        # A ratio of two whole pixel counts, so that `EvalTransform`'s rounding gives exactly `resized_side`.
+        "eval_crop_ratio": about.image_size / about.resized_side,
+        "interpolation": about.interpolation,
+    }
     changed = config.model_copy(
         update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
     )

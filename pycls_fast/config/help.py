@@ -42,5 +42,5 @@ def _lines(description: str, options: type[Section], folders: Sequence[Path]) ->
             yield f"  {group.name:<15} {', '.join(names)}"
     yield "\nsingle values: GROUP.KEY=VALUE; keys, types and ranges are in pycls_fast/config/schema.py"
     yield "of every run: run_dir=PATH seed=N resume=auto|never|PATH"
-    yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME|hf:ORG/NAME"
+    yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME|hf:ORG/NAME[@REVISION]"
     yield "--cfg job prints what was composed; --multirun runs every combination of key=a,b; --config-dir adds a folder"

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
-from pycls_fast.config.command_line import reporting, show
+from pycls_fast.config.reporting import reporting, show
 from pycls_fast.config.schema import Section
 from pycls_fast.errors import UserError
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Callable
+
+from pycls_fast.config.reporting import print_lines
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, FAULT, STOPPED
 
 
 def is_task() -> bool:
@@ -32,6 +38,32 @@ def join() -> None:
     from submitit.helpers import TorchDistributedEnvironment
 
     TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+
+
+class TaskStopped(Exception):
+    """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
+
+
+def run_task(action: Callable[[], int]) -> int:
+    """Run `action` as a scheduler's task, and show its errors in the task's log; returns `DONE`.
+
+    Raises:
+        UserError, TaskStopped: submitit sends them to the process of the command.
+        SystemExit: a fault. From any other exception Hydra and submitit would make a task that succeeded.
+    """
+    try:
+        status = action()
+    except UserError as error:
+        print_lines("error", error.lines)
+        raise
+    except Exception:  # noqa: BLE001  # a crash of the tool
+        traceback.print_exc()
+        raise SystemExit(FAULT) from None
+    if status == STOPPED:
+        raise TaskStopped("a signal ended the job, and everything is saved; the same command with its run_dir resumes")
+    if status != DONE:
+        raise SystemExit(status)
+    return status
 
 
 def is_lost_task(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """The typed configuration of a run: strict, frozen, and the only list of keys that exist.
 
 YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
-refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks.py`.
+refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks/`.
 """
 
 from __future__ import annotations
@@ -236,6 +236,9 @@ class RandAugment(Section):
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
+    `eval_crop` says which side is resized to `data.image_size / eval_crop_ratio` before the centre is cut out: the
+    short one (`center`), both (`squash`) or the long one (`border`; what is missing gets the mean color).
+
     `quarter_turns` rotates by 0, 90, 180 or 270 degrees. After flips and rotation comes at most one of `rand_augment`,
     `auto_augment` (torchvision's, by the dataset of its policy), `trivial_augment` and `three_augment` (DeiT III), then
     `color_jitter` (brightness, contrast, saturation, hue).
@@ -265,6 +268,7 @@ class Augment(Section):
     mix_probability: Probability = 1.0
     mix_switch_probability: Probability = 0.5
     mix_mode: Literal["batch", "pair", "elem"] = "batch"
+    eval_crop: Literal["center", "squash", "border"] = "center"
     eval_crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
 
 
@@ -544,8 +548,9 @@ class RunConfig(Section):
     """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
-    `hf:ORG/NAME`; `weights_allow` names tensors, with * for any part, that may be missing, unexpected or of a different
-    shape. With `needs_weights` training does not start without `weights`: the recipe is for fine-tuning.
+    `hf:ORG/NAME[@REVISION]`, which a run records with the commit; `weights_allow` names tensors, with * for any part,
+    that may be missing, unexpected or of a different shape. With `needs_weights` training does not start without
+    `weights`: the recipe is for fine-tuning.
 
     `imports` names Python modules that are imported before anything is built, from the current folder or where Python
     looks: they can register models with timm (`timm.models.register_model`) for `model=timm`. They are saved with a

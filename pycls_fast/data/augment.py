@@ -21,6 +21,7 @@ from pycls_fast.data.pictures import Box, Cut, Interpolation, Picture
 from pycls_fast.data.policies import Step
 
 Crop = Literal["random_resized", "pad", "none"]
+EvalCrop = Literal["center", "squash", "border"]
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
 
@@ -175,21 +176,35 @@ class TransformByEpoch:
 
 
 class EvalTransform:
-    """The centre of the image: short side to `round(image_size / crop_ratio)`, then a centre crop.
-
-    Deterministic. 224 of 256 pixels (crop_ratio 0.875) is from Krizhevsky et al. 2012; 1.0 keeps the whole short side.
-    """
+    """The centre of the image, resized: deterministic."""
 
     erases = False
 
     def __init__(
-        self, *, image_size: int, crop_ratio: float = 0.875, interpolation: Interpolation = "bilinear"
+        self,
+        *,
+        image_size: int,
+        crop: EvalCrop = "center",
+        crop_ratio: float = 0.875,
+        interpolation: Interpolation = "bilinear",
+        fill: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
+        """
+        Args:
+            image_size: height and width of the result, in pixels.
+            crop: the side that is resized to `round(image_size / crop_ratio)` before the centre square is cut out:
+                "center": the short one. "squash": both, so that proportions change. "border": the long one, and pixels
+                of the square beyond the image are `fill`. (timm's `crop_mode`.)
+            crop_ratio: 224 of 256 pixels, 0.875, is from Krizhevsky et al. 2012; 1.0 keeps that side whole.
+            fill: red, green and blue, 0 to 255.
+        """
         if not 0 < crop_ratio <= 1:
             raise ValueError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
         self.image_size = image_size
-        self._short_side = round(image_size / crop_ratio)
+        self._resized_side = round(image_size / crop_ratio)
+        self._crop = crop
         self._interpolation: Interpolation = interpolation
+        self._fill = fill
 
     def at(self, epoch: int) -> EvalTransform:
         """The same in all epochs."""
@@ -197,8 +212,31 @@ class EvalTransform:
 
     def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Cut one RGB image; `seed` is not used."""
-        cut = _fit(picture.size, self._short_side, self.image_size, self._interpolation)
-        return Augmented(picture.cut(cut), NO_BOX)
+        image_HWC = picture.cut(self._cut(picture.size))
+        return Augmented(_with_border(image_HWC, self.image_size, self._fill), NO_BOX)
+
+    def _cut(self, picture_size: tuple[int, int]) -> Cut:
+        side, size = self._resized_side, self.image_size
+        if self._crop == "center":
+            return _fit(picture_size, side, size, self._interpolation)
+        resized = (side, side)
+        if self._crop == "border":
+            ratio = max(picture_size) / side
+            height, width = (max(round(pixels / ratio), 1) for pixels in picture_size)
+            resized = (height, width)
+        window = _centre(*resized, *(min(pixels, size) for pixels in resized))
+        return Cut((0, 0, *picture_size), resized, window, self._interpolation)
+
+
+def _with_border(image_HWC: np.ndarray, size: int, fill: tuple[int, int, int]) -> np.ndarray:
+    """The image in the centre of a square of this size; as it is if it fills the square."""
+    height, width, _ = image_HWC.shape
+    if (height, width) == (size, size):
+        return image_HWC
+    square_HWC = np.full((size, size, 3), fill, dtype=np.uint8)
+    top, left = (size - height) // 2, (size - width) // 2
+    square_HWC[top : top + height, left : left + width] = image_HWC
+    return square_HWC
 
 
 def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolation: Interpolation) -> Cut:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from pycls_fast.config.command_line import reporting
+from pycls_fast.config.reporting import reporting
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.ledger.statistics import CONFIDENCE, geometric_mean, is_unpaired, t_quantile

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import re
 import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
 from pycls_fast.ledger.charts import Chart, charts
+from pycls_fast.ledger.html_page import figure_html, html_page
 from pycls_fast.ledger.table import rows, several_codes, state, time_taken, verdict
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; max-width: 76rem;
-  padding: 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p, li { max-width: 48rem; } .quiet { color: #555; font-size: .88rem; }
-code { font-size: .85em; overflow-wrap: anywhere; }
+_STYLE = """
 .answers { display: grid; grid-template-columns: repeat(auto-fill, minmax(15.5rem, 1fr)); gap: .75rem; padding: 0;
   list-style: none; }
 .answers li { border: 1px solid #bbb; border-left: .45rem solid #17375e; border-radius: .25rem; padding: .5rem .75rem; }
 .answers li.open { border-left-color: #a9bfd8; } .answers li.loss { border-left: .45rem double #17375e; }
 .answers li.missing { border-style: dashed; color: #555; }
 .answers b { display: block; } .answers .big { font-size: 1.35rem; font-weight: 600; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #555; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 td.words { text-align: left; white-space: normal; min-width: 11rem; }
-@media print { .scroll { overflow: visible; } figure { break-inside: avoid; } }
 """
 
 
@@ -56,12 +41,9 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
     machine = f"{environment['processor']}, {environment['cpu_count']} cores, device {record['device']}"
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     source = f"<p class='quiet'>Ladder: {escape(ladder['source'])}</p>" if ladder["source"] else ""
-    return "\n".join(
+    return html_page(
+        title,
         [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · {settings['seeds']} "
             f"seeds · {settings['rounds']} rounds of timing{f' · {taken}' if taken else ''}</p>",
@@ -80,9 +62,8 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             "<h2>Command and versions</h2>",
             f"<p><code>{escape(record['command'])}</code></p><p class='quiet'>{escape(versions)}</p>",
             _overrides(record),
-            "</body></html>",
-            "",
-        ]
+        ],
+        _STYLE,
     )
 
 
@@ -103,30 +84,6 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     finding = training["against_reference"]["verdict"]["finding"] if words else ""
     kind = "loss" if "loss" in finding and finding != "no loss" else "open" if finding == "not enough runs" else ""
     return f"<li class='{kind}'>{name}{speed}{between}<br>{escape(words)}{ended}</li>"
-
-
-def figure_html(chart: Chart) -> str:
-    """A chart with its title and caption, embedded in the page."""
-    return (
-        f"<figure><h2>{escape(chart.title)}</h2>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
-    )
-
-
-def _svg(chart: Chart) -> str:
-    """The figure as SVG, with text kept as text, ready to be embedded with others in one document."""
-    buffer = io.StringIO()
-    # Identifiers are derived from the content, so that the same record gives the same page.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
-        chart.figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    # The figure's own size in points would keep it from shrinking; its view box keeps the proportions.
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    label = f'<svg role="img" aria-label="{escape(chart.title)}"'
-    # Two figures on a page must not share identifiers, which occur only inside tags.
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{chart.name}-", tag[0]), text)
-    return text.replace("<svg", label, 1)
 
 
 def _table(record: Mapping[str, Any]) -> str:

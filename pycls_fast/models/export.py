@@ -32,7 +32,8 @@ class About:
         classes: names of the outputs, in their order.
         image_size: side of the square images in pixels.
         mean, std: per channel, as fractions of 255.
-        crop_ratio: side of the crop as a fraction of the resized image's shorter side, at evaluation.
+        crop_ratio: side of the crop as a fraction of the resized image's side, at evaluation.
+        crop: the resized side: "center": the short one, "squash": both, "border": the long one (timm's `crop_mode`).
         interpolation: that of the resizing.
         step: the run's step at which the weights were saved.
         weights: "model" or "ema".
@@ -43,6 +44,7 @@ class About:
     mean: Sequence[float]
     std: Sequence[float]
     crop_ratio: float = 0.875
+    crop: str = "center"
     interpolation: str = "bilinear"
     step: int | None = None
     weights: str = "model"
@@ -99,6 +101,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
             "mean": list(about.mean),
             "std": list(about.std),
             "crop_pct": about.crop_ratio,
+            "crop_mode": about.crop,
             "interpolation": about.interpolation,
         },
         # timm reads them in `pretrained_cfg`, too; transformers only here.

@@ -39,6 +39,8 @@ class World:
     # For strategies that shard: dimension "shard", or "replicate" and "shard".
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
+    # Among the ranks of its node.
+    local_rank: int = 0
 
     def at(self, doing: str) -> None:
         """Record what this rank is doing, for the report if it hangs."""
@@ -194,7 +196,7 @@ def _join(
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
     mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
-    world = World(rank, size, chosen, host_group, saving_group, mesh)
+    world = World(rank, size, chosen, host_group, saving_group, mesh, local_rank=local_rank)
     if size == 1:
         return world
     world.barrier()

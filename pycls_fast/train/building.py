@@ -22,6 +22,7 @@ from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.normalization import resolve_normalization
+from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
@@ -29,7 +30,8 @@ from pycls_fast.train.weights import Loaded, load_weights
 
 @dataclass
 class TrainingParts:
-    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers."""
+    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers, and
+    the commit of `weights` if these are on the Hugging Face hub."""
 
     config: RunConfig
     sources: dict[str, Source]
@@ -56,7 +58,7 @@ def build_parts(
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
-    config = _with_saved_batch(config, resumed_from)
+    config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
     build.microbatch_size(config, world)
@@ -104,7 +106,7 @@ def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> Run
 def check_head(config: RunConfig, network: Network, world: World) -> None:
     """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
 
-    `config/checks.py` refuses what the configuration shows: timm has models with such a head, and a head that
+    `config/checks/` refuses what the configuration shows: timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
 
     Args:

@@ -158,6 +158,7 @@ def _write_model(source: str, which: str, format: str, dtype: str | None, path: 
         mean=data.mean,
         std=data.std,
         crop_ratio=augment.eval_crop_ratio,
+        crop=augment.eval_crop,
         interpolation=augment.interpolation,
         step=restored.origin.step,
         weights=restored.origin.kind,
@@ -191,6 +192,8 @@ def _about(weights: Weights) -> dict[str, str]:
             "preprocessing": {
                 "image_size": config["data"]["image_size"],
                 "crop_ratio": config["augment"]["eval_crop_ratio"],
+                # Runs of earlier versions have only this one.
+                "crop": config["augment"].get("eval_crop", "center"),
                 "interpolation": config["augment"]["interpolation"],
                 "mean": config["data"]["mean"],
                 "std": config["data"]["std"],

@@ -28,6 +28,7 @@ from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
+from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.weights import Loaded
 
 _CHUNK = 1024
@@ -87,13 +88,15 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         UserError: weights or split do not exist, fewer than `k` training images, images cannot be read
             (`data.max_damaged`), `output` cannot be written, or out of memory.
     """
-    weights = config.weights
-    if weights is None:
+    if config.weights is None:
         raise UserError(
             "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
             "weights=SOURCE"
         )
     with build.world(config) as world:
+        config = pin_weights(config, world)
+        weights = config.weights
+        assert weights is not None
         file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)

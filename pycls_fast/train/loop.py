@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
@@ -21,25 +17,20 @@ from pycls_fast.exit_status import FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
+from pycls_fast.train.damage import DamagedImages
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment_command
+from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.environment import device_name
 from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile
-from pycls_fast.train.run import Run, start_run, summary
+from pycls_fast.train.resume_notes import resume_notes
+from pycls_fast.train.run import Run, start_run
 from pycls_fast.train.signals import StopRequest, stop_requests
+from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
-
-# A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
-_SKIPPED_LIMIT = 20
-# How the best evaluation is printed, by the metric that chose it.
-_BEST = {
-    "top1": "best top-1 {top1:.2f}%",
-    "class_top1": "best class top-1 {class_top1:.2f}%",
-    "loss": "at the lowest loss top-1 {top1:.2f}%",
-}
 
 
 class Stopped(Exception):
@@ -107,12 +98,8 @@ class Loop:
             cuda=run.world.device.type == "cuda",
             display=run.display,
         )
-        # Names and reasons of damaged images that have not been reported.
-        self.damaged: dict[str, str] = {}
-        # Damaged images that earlier processes recorded: not recorded again, nor counted (they may have been repaired).
-        records = run.folder.records() if run.world.is_main else ()
-        self.written = {record["name"] for record in records if record.get("event") == "damaged image"}
-        self.skipped_in_a_row = 0
+        self.damaged = DamagedImages(run)
+        self.divergence = DivergenceCheck(run)
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -161,7 +148,7 @@ class Loop:
             batch = next(microbatches)
             self.clock.add_wait(time.perf_counter() - asked)
             world.at(f"computing step {step + 1}")
-            self._note_damage(batch.damaged)
+            self.damaged.note(batch.damaged)
             yield batch
 
     def _after_step(self, done: int) -> None:
@@ -196,10 +183,10 @@ class Loop:
 
     def _numbers(self, done: int) -> dict[str, float]:
         """Read and check the numbers since the last call; all ranks call this."""
-        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged))
+        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged.noted))
         steps = self.clock.steps
         numbers |= self.clock.read()
-        self._check_numbers(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
+        self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
         return numbers
 
     def _log(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
@@ -226,52 +213,10 @@ class Loop:
         run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
         self.board.add(record)
 
-    def _check_numbers(self, done: int, loss: float, skipped: int, steps: int) -> None:
-        precision = self.run.config.precision
-        if self.run.step.scaler.is_enabled():
-            scale = self.run.step.scaler.get_scale()
-            if scale < precision.loss_scale_floor:
-                raise UserError(
-                    f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
-                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16",
-                    *self._first_not_finite(),
-                )
-            self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == steps else 0
-            if precision.loss_scale != "dynamic" and self.skipped_in_a_row >= _SKIPPED_LIMIT:
-                raise UserError(
-                    f"precision.loss_scale: the {self.skipped_in_a_row} steps up to step {done} had gradients that are "
-                    f"not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic",
-                    *self._first_not_finite(),
-                )
-        elif not math.isfinite(loss) or skipped:
-            raise UserError(
-                f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
-                "lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
-                *self._first_not_finite(),
-            )
-
-    def _first_not_finite(self) -> list[str]:
-        watchdog = self.run.step.watchdog
-        if watchdog is None:
-            return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
-        return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
-
-    def _note_damage(self, damaged: Iterable[tuple[str, str]]) -> None:
-        self.damaged.update((name, reason) for name, reason in damaged if name not in self.run.damaged)
-
     def _report_damage(self, done: int) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
-        new, self.damaged = self.damaged, {}
-        for part in run.world.gather(new):
-            for name, reason in part.items():
-                if name not in run.damaged:
-                    run.damaged[name] = reason
-                    run.display.warn(f"{name}: {reason}; skipped")
-                    if run.world.is_main and name not in self.written:
-                        run.folder.add_record(
-                            "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
-                        )
+        self.damaged.report(done)
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
@@ -291,7 +236,7 @@ class Loop:
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
-        self._note_damage(self.evaluations.take(done).items())
+        self.damaged.note(self.evaluations.take(done).items())
         self._report_damage(done)
         if self.run.world.is_main:
             if self.run.saver.idle:
@@ -318,9 +263,8 @@ class Loop:
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
-            run.display.note(f"resume with: {self._same_command()}")
-            if command_alone() is not None:
-                run.display.note("that resumes only this run of the sweep; restart the other unfinished runs, too")
+            for note in resume_notes(run):
+                run.display.note(note)
             # Last: a launcher may kill this, and everything else is done.
             try:
                 self.evaluations.draw()
@@ -328,67 +272,11 @@ class Loop:
                 run.display.warn(error.lines[0])
         return STOPPED
 
-    def _same_command(self) -> str:
-        run = self.run
-        if not is_command():
-            return f"the same configuration, run_dir={run.folder.path} and resume=auto"
-        command, alone = environment_command(), command_alone()
-        if alone is not None and sys.argv[0] in sys.orig_argv:
-            # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
-            program = sys.orig_argv[1 : sys.orig_argv.index(sys.argv[0]) + 1]
-            command = shlex.join(["python", *program, *alone])
-        if run.config.run_dir is None or alone is not None:
-            command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
-        if run.config.resume != "auto":
-            # With any other value it would start from where this run first started, or refuse the folder.
-            command += " resume=auto"
-        if run.world.size > 1 and not scheduler.is_task():
-            nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
-            each = run.world.size // nodes
-            launcher = f"torchrun --nproc_per_node {each}" + (
-                f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
-            )
-            command = command.replace("python -u ", f"{launcher} ", 1)
-        return command
-
     def _finish(self) -> float | None:
-        """Write the summary; returns on all ranks, once it is written, what a sweeper minimises, or None.
-
-        That is 100 - the best top-1 (or class_top1, if `schedule.early_stopping_metric` says so) in percent, or the
-        lowest loss.
-        """
+        """Write the summary; returns the result of `summarise` on all ranks, once it is written."""
         run = self.run
         self._finish_saving()
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         # The other ranks wait: their script may read the summary next.
-        return run.world.from_main(self._summarise(memory) if run.world.is_main else None)
-
-    def _summarise(self, memory: int) -> float | None:
-        run = self.run
-        clock = self.clock
-        if not clock.intervals:
-            # Nothing was left to train: report the speed and memory of the earlier processes.
-            trained = [record for record in run.folder.records() if record["kind"] == "train"]
-            clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
-            memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-        step_seconds, rate = clock.medians()
-        values = summary(run, self.evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
-        run.folder.write_json("summary.json", values)
-        self.board.summarise(values)
-        self.evaluations.draw(whole=True)
-        final, best = values["final"], values["best"]
-        if final is not None and best is not None:
-            # The mean over the classes is None if no image could be scored.
-            shown = {**best, "class_top1": best.get("class_top1") or 0.0}
-            which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
-            run.display.note(
-                f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
-            )
-        run.display.note(f"run folder: {run.folder.path}")
-        return None if best is None else _objective(best, run.config.schedule.early_stopping_metric)
-
-
-def _objective(best: Mapping[str, Any], metric: str) -> float | None:
-    """What a sweeper minimises, from the record of the best evaluation; None if the metric is null there."""
-    value = best.get(metric)
-    return value if value is None or metric == "loss" else 100 - value
+        result = summarise(run, self.evaluations, self.clock, memory) if run.world.is_main else None
+        return run.world.from_main(result)

@@ -18,7 +18,7 @@ from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts, build_parts, check_head
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.environment import environment
 from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
@@ -250,31 +250,6 @@ def _problem(folder: RunFolder) -> str | None:
     if holder is None:
         return None
     return f"run_dir: {folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
-
-
-def summary(
-    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
-) -> dict[str, Any]:
-    """The values of `summary.json`."""
-    primary = primary_records(run, evaluations)
-    best = best_evaluation(primary, run.config.schedule.early_stopping_metric)
-    return {
-        "config_name": run.config.config_name,
-        "seed": run.config.seed,
-        "steps": run.total_steps,
-        "epochs": run.epoch(run.total_steps),
-        "final": primary[-1] if primary else None,
-        "best": None if best is None else primary[best],
-        "images_per_second": rate,
-        "step_seconds_p50": step_seconds,
-        "memory_peak_bytes": memory,
-        "parameters": run.complexity.parameters,
-        "forward_flops_per_image": run.complexity.forward_flops,
-        "wall_seconds": run.seconds(),
-        "world_size": run.world.size,
-        "device": device_name(run.world.device),
-        "versions": versions(),
-    }
 
 
 def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import output_file, write_json, write_text
+from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.weights import Loaded, find_weights, opened
 
@@ -55,11 +56,13 @@ def score(
             "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
             "weights=SOURCE"
         )
-    found = find_weights(config.weights)
-    about = foreign.described(found)
-    if about is not None and own_preprocessing:
-        config = build.with_preprocessing(config, about)
     with build.world(config) as world:
+        config = pin_weights(config, world)
+        assert config.weights is not None
+        found = find_weights(config.weights)
+        about = foreign.described(found)
+        if about is not None and own_preprocessing:
+            config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None
         build.set_backend(config, world.device)

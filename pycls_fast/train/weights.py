@@ -70,7 +70,7 @@ def load_weights(
     Args:
         network: changed in place; its tensors may be sharded.
         source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
-            another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME`.
+            another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME[@REVISION]`.
         classes: class names of the data, in the order of the outputs.
         allow: names of tensors that need not fit; see `foreign.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
@@ -107,8 +107,8 @@ def load_weights(
 def find_weights(source: str | Path) -> Path | str:
     """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
-    `hf:ORG/NAME` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json` beside
-    `model.safetensors`).
+    `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json`
+    beside `model.safetensors`).
 
     Raises:
         UserError: there is none.

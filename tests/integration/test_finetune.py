@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pycls_fast.config.saved import load_run_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test
 from pycls_fast.train.score import score
 from pycls_fast.train.weights import load_weights
@@ -85,6 +87,36 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finetune(images: Path, run_dir: Path, *overrides: str, name: str = "finetune") -> int:
     return train(load_config(name, [f"data.root='{images}'", f"run_dir={run_dir}", *TINY, *overrides]))
+
+
+def test_weights_of_the_hub_are_recorded_with_their_commit(
+    images: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The branch moves while the run trains; a resumed run keeps the commit with which it began."""
+    newest = "a" * 40
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        folder = tmp_path / "hub" / (revision or newest)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(weights, folder / "model.safetensors")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    settings = ("weights=hf:me/seven", "schedule.epochs=2", "speed.compile=off")
+    for steps in (1, 2):
+        assert finetune(images, tmp_path / "run", *settings, f"schedule.max_steps={steps}") == 0
+        recorded = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+        assert recorded["weights"] == f"hf:me/seven@{'a' * 40}"
+        newest = "b" * 40
+    shown = capsys.readouterr()
+    assert "resumed from" in shown.out + shown.err
+    assert "changed since the checkpoint: weights" not in shown.out + shown.err
+    config = load_config("finetune", [f"data.root='{images}'", *TINY, "weights=hf:me/seven", "speed.compile=off"])
+    assert score_neighbours(config, k=3, temperature=1.0, split="val", output=str(tmp_path / "knn.json")) == 0
+    assert json.loads((tmp_path / "knn.json").read_text())["checkpoint"].split("/")[-2:] == [
+        newest,
+        "model.safetensors",
+    ]
 
 
 def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path) -> None:

@@ -117,6 +117,18 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert told["loss"] != pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.parametrize(("crop", "way"), [("squash", "both sides"), ("border", "long side")])
+def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images: Path, crop: str, way: str) -> None:
+    model = timm_folder(tmp_path / "deit", crop_mode=crop)
+    about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
+    config = load_config("deit_s16", [f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE])
+    assert score(config, "val", str(tmp_path / "scores.json")) == 0
+    told = json.loads((tmp_path / "scores.json").read_text())
+    top1, loss = timm_top1(model, images, about)
+    assert (told["top1"], told["loss"]) == (pytest.approx(top1), pytest.approx(loss, rel=1e-5))
+    assert told["preprocessing"].startswith(f"{way} 106 (bicubic), centre 96 x 96, mean 0.5")
+
+
 @pytest.mark.slow
 def test_the_tool(tmp_path: Path, images: Path) -> None:
     timm_folder(tmp_path / "deit")
@@ -155,9 +167,12 @@ def test_imagenets_ids() -> None:
 
 
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
-    timm_folder(tmp_path / "squashed", crop_mode="squash")
-    with pytest.raises(UserError, match=r"model.safetensors asks for crop_mode=squash .*preprocessing=config"):
-        foreign.described(tmp_path / "squashed" / "model.safetensors")
+    timm_folder(tmp_path / "larger", crop_pct=1.15)
+    with pytest.raises(UserError, match=r"asks for crop_mode=center and crop_pct=1.15, .*preprocessing=config"):
+        foreign.described(tmp_path / "larger" / "model.safetensors")
+    timm_folder(tmp_path / "oblong", input_size=[3, 1024, 768])
+    with pytest.raises(UserError, match=r"asks for images of 1024 x 768 pixels, and here they are square"):
+        foreign.described(tmp_path / "oblong" / "model.safetensors")
     timm_folder(tmp_path / "lanczos", interpolation="lanczos")
     with pytest.raises(UserError, match=r"interpolation=lanczos, and here are bilinear and bicubic"):
         foreign.described(tmp_path / "lanczos" / "model.safetensors")
@@ -208,6 +223,7 @@ def test_published_weights_describe_themselves(source: str) -> None:
     config = build.with_preprocessing(load_config("resnet50", ["data.root=/nowhere"]), about)
     ours = EvalTransform(
         image_size=config.data.image_size,
+        crop=config.augment.eval_crop,
         crop_ratio=config.augment.eval_crop_ratio,
         interpolation=config.augment.interpolation,
     )

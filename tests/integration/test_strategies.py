@@ -55,7 +55,7 @@ COMMON = [
 CASES = [
     chosen
     for chosen in product(STRATEGIES, MODELS, PRECISIONS, ACCUMULATIONS)
-    # FairScale's ShardedDDP has no place for weights that are apart from the network's (`config/checks.py`).
+    # FairScale's ShardedDDP has no place for weights that are apart from the network's (`config/checks/`).
     if (chosen[0], chosen[2]) != ("oss", "bf16_params")
 ]
 # What fits the time of every change: the strategies on as few ranks as show them, with what adds up microbatches.

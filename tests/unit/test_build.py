@@ -214,10 +214,20 @@ class TestData:
         )
         record(monkeypatch, "make_loader")
         config = vit(
-            *SYNTHETIC, "augment.eval_crop_ratio=0.6", "augment.interpolation=bicubic", "data.eval_batch_size=6"
+            *SYNTHETIC,
+            "augment.eval_crop=border",
+            "augment.eval_crop_ratio=0.6",
+            "augment.interpolation=bicubic",
+            "data.mean=[0.1,0.5,1.0]",
+            "data.eval_batch_size=6",
         )
         build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 4), FAST)
-        assert transforms == [{"image_size": 16, "crop_ratio": 0.6, "interpolation": "bicubic"}]
+        assert transforms == [
+            {
+                "image_size": 16, "crop": "border", "crop_ratio": 0.6, "interpolation": "bicubic",
+                "fill": (26, 128, 255),
+            }
+        ]  # fmt: skip
         assert samplers == [{"0": 10, "batch_size": 6, "rank": 1, "world_size": 4}]
         assert datasets[0]["training"] is False
         # Without one of its own: as many as in a microbatch of training.

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -79,7 +80,8 @@ class _Image(NamedTuple):
 
 
 def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> Packed:
-    """Write a split. After a kill it resumes after the last complete image; a finished split is left as it is.
+    """Write a split. After a kill it resumes after the last complete image, or at the first image that was left out and
+    can be read now; a finished split is left as it is.
 
     Damaged images are left out and reported; without `short_side` and "raw" nothing is decoded, so only unreadable ones
     are found.
@@ -128,6 +130,11 @@ def _write(
     images_path, table_path, log_path = folder / f"{IMAGES}.part", folder / _DRAFT_TABLE, folder / _DAMAGED
     damaged = _read_damaged(log_path)
     done, size = _whole_entries(images_path, table_path, damaged)
+    readable = _first_readable(source, settings, sorted(index for index in damaged if index < done))
+    if readable is not None:
+        # From there on once more, so that the result is that of an undisturbed run.
+        print(f"note: {source.name(readable)} was left out and can be read now; packing resumes there", file=sys.stderr)
+        done, size = readable, int(np.fromfile(table_path, ENTRY, 1, offset=readable * ENTRY.itemsize)["offset"][0])
     kept = [_damaged_line(index, *found) for index, found in damaged.items() if index < done]
     log_path.write_text("".join(kept), encoding="utf-8")
     work = partial(_make, settings=settings)
@@ -157,6 +164,11 @@ def _write(
             advance(1)
         _sync(images, log, table)
     return _finish(source, folder, plan, settings)
+
+
+def _first_readable(source: Source, settings: PackSettings, indices: list[int]) -> int | None:
+    """The first of these images, which were left out, that can be stored now."""
+    return next((index for index in indices if not _make(source, index, settings=settings).reason), None)
 
 
 def _sync(*files: BinaryIO) -> None:

@@ -53,7 +53,8 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
     """The splits of a dataset.
 
     Args:
-        name: a name on the hub ("ILSVRC/imagenet-1k"), or a folder written by `save_to_disk`.
+        name: a name on the hub ("ILSVRC/imagenet-1k", or with a branch, tag or commit "ILSVRC/imagenet-1k@REVISION"),
+            or a folder written by `save_to_disk`.
 
     Raises:
         UserError: no such dataset, split or column; `datasets` not installed.
@@ -83,7 +84,11 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
     except ImportError as error:
         raise UserError("data.source=hub needs datasets, which is not installed: pip install -e '.[hub]'") from error
     try:
-        loaded = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config)
+        if Path(name).is_dir():
+            loaded = datasets.load_from_disk(name)
+        else:
+            repository, _, revision = name.partition("@")
+            loaded = datasets.load_dataset(repository, config, revision=revision or None)
     except Exception as error:
         # Raised by the hub, the file system or the dataset's own definition.
         text = " ".join(str(error).split())[:300]

@@ -34,6 +34,7 @@ _FORMAT = 4
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
 _UNUSED_DAYS = 30
+_DAY = 24 * 3600
 
 Stamp = Mapping[str, Any]
 """What a dataset looked like when it was indexed; JSON."""
@@ -169,6 +170,7 @@ def _save(index: Index, place: Path) -> None:
         (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
         for earlier in place.parent.glob(f"{place.name}-old-*"):
             shutil.rmtree(earlier, ignore_errors=True)
+        _remove_dead_drafts(place)
         if place.exists():
             # A folder cannot be replaced in one move. The old one stays until the next time: a process on another
             # machine that has mapped its files would crash without them.
@@ -178,9 +180,20 @@ def _save(index: Index, place: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _remove_dead_drafts(place: Path) -> None:
+    """Remove the drafts of killed processes.
+
+    Those of live ones, which may run on other machines, are younger: writing an index takes minutes.
+    """
+    for draft in place.parent.glob(f"{place.name}-new-*"):
+        with suppress(FileNotFoundError):
+            if draft.stat().st_mtime < time.time() - _DAY:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
 def _remove_unused(folder: Path) -> None:
     """Remove the indexes in the user's cache that no process has loaded for `_UNUSED_DAYS`."""
-    oldest = time.time() - _UNUSED_DAYS * 24 * 3600
+    oldest = time.time() - _UNUSED_DAYS * _DAY
     for root in folder.iterdir():
         if re.fullmatch(r"[0-9a-f]{16}", root.name):
             # Other processes remove them too.

@@ -26,7 +26,7 @@ from pycls_fast.ledger.compare.table import (
     settings,
     verdict,
 )
-from pycls_fast.ledger.page import STYLE, figure_html
+from pycls_fast.ledger.html_page import figure_html, html_page
 
 Record = Mapping[str, Any]
 
@@ -57,13 +57,10 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
     a, b = record["a"], record["b"]
     when = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join(
+    return html_page(
+        f"Two runs: {a['path']} and {b['path']}",
         [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Two runs: {escape(a['path'])} and {escape(b['path'])}</title>",
-            f"<style>{STYLE}{_STYLE}</style></head><body><h1>Two runs</h1>",
+            "<h1>Two runs</h1>",
             f"<p><b>A</b> <code>{escape(a['path'])}</code> ({escape(str(a['config_name']))})<br>"
             f"<b>B</b> <code>{escape(b['path'])}</code> ({escape(str(b['config_name']))})</p>",
             f"<p class='said'>{escape(verdict(record))}</p>",
@@ -81,9 +78,8 @@ def page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
             *(f"<p>{name}: <code>{escape(command)}</code></p>" for name, command in _commands(record)),
             f"<p>this page: <code>{escape(record['command'])}</code></p>",
             f"<p class='quiet'>{when} · {escape(versions)}</p>",
-            "</body></html>",
-            "",
-        ]
+        ],
+        _STYLE,
     )
 
 

@@ -10,6 +10,7 @@ from pycls_fast.models.foreign.read import (
     download,
     is_hub,
     own_metadata,
+    pinned,
     read_weights,
 )
 from pycls_fast.models.foreign.timm import to_timm_vit
@@ -30,6 +31,7 @@ __all__ = [
     "fit",
     "is_hub",
     "own_metadata",
+    "pinned",
     "read_weights",
     "to_timm_resnet",
     "to_timm_vit",

@@ -15,22 +15,24 @@ from pycls_fast.paths import user_path
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing for scoring: resize the short side, cut out the centre, normalise.
+    """Preprocessing for scoring: resize, cut out the centre, normalise.
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size, short_side: sizes of the crop and of the resized image, in pixels.
+        image_size, resized_side: the side of the crop, and the resized image's side that `crop` says, in pixels.
         interpolation: that of the resizing.
         mean, std: per channel, as fractions of 255.
+        crop: "center" resizes the short side, "squash" both, "border" the long one (timm's `crop_mode`).
         unknown: what of it is not supported here, in words; empty if everything is.
     """
 
     weights: str
     image_size: int
-    short_side: int
+    resized_side: int
     interpolation: str
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    crop: str = "center"
     unknown: str = ""
 
 
@@ -85,19 +87,19 @@ def _of_timm_name(name: str) -> Preprocessing | None:
 
 def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     """The preprocessing as `timm.data.create_transform` reads it, at the size meant for testing."""
-    size = (kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))[-1]
-    crop = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
-    is_centre = kept.get("crop_mode", "center") == "center" and crop <= 1
-    way = f"crop_mode={kept.get('crop_mode')} of {crop:g} of the image, and here the centre is cut out"
+    _, height, size = kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224)
+    ratio = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
+    crop = kept.get("crop_mode") or "center"
     interpolation = str(kept.get("interpolation", "bicubic"))
     return Preprocessing(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=int(size),
-        short_side=math.floor(size / crop),
+        resized_side=math.floor(size / ratio),
         interpolation=interpolation,
         mean=rgb_triple(kept.get("mean", (0.485, 0.456, 0.406))),
         std=rgb_triple(kept.get("std", (0.229, 0.224, 0.225))),
-        unknown=_unknown(interpolation) if is_centre else way,
+        crop=crop,
+        unknown=_unknown_crop(crop, ratio, height, size) or _unknown(interpolation),
     )
 
 
@@ -122,12 +124,20 @@ def _of_torchvision_name(name: str) -> Preprocessing:
     return Preprocessing(
         weights=f"torchvision:{model}.{weights.name}",
         image_size=steps.crop_size[0],
-        short_side=steps.resize_size[0],
+        resized_side=steps.resize_size[0],
         interpolation=steps.interpolation.value,
         mean=rgb_triple(steps.mean),
         std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
     )
+
+
+def _unknown_crop(crop: str, ratio: float, height: int, width: int) -> str:
+    if height != width:
+        return f"images of {height} x {width} pixels, and here they are square"
+    if crop not in ("center", "squash", "border") or ratio > 1:
+        return f"crop_mode={crop} and crop_pct={ratio:g}, and here are center, squash and border of at most 1"
+    return ""
 
 
 def _unknown(interpolation: str) -> str:

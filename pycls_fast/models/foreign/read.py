@@ -113,18 +113,39 @@ def download(source: str) -> Path:
     """The `model.safetensors` of a Hugging Face repository, in its cache, beside the `config.json` if there is one.
 
     Args:
-        source: `hf:ORG/NAME`.
+        source: `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`: a branch (the main one if none is given), a tag or a commit.
 
     Raises:
         UserError: it could not be downloaded, or the repository has no such file.
     """
-    from huggingface_hub import snapshot_download
-
-    name, wanted = source.removeprefix(HUGGING_FACE), ["model.safetensors", "config.json"]
-    file = Path(_downloaded(source, lambda: snapshot_download(name, allow_patterns=wanted)), "model.safetensors")
+    file = _snapshot(source, "model.safetensors", "config.json") / "model.safetensors"
     if not file.is_file():
         raise UserError(f"weights: {source} has no model.safetensors; download another of its files and give its path")
     return file
+
+
+def pinned(source: str) -> str:
+    """`hf:ORG/NAME@COMMIT` for the commit that the revision stands for now, or stood for when it was last downloaded.
+
+    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again.
+
+    Args:
+        source: as for `download`.
+
+    Raises:
+        UserError: no such repository or revision.
+    """
+    return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
+
+
+def _snapshot(source: str, *files: str) -> Path:
+    """The cache's folder, named by the commit, with those of these files that the repository has."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.removeprefix(HUGGING_FACE).partition("@")
+    return Path(
+        _downloaded(source, lambda: snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+    )
 
 
 def read_file(path: Path) -> Contents:

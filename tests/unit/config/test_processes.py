@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.config.command_line import _refuse_shared_folder, _run_task, _TaskStopped
+from pycls_fast.config.scheduler import TaskStopped, run_task
+from pycls_fast.config.sweep import refuse_shared_folder
 from pycls_fast.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -202,7 +203,7 @@ def test_how_a_task_of_a_scheduler_fails(
 ) -> None:
     """Hydra and submitit make a success of any other end."""
     with pytest.raises((SystemExit, UserError)) as found:
-        _run_task(action)
+        run_task(action)
     assert repr(found.value) == raised
     assert capsys.readouterr().err.endswith(shown)
 
@@ -210,13 +211,13 @@ def test_how_a_task_of_a_scheduler_fails(
 def test_one_folder_for_a_search_is_refused() -> None:
     """The search space may be in the sweeper's settings only."""
     with pytest.raises(UserError, match=r"^run_dir: out for every run of --multirun"):
-        _refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out"])
-    _refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out/${hydra:job.num}"])
+        refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out"])
+    refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out/${hydra:job.num}"])
 
 
 def test_a_stopped_task_of_a_scheduler_says_so() -> None:
-    with pytest.raises(_TaskStopped, match="everything is saved"):
-        _run_task(lambda: 3)
+    with pytest.raises(TaskStopped, match="everything is saved"):
+        run_task(lambda: 3)
 
 
 SWEEPER = """

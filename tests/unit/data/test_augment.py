@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.data import EvalTransform, TrainTransform
@@ -221,6 +222,22 @@ def test_evaluation_is_torchvisions(size: tuple[int, int], interpolation: Any) -
     np.testing.assert_array_equal(transform(PillowPicture(image), 2).image_HWC, result.image_HWC)
 
 
+@pytest.mark.parametrize("size", [(50, 37), (37, 50), (24, 24), (8, 8), (11, 8), (300, 20), (31, 200)])
+@pytest.mark.parametrize("crop", ["center", "squash", "border"])
+@pytest.mark.parametrize("crop_pct", [1.0, 0.9, 0.75])
+def test_evaluation_crops_are_timms(size: tuple[int, int], crop: Any, crop_pct: float) -> None:
+    image, mean = photo(*size), (0.1, 0.5, 0.9)
+    theirs = create_transform(
+        (3, 24, 24), interpolation="bicubic", crop_mode=crop, crop_pct=crop_pct, mean=mean, normalize=False
+    )
+    side = math.floor(24 / crop_pct)
+    transform = EvalTransform(
+        image_size=24, crop=crop, crop_ratio=24 / side, interpolation="bicubic", fill=(26, 128, 230)
+    )
+    result = transform(PillowPicture(image), 0).image_HWC
+    np.testing.assert_array_equal(result, theirs(image).permute(1, 2, 0).numpy())
+
+
 def test_evaluation_of_the_whole_short_side() -> None:
     image = numbered(24, 24)
     result = EvalTransform(image_size=24, crop_ratio=1.0)(PillowPicture(image), 0).image_HWC
@@ -235,6 +252,8 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
     line = Image.new("RGB", size, (10, 20, 30))
     for transform in (
         EvalTransform(image_size=224),
+        EvalTransform(image_size=224, crop="squash"),
+        EvalTransform(image_size=224, crop="border", fill=(10, 20, 30)),
         TrainTransform(image_size=224, crop="none"),
         TrainTransform(image_size=224),
     ):

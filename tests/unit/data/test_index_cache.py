@@ -240,6 +240,20 @@ def test_the_index_before_stays_for_those_who_have_mapped_it(tree: Path) -> None
         assert (old / "labels.npy").stat().st_ino == inode
 
 
+def test_drafts_of_killed_processes_are_removed(tree: Path) -> None:
+    """But not one that another machine may be writing, nor that of another index."""
+    place = tree.parent / ".pycls_fast_index" / tree.name
+    dead, live = (place / f"class_folders-new-{number}" for number in ("0a1b2c3d", "4e5f6071"))
+    other = place / "manifest-new-0a1b2c3d"
+    for draft in (dead, live, other):
+        draft.mkdir(parents=True)
+        (draft / "labels.npy").touch()
+    for draft in (dead, other):
+        os.utime(draft, (0, time.time() - 2 * 24 * 3600))
+    scan_classes(tree, ALWAYS)
+    assert {path.name for path in place.iterdir()} == {"class_folders", live.name, other.name}
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_lock_folder_of_someone_else(
     tree: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

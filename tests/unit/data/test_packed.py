@@ -231,6 +231,39 @@ def test_damaged_images_are_named_after_a_kill(tmp_path: Path, folder: Path) -> 
     assert done.count == len(source) - 2
 
 
+@pytest.mark.parametrize("repaired", [(), (6,), (1, 6), (1, 2, 6)])
+def test_a_resumed_packing_tries_again_what_could_not_be_read(
+    tmp_path: Path, folder: Path, repaired: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an outage of the disk: the result is that of an undisturbed run on the files as they are now."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    content = {index: Path(source.name(index)).read_bytes() for index in (1, 2, 6)}
+    for index in content:
+        Path(source.name(index)).unlink()
+    interrupt_after(source, out, 9)
+    for index in repaired:
+        Path(source.name(index)).write_bytes(content[index])
+    done = pack(source, out, PackSettings(), workers=0, title="")
+    undisturbed = pack(source, tmp_path / "again", PackSettings(), workers=0, title="")
+    assert done == undisturbed
+    assert [name for name, _ in done.damaged] == [source.name(index) for index in content if index not in repaired]
+    for name in ("images.bin", "table.npy", "names.npy"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    noted = f"note: {source.name(repaired[0])} was left out and can be read now" if repaired else ""
+    assert noted in capsys.readouterr().err
+
+
+def test_what_still_cannot_be_read_costs_no_work(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    Path(source.name(1)).unlink()
+    interrupt_after(source, out, 9)
+    made: list[int] = []
+    real = packer._make
+    monkeypatch.setattr(packer, "_make", lambda own, index, **more: made.append(index) or real(own, index, **more))
+    pack(source, out, PackSettings(), workers=0, title="")
+    assert made == [1, *range(9, len(source))]
+
+
 def test_a_folder_that_another_process_packs_into(tmp_path: Path, folder: Path) -> None:
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     interrupt_after(source, out, 9)

@@ -524,7 +524,7 @@ def test_datasets_with_mistakes(tmp_path: Path, options: dict[str, str], says: s
 def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def offline(*arguments: object) -> None:
+    def offline(*arguments: object, **options: object) -> None:
         raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (offline)")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
@@ -533,6 +533,24 @@ def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.chdir(tmp_path)
     assert "use data.source=hub" in mistake("auto", "nobody/nothing")
+
+
+def test_a_revision_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    saved, asked = datasets.load_from_disk(write_hub(tmp_path / "me/cats", CONTENT)), []
+
+    def load(name: str, config: str | None, *, revision: str | None) -> object:
+        asked.append((name, config, revision))
+        return saved
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for root in ("me/cats", "me/cats@v1"):
+        assert opened("hub", root, hub_config="small").keys() == {"train", "val"}
+    assert asked == [("me/cats", "small", None), ("me/cats", "small", "v1")]
+    # A folder of such a name is a folder.
+    opened("hub", (tmp_path / "me/cats").rename(tmp_path / "cats@v1"))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

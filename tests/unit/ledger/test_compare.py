@@ -21,7 +21,7 @@ from pycls_fast.ledger.compare.conduct import comparison
 from pycls_fast.ledger.compare.runs import read_run
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import notes, verdict
-from pycls_fast.ledger.page import figure_html
+from pycls_fast.ledger.html_page import figure_html
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 from tests.unit.ledger.test_page import Tags

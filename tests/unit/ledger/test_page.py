@@ -12,7 +12,8 @@ import pytest
 from matplotlib.lines import Line2D
 
 from pycls_fast.ledger.charts import charts
-from pycls_fast.ledger.page import figure_html, page, write_page
+from pycls_fast.ledger.html_page import figure_html
+from pycls_fast.ledger.page import page, write_page
 from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.table import duration, markdown, print_table, rows
 

@@ -11,8 +11,9 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint
-from pycls_fast.train.run import best_evaluation, summary
+from pycls_fast.train.run import best_evaluation
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.summary import summary_values
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 
@@ -70,4 +71,4 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert checkpoint.step_of((folder.checkpoints / "best").resolve()) == best
-    assert summary(run, evaluations.records(), rate=1.0, step_seconds=1.0, memory=1)["best"]["step"] == best
+    assert summary_values(run, evaluations.records(), rate=1.0, step_seconds=1.0, memory=1)["best"]["step"] == best

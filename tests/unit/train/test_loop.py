@@ -17,9 +17,10 @@ from pycls_fast.data import transfer
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
-from pycls_fast.train import checkpoint, loop, train
+from pycls_fast.train import checkpoint, train
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.runs import TINY
@@ -82,7 +83,7 @@ def test_the_best_is_linked_although_damaged_images_end_the_run(
 
     def damaged(self: Loop, done: int) -> None:
         if done == 4:
-            self.damaged["1.png"] = "broken"
+            self.damaged.note([("1.png", "broken")])
             reported.set()
         report(self, done)
 
@@ -111,7 +112,7 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
     metric: str, value: float | None, objective: float | None
 ) -> None:
     """None for a record without the number."""
-    assert loop._objective({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
+    assert objective_of({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
 
 
 def test_other_ranks_end_after_the_summary_is_written() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import huggingface_hub
 import pytest
@@ -23,9 +25,13 @@ from pycls_fast.models import VisionTransformer
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.foreign import to_timm_vit
 from pycls_fast.network import Network, Units
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.normalization import statistics
+from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.restore import restore
 from pycls_fast.train.weights import find_weights, load_weights
+
+T = TypeVar("T")
 
 
 def vit(classes: int) -> VisionTransformer:
@@ -157,27 +163,100 @@ def test_a_new_architecture_loads_its_own_weights_and_has_no_form_of_timm(tmp_pa
         timm_form(ours)
 
 
-def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, asked = vit(3), []
+class Hub:
+    """A stand-in for the Hugging Face hub and its cache: a repository me/cats of two commits."""
 
-    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        if name == "me/nothing":
+    revisions = {"main": "b" * 40, "v1": "a" * 40, "a" * 40: "a" * 40, "b" * 40: "b" * 40}  # noqa: RUF012
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.asked: list[tuple[str, str | None, tuple[str, ...]]] = []
+        for commit in ("a" * 40, "b" * 40):
+            (cache / commit).mkdir()
+
+    def snapshot(self, name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        """`huggingface_hub.snapshot_download`."""
+        self.asked.append((name, revision, tuple(allow_patterns)))
+        if name != "me/cats" or (revision or "main") not in self.revisions:
             raise OSError("no such repository")
-        return str(tmp_path)
+        return str(self.cache / self.revisions[revision or "main"])
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    stand_in = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in.snapshot)
+    return stand_in
+
+
+def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
+    theirs = vit(3)
     with pytest.raises(UserError, match=r"hf:me/cats has no model\.safetensors; download another of its files"):
         find_weights("hf:me/cats")
-    save_file(to_timm_vit(theirs.state_dict()), tmp_path / "model.safetensors")
+    file = hub.cache / ("b" * 40) / "model.safetensors"
+    save_file(to_timm_vit(theirs.state_dict()), file)
     kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
-    (tmp_path / "config.json").write_text(json.dumps(kept))
+    (file.parent / "config.json").write_text(json.dumps(kept))
     ours = vit(3)
-    assert load_weights(ours, "hf:me/cats", classes=("a", "b", "c")).path == tmp_path / "model.safetensors"
+    assert load_weights(ours, "hf:me/cats", classes=("a", "b", "c")).path == file
     assert torch.equal(ours.head.weight, theirs.head.weight)
     assert statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
-    assert set(map(str, asked)) == {"('me/cats', ['model.safetensors', 'config.json'])"}
+    assert set(hub.asked) == {("me/cats", None, ("model.safetensors", "config.json"))}
     with pytest.raises(UserError, match=r"hf:me/nothing could not be downloaded \(no such repository\)"):
         find_weights("hf:me/nothing")
     with pytest.raises(UserError, match="does not say which model and classes"):
         restore("hf:me/cats")
+
+
+def test_a_revision_of_a_repository(hub: Hub) -> None:
+    save_file(vit(3).state_dict(), hub.cache / ("a" * 40) / "model.safetensors")
+    assert find_weights("hf:me/cats@v1") == hub.cache / ("a" * 40) / "model.safetensors"
+    assert hub.asked[-1][:2] == ("me/cats", "v1")
+    with pytest.raises(UserError, match=r"hf:me/cats@v9 could not be downloaded"):
+        find_weights("hf:me/cats@v9")
+
+
+def of_source(weights: str | None) -> RunConfig:
+    return load_config("vit_digits", [] if weights is None else [f"weights={weights}"])
+
+
+def saved_with(weights: str | None) -> Any:
+    """What `pin_weights` reads of a checkpoint."""
+    return SimpleNamespace(plain={"config": {"weights": weights}})
+
+
+def test_a_run_has_the_commit_in_its_configuration(hub: Hub) -> None:
+    for source, commit in (("hf:me/cats", "b"), ("hf:me/cats@v1", "a"), (f"hf:me/cats@{'a' * 40}", "a")):
+        assert pin_weights(of_source(source), ALONE).weights == f"hf:me/cats@{commit * 40}"
+    with pytest.raises(UserError, match=r"hf:me/cats@v9 could not be downloaded"):
+        pin_weights(of_source("hf:me/cats@v9"), ALONE)
+    hub.asked.clear()
+    for other in (None, "timm:resnet50", "some/file@main.pth"):
+        assert pin_weights(of_source(other), ALONE).weights == other
+    # A resumed run does not load them, but began with those.
+    pinned = f"hf:me/cats@{'a' * 40}"
+    assert pin_weights(of_source("hf:me/cats"), ALONE, saved_with(pinned)).weights == pinned
+    for before in (None, "hf:me/dogs@c0ffee"):
+        assert pin_weights(of_source("hf:me/cats"), ALONE, saved_with(before)).weights == "hf:me/cats"
+    assert hub.asked == []
+
+
+@dataclass(frozen=True)
+class OneOfFour(World):
+    """A rank of two nodes with two ranks each, for which rank 0 answers at once."""
+
+    def from_main(self, value: T) -> T:
+        return value if self.is_main else cast(T, f"hf:me/cats@{'b' * 40}")
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_the_first_rank_of_each_node_asks_the_hub(hub: Hub) -> None:
+    asked = []
+    for rank in range(4):
+        world = OneOfFour(rank=rank, size=4, device=torch.device("cpu"), local_rank=rank % 2)
+        assert pin_weights(of_source("hf:me/cats"), world).weights == f"hf:me/cats@{'b' * 40}"
+        asked.append([revision for _, revision, _ in hub.asked])
+        hub.asked.clear()
+    assert asked == [[None], [], ["b" * 40], []]

@@ -1,0 +1,179 @@
+"""Checks of how the training runs: precision, switches, and the strategy for several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pycls_fast.config.checks.helpers import default_of
+from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel, ViTModel
+
+
+def precision_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What a precision cannot compute."""
+    if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
+        yield "precision", "fp8 is for linear layers and model.kind=resnet has only its head; use precision=amp_bf16"
+
+
+def switch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Switches that conflict with each other or with the model."""
+    speed = config.speed
+    recomputes = speed.recompute not in (None, "off")
+    if speed.activation_compression == "8bit" and recomputes:
+        yield (
+            "speed.activation_compression",
+            f"8bit conflicts with speed.recompute={speed.recompute}: blocks would run again from rounded inputs; use "
+            "speed.activation_compression=none or speed.recompute=off",
+        )
+    if speed.activation_offload == "cpu" and speed.recompute == "selective":
+        yield (
+            "speed.activation_offload",
+            "cpu cannot offload what speed.recompute=selective keeps; use speed.recompute=full or "
+            "speed.activation_offload=none",
+        )
+    if config.parallel.recompute_every > 1 and not recomputes:
+        yield (
+            "parallel.recompute_every",
+            f"{config.parallel.recompute_every} has no effect without recomputation; add speed.recompute=full or "
+            "selective, or use parallel.recompute_every=1",
+        )
+    if isinstance(config.model, ResNetModel) and speed.drop_path_compute == "skip":
+        yield (
+            "speed.drop_path_compute",
+            "skip would take BatchNorm's statistics from the kept samples only; use speed.drop_path_compute=multiply",
+        )
+    if config.runtime.watchdog and config.speed.compile not in (None, "off"):
+        yield (
+            "runtime.watchdog",
+            f"cannot see inside compiled code (speed.compile={config.speed.compile}); use speed.compile=off with it",
+        )
+
+
+# Strategies that gather each unit's weights while it computes.
+_GATHERING = ("fsdp", "hsdp")
+
+
+def strategy_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of `parallel` that have no effect or conflict."""
+    yield from _exchange(config)
+    yield from _without_effect(config.parallel)
+    yield from _sync_batchnorm(config)
+    yield from _half_weights(config)
+
+
+def _exchange(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """How gradients are exchanged: compression, a static graph."""
+    chosen, name, precision = config.parallel, config.parallel.name, config.precision.name
+    replicates = name in ("auto", "ddp")
+    if chosen.compression != "none" and not replicates:
+        yield (
+            "parallel.compression",
+            f"{chosen.compression} is for parallel=ddp; use parallel.compression=none with parallel={name}",
+        )
+    if chosen.compression == "powersgd" and precision not in ("fp32", "tf32", "amp_bf16", "fp8"):
+        yield (
+            "parallel.compression",
+            f"powersgd carries its compression error from step to step, which a float16 overflow or a half format "
+            f"would corrupt (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
+        )
+    if chosen.compression == "fp16" and replicates and precision not in ("amp_fp16", "fp16_master", "fp16"):
+        yield (
+            "parallel.compression",
+            f"fp16 needs a scaled loss, and precision={precision} scales none: small gradients would become 0, large "
+            "ones infinite; use parallel.compression=bf16, or precision=amp_fp16",
+        )
+    if chosen.static_graph and not replicates:
+        yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
+    if chosen.static_graph and chosen.compression == "powersgd" and config.optim.accumulation_steps > 1:
+        yield (
+            "parallel.static_graph",
+            "takes one more exchange than powersgd counts with optim.accumulation_steps above 1; use "
+            "parallel.static_graph=false",
+        )
+
+
+def _without_effect(chosen: Parallel) -> Iterator[tuple[str, str]]:
+    """Settings of another strategy or compression than the chosen one."""
+    name, gathers = chosen.name, chosen.name in _GATHERING
+    for key in ("shard_degree", "replicate_degree"):
+        if getattr(chosen, key) is not None and name != "hsdp":
+            yield (
+                f"parallel.{key}",
+                (f"is for parallel=hsdp; use parallel.{key}=null or parallel=hsdp (got parallel={name})"),
+            )
+    for key in ("powersgd_rank", "powersgd_start_step"):
+        default = default_of(chosen, key)
+        if chosen.compression != "powersgd" and getattr(chosen, key) != default:
+            yield (
+                f"parallel.{key}",
+                f"is for parallel.compression=powersgd; use parallel.{key}={default} with "
+                f"parallel.compression={chosen.compression}",
+            )
+    prefetched = default_of(chosen, "prefetch_units")
+    if chosen.prefetch_units != prefetched and not gathers:
+        yield (
+            "parallel.prefetch_units",
+            f"is for parallel=fsdp and hsdp; use parallel.prefetch_units={prefetched} with parallel={name}",
+        )
+    if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
+        yield (
+            "parallel.reshard_after_forward",
+            f"false is for strategies that shard; use parallel.reshard_after_forward=true or parallel=fsdp (got "
+            f"parallel={name})",
+        )
+
+
+def _sync_batchnorm(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.parallel.sync_batchnorm and isinstance(config.model, TimmModel):
+        yield (
+            "parallel.sync_batchnorm",
+            "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may include an activation, "
+            "which would be lost; use parallel.sync_batchnorm=false",
+        )
+    if config.parallel.sync_batchnorm and isinstance(config.model, ViTModel) and config.model.stem == "patch":
+        yield (
+            "parallel.sync_batchnorm",
+            "model.kind=vit has no batch norm with model.stem=patch; use parallel.sync_batchnorm=false",
+        )
+
+
+def _half_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
+    name, precision = config.parallel.name, config.precision.name
+    if name in (*_GATHERING, "fairscale_fsdp") and precision in ("fp16", "bf16"):
+        masters = "fp16_master" if precision == "fp16" else "bf16_params"
+        yield (
+            "precision",
+            f"{precision} keeps no float32 weights, and the shards of parallel={name} are float32; use "
+            f"precision={masters}, which computes in the same format, or parallel=ddp",
+        )
+
+
+# Optimizers that work on flattened weights; precisions that keep weights apart from the network's.
+_FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
+_HALF_NETWORKS = ("fp16_master", "bf16_params", "fp16", "bf16")
+
+
+def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What FairScale's strategies cannot run with."""
+    strategy, precision, name = config.parallel.name, config.precision.name, config.optim.name
+    if strategy == "fairscale_fsdp":
+        if name not in _FLAT_OPTIMIZERS:
+            yield (
+                "optim.name",
+                f"{name} needs the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
+                "or lion, or parallel=ddp",
+            )
+        if precision == "fp8":
+            yield "precision", "fp8 conflicts with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
+    if strategy == "fairscale_sharded_ddp":
+        if precision in _HALF_NETWORKS:
+            yield (
+                "precision",
+                f"{precision} keeps weights separate from the network's, but fairscale_sharded_ddp shards the "
+                "network's own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
+            )
+        if name == "adamw8bit":
+            yield (
+                "optim.name",
+                "adamw8bit's state cannot be sent from rank to rank, which fairscale_sharded_ddp does to save it; use "
+                "optim=adamw, or parallel=ddp",
+            )

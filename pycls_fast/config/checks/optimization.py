@@ -1,0 +1,92 @@
+"""Checks of what the training does: schedule, loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pycls_fast.config.checks.helpers import default_of
+from pycls_fast.config.schema import AUTO, RunConfig, ViTModel
+
+
+def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of another schedule, and a warm-up that is too long."""
+    schedule = config.schedule
+    if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
+        yield (
+            "schedule.warmup_epochs",
+            f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
+            f"use schedule.warmup_epochs={schedule.epochs} or less",
+        )
+    if (schedule.name == "step") != (schedule.step_epochs is not None):
+        needed = schedule.name == "step"
+        yield (
+            "schedule.step_epochs",
+            "not set; give the epochs between two steps (30, say)"
+            if needed
+            else f"is for schedule=step; use schedule.step_epochs=null with schedule={schedule.name}",
+        )
+    step_factor = default_of(schedule, "step_factor")
+    if schedule.name != "step" and schedule.step_factor != step_factor:
+        yield (
+            "schedule.step_factor",
+            f"is for schedule=step; use schedule.step_factor={step_factor} with schedule={schedule.name}",
+        )
+    if schedule.name in ("step", "constant") and schedule.final_factor:
+        yield (
+            "schedule.final_factor",
+            f"is for schedule=cosine and linear; use schedule.final_factor=0 with schedule={schedule.name}",
+        )
+
+
+def loss_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of another loss, and two kinds of weights at once."""
+    if config.loss.bce_threshold is not None and config.loss.name != "bce":
+        yield "loss.bce_threshold", f"is for loss=bce; use loss.bce_threshold=null with loss={config.loss.name}"
+    elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
+        yield (
+            "loss.class_weights",
+            "weights the shares of a mixed image, which loss.bce_threshold rounds; use one of the two",
+        )
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Momentum, and what is frozen."""
+    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
+        yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
+    trainable = config.optim.trainable
+    if "all" in trainable and len(trainable) > 1:
+        yield "optim.trainable", f"all includes everything; remove {trainable[trainable.index('all') - 1]} or all"
+    if trainable == ("all",):
+        return
+    if config.parallel.name in ("fairscale_fsdp", "fairscale_sharded_ddp"):
+        yield (
+            "optim.trainable",
+            f"frozen parts do not work with parallel={config.parallel.name}, which flattens or exchanges all weights "
+            "alike; use parallel=ddp or fsdp",
+        )
+    if config.parallel.sync_batchnorm:
+        yield (
+            "parallel.sync_batchnorm",
+            "would replace the batch norms whose statistics optim.trainable freezes; use parallel.sync_batchnorm=false",
+        )
+
+
+def trust_ratio_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
+    model, settings = config.model, config.optim
+    # Weights from elsewhere are rarely zero; `train/building.py` looks at the head.
+    if settings.name != "lamb" or not settings.weight_decay or config.weights is not None:
+        return
+    for key in ("decay_norms", "decay_biases"):
+        if getattr(settings, key):
+            yield (
+                f"optim.{key}",
+                "puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly changes them; "
+                f"use optim.{key}=false",
+            )
+    if isinstance(model, ViTModel) and model.init == "jax":
+        yield (
+            "model.init",
+            "jax begins the head with zeros, which optim=lamb hardly changes: its steps are in proportion to the "
+            "weights; use model.init=trunc_normal",
+        )

@@ -1,0 +1,90 @@
+"""What a tool prints besides its results, and its exit status: one line per error, no traceback for a mistake."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from pycls_fast.errors import UserError, first_line
+from pycls_fast.exit_status import DONE, INTERRUPTED, MISTAKE, OUT_OF_MEMORY
+
+
+def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
+    """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
+
+    If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
+
+    An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
+    device memory is one line from each rank that does; the line proposes to lower `batch`.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on standard error: names of files and classes that are not UTF-8 can be printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    status = DONE
+    try:
+        status = action()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except UserError as error:
+        print_lines("error", error.lines)
+        return MISTAKE
+    except OSError as error:
+        if not _output_is_broken():
+            raise
+        discard_output()
+        if isinstance(error, BrokenPipeError):
+            # The reader (`| head`) has seen enough.
+            return status
+        print_lines("error", [f"standard output: cannot be written ({error.strerror})"])
+        return MISTAKE
+    except KeyboardInterrupt:
+        print_lines("interrupted", ["Ctrl-C ended this at once"])
+        return INTERRUPTED
+    except Exception as error:
+        # torch takes seconds to import; if it was not imported, no device memory was allocated.
+        if not isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
+            raise
+        asked = first_line(error).partition(" GPU ")[0].rstrip(".")
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
+        return MISTAKE
+
+
+def print_lines(kind: str, lines: Iterable[str]) -> None:
+    """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        # The terminal may be gone; the exit status still reports the error.
+        with suppress(OSError):
+            for line in lines:
+                print(f"{kind}: {line}", file=sys.stderr)
+
+
+def show(page: str) -> int:
+    """Print a page."""
+    print(page)
+    return DONE
+
+
+def discard_output() -> None:
+    """Redirect a broken standard output to /dev/null: Python would flush its buffer again at exit and fail."""
+    # Python code may have replaced it by an object without a file.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _output_is_broken() -> bool:
+    try:
+        # What could not be written is still in the buffer, if there is one.
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, ValueError):
+        return False  # no standard output, or an object without a file
+    except OSError:
+        return True
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,40 @@
+"""Images that a run cannot read: each rank notes its own, and they are reported once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pycls_fast.train.run import Run
+
+
+class DamagedImages:
+    """The damaged images that this rank has met since the last report.
+
+    Attributes:
+        noted: their names and the reasons.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.noted: dict[str, str] = {}
+        self._run = run
+        # What earlier processes recorded is not recorded again, nor counted (it may have been repaired).
+        records = run.folder.records() if run.world.is_main else ()
+        self._recorded = {record["name"] for record in records if record.get("event") == "damaged image"}
+
+    def note(self, damaged: Iterable[tuple[str, str]]) -> None:
+        """Note (name, reason) of images, without those that have been reported."""
+        self.noted.update((name, reason) for name, reason in damaged if name not in self._run.damaged)
+
+    def report(self, done: int) -> None:
+        """Report what any rank has noted, and add it to `Run.damaged`; all ranks call this."""
+        run = self._run
+        new, self.noted = self.noted, {}
+        for part in run.world.gather(new):
+            for name, reason in part.items():
+                if name not in run.damaged:
+                    run.damaged[name] = reason
+                    run.display.warn(f"{name}: {reason}; skipped")
+                    if run.world.is_main and name not in self._recorded:
+                        run.folder.add_record(
+                            "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
+                        )

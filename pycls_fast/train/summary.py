@@ -1,0 +1,84 @@
+"""The end of a run: `summary.json`, the last line that it prints, and what a sweeper gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.metrics import Clock
+from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.validation import Evaluations
+
+# How the best evaluation is printed, by the metric that chose it.
+_BEST = {
+    "top1": "best top-1 {top1:.2f}%",
+    "class_top1": "best class top-1 {class_top1:.2f}%",
+    "loss": "at the lowest loss top-1 {top1:.2f}%",
+}
+
+
+def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> float | None:
+    """Write `summary.json`, draw the curves, print the result and give it to the trackers; on the main rank.
+
+    Args:
+        run: a run that has trained all its steps.
+        evaluations: its evaluations.
+        clock: the speed of what this process trained.
+        memory: the peak over the ranks, in bytes.
+
+    Returns:
+        What a sweeper minimises, or None: 100 - the best top-1 (or class_top1, if `schedule.early_stopping_metric`
+        says so) in percent, or the lowest loss.
+    """
+    if not clock.intervals:
+        # Nothing was left to train: report the speed and memory of the earlier processes.
+        trained = [record for record in run.folder.records() if record["kind"] == "train"]
+        clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
+        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
+    step_seconds, rate = clock.medians()
+    values = summary_values(run, evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
+    run.folder.write_json("summary.json", values)
+    evaluations.board.summarise(values)
+    evaluations.draw(whole=True)
+    final, best = values["final"], values["best"]
+    if final is not None and best is not None:
+        # The mean over the classes is None if no image could be scored.
+        shown = {**best, "class_top1": best.get("class_top1") or 0.0}
+        which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
+        run.display.note(
+            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
+        )
+    run.display.note(f"run folder: {run.folder.path}")
+    return None if best is None else objective(best, run.config.schedule.early_stopping_metric)
+
+
+def summary_values(
+    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
+) -> dict[str, Any]:
+    """The values of `summary.json`."""
+    primary = primary_records(run, evaluations)
+    best = best_evaluation(primary, run.config.schedule.early_stopping_metric)
+    return {
+        "config_name": run.config.config_name,
+        "seed": run.config.seed,
+        "steps": run.total_steps,
+        "epochs": run.epoch(run.total_steps),
+        "final": primary[-1] if primary else None,
+        "best": None if best is None else primary[best],
+        "images_per_second": rate,
+        "step_seconds_p50": step_seconds,
+        "memory_peak_bytes": memory,
+        "parameters": run.complexity.parameters,
+        "forward_flops_per_image": run.complexity.forward_flops,
+        "wall_seconds": run.seconds(),
+        "world_size": run.world.size,
+        "device": device_name(run.world.device),
+        "versions": versions(),
+    }
+
+
+def objective(best: Mapping[str, Any], metric: str) -> float | None:
+    """What a sweeper minimises, from the record of the best evaluation; None if the metric is null there."""
+    value = best.get(metric)
+    return value if value is None or metric == "loss" else 100 - value
