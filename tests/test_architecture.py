@@ -32,6 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "network": set(),
     "published": set(),
     "exit_status": set(),
+    # For tools only: it changes how the process reports Ctrl-C.
+    "ctrl_c": {"exit_status"},
     "models": _LEAVES,
     "data": _LEAVES,
     "optim": _LEAVES,
@@ -45,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": _TRAIN,
     "inference": _INFERENCE,
     "ledger": _LEDGER,
-    "tools": _LEDGER | {"ledger"},
+    "tools": _LEDGER | {"ledger", "ctrl_c"},
     # `pycls_fast.load` and `train_net` import when they are called.
     "pycls_fast": {"paths", "inference", "train"},
 }

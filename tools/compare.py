@@ -9,6 +9,8 @@ finished.
     images=24    images shown per kind of disagreement
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated
 
 from pydantic import Field

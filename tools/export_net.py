@@ -16,6 +16,8 @@ strings in their metadata, for timm in config.json; onnx and program include the
 also has the model's settings and the whole configuration.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated, Literal
 
 from pydantic import Field

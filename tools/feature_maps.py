@@ -16,6 +16,8 @@ over it
     device=          auto, cpu or cuda
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated, Literal
 
 from pydantic import Field

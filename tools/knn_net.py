@@ -4,6 +4,8 @@ Compares features before the head; the k=20 nearest training images vote with ex
 configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated
 
 from pydantic import Field

@@ -15,6 +15,8 @@ mode=numerics        logit and gradient errors of one setting against float64, a
 `check` exits with 1 if a rung has lost speed or accuracy; absolute=false compares only speed-ups.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 import sys
 from pathlib import Path
 from typing import Annotated, Literal

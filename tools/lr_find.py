@@ -5,6 +5,8 @@ fastest and where it diverges. Writes lr_find.json and lr_find.png into output=F
 Compiles nothing unless speed.compile is set: there are too few steps to make up for it.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated
 
 from pydantic import Field

@@ -17,6 +17,8 @@ IMAGES       files, folders (searched recursively), patterns in quotes ('cats/*.
 Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -12,6 +12,8 @@ a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a
 status: 0, or 2 when no run could be read.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Literal
 
 from pycls_fast.config import Section, options_line

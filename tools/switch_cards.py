@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -7,6 +7,8 @@ configuration's instead. `predictions=FILE.csv` lists every image with its class
 probability, and the loss, the worst image first.
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 from typing import Literal
 
 from pycls_fast.config import RunConfig, Section, command_line

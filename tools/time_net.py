@@ -11,6 +11,8 @@ Variants are timed in turns and compared with the first, which shows differences
         "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
 """
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 import shlex
 from typing import Annotated, Literal
 

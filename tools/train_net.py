@@ -1,5 +1,7 @@
 """Train a network: `python tools/train_net.py --config-name vit_digits [key=value ...]`."""
 
+import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+
 import shlex
 import sys
 from collections.abc import Sequence

@@ -30,6 +30,7 @@ from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
@@ -211,7 +212,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         metrics, watch = TrainMetrics(world.device), Watch(parts.network, loss_scale)
         whole = warmup_steps + steps
         loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=whole)
-        batches = to_device(loader, world.device, mode="blocking")
+        damaged: dict[str, str] = {}
+        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with closing(batches):
             for number in range(whole):
                 microbatches = list(islice(batches, config.optim.accumulation_steps))
@@ -220,6 +222,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
                     continue
                 with watch.around(step.optimizer):
                     step(number, microbatches, metrics)
+        report_damage(damaged, config.data.max_damaged, world, display)
         record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
         write_json(file, record)
         written = [file]

@@ -21,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.train.building import build_parts
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
@@ -41,7 +42,8 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         if world.size > 1:
             raise UserError("mode: numerics are measured by one process; start without torchrun")
         file = output_file(output)
-        parts = build_parts(config, world, Display(speaks=True, mode="plain"))
+        display = Display(speaks=True, mode="plain")
+        parts = build_parts(config, world, display)
         config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
         plain = speed.resolve("reference", {}, "cuda" if world.device.type == "cuda" else "cpu", config.optim.name)
         exact = build.model(config, build.num_classes(config, train), plain).double().to(world.device)
@@ -49,7 +51,8 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         build.freeze(config, exact)
         metrics = TrainMetrics(world.device)
         loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
-        batches = to_device(loader, world.device, mode="blocking")
+        damaged: dict[str, str] = {}
+        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with closing(batches):
             # No step trains on it, so that its errors are not those of learned images.
             probe = next(batches)
@@ -58,6 +61,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
             for number in range(steps):
                 step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
             records.append({"step": steps, **errors(step, network, exact, probe)})
+        report_damage(damaged, config.data.max_damaged, world, display)
         finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
         record = {
             "kind": "numerics",

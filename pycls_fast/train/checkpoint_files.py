@@ -128,7 +128,12 @@ def keep_as_best(path: Path) -> None:
             # A folder cannot replace another folder, or a link, atomically. While `best` is missing the newest
             # checkpoint is used instead, which is this one.
             best.rename(former)
-        temporary.replace(best)
+        try:
+            temporary.replace(best)
+        except OSError:
+            if former.is_symlink() or former.exists():
+                former.rename(best)
+            raise
         flush_folder(path.parent)
         _remove(former)
     finally:

@@ -1,14 +1,19 @@
-"""Images that a run cannot read: each rank notes its own, and they are reported once."""
+"""Images that a training cannot read: each rank notes its own, and they are reported once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import closing
 
+from pycls_fast.data import Batch
+from pycls_fast.parallel import World
+from pycls_fast.train.display import Display
+from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.run import Run
 
 
 class DamagedImages:
-    """The damaged images that this rank has met since the last report.
+    """The damaged images that this rank of a run has met since the last report.
 
     Attributes:
         noted: their names and the reasons.
@@ -38,3 +43,28 @@ class DamagedImages:
                         run.folder.add_record(
                             "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
                         )
+
+
+def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
+    """Yield the batches of a short training, which is not a run; add the names of damaged images to `damaged`."""
+    with closing(batches):
+        for batch in batches:
+            damaged.update(batch.damaged)
+            yield batch
+
+
+def report_damage(damaged: dict[str, str], limit: int, world: World, display: Display) -> None:
+    """Print a warning for each damaged image that any rank of a short training has met; all ranks call this.
+
+    Args:
+        damaged: name to reason, this rank's.
+        limit: `data.max_damaged`.
+
+    Raises:
+        UserError: there are more than `limit`.
+    """
+    everyone = {name: reason for part in world.gather(damaged) for name, reason in sorted(part.items())}
+    if len(everyone) > limit:
+        raise too_many_damaged(everyone, limit)
+    for name, reason in everyone.items():
+        display.warn(f"{name}: {reason}; skipped")

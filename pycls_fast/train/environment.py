@@ -39,10 +39,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """The run's command, versions, commit and hardware."""
+def environment(device: torch.device, world_size: int, command: str | None = None) -> dict[str, Any]:
+    """The run's command (None: that of this process), versions, commit and hardware."""
     return {
-        "command": environment_command(),
+        "command": command or environment_command(),
         "versions": versions(),
         "git": git_state(Path(__file__).parents[2]),
         "platform": platform.platform(),

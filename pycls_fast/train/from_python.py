@@ -64,7 +64,15 @@ def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str
         for note in precedence.notes(composed):
             print(f"note: {note}", file=sys.stderr)
     folders: list[Path] = []
-    status = train(config, on_start=folders.append)
+    status = train(config, on_start=folders.append, command=_call(experiment, overrides, config_dir))
     if status == FAULT:
         raise SystemExit(FAULT)
     return Trained(folders[0], status)
+
+
+def _call(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    """The call as Python code. The process's command line would be that of a notebook's kernel."""
+    arguments = [repr(experiment), repr(list(overrides))]
+    if config_dir is not None:
+        arguments.append(f"config_dir={str(config_dir)!r}")
+    return f"pycls_fast.train_net({', '.join(arguments)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,23 @@ class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
-def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None) -> int:
+def train(
+    config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, command: str | None = None
+) -> int:
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
     ranks were lost, so that torchrun can restart all of them).
 
     Args:
         config: a checked configuration.
         on_start: called with the run's folder before the first step.
+        command: what started the run, for its folder; None for this process's command line.
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
     """
     with build.world(config) as world:
         try:
-            return _train(config, world, on_start)
+            return _train(config, world, on_start, command)
         except RuntimeError as error:
             reason = lost_ranks(error) if world.size > 1 else None
             if reason is None:
@@ -60,13 +63,13 @@ def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: 
             return FAULT
 
 
-def _train(config: RunConfig, world: World, on_start: Callable[[Path], None]) -> int:
+def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     with stop_requests() as stop:
-        run = start_run(config, world, display)
+        run = start_run(config, world, display, command)
         stop.training = True
         on_start(run.folder.path)
-        with run.folder, open_board(run) as board, display, run.saver, enough_memory(_too_large(run)):
+        with run.folder, open_board(run) as board, display, run.saver:
             status = board.status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
         stop.call_launcher()
@@ -103,6 +106,16 @@ class Loop:
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
+        try:
+            with enough_memory(_too_large(self.run)):
+                return self._run_to_end()
+        except UserError:
+            # The checkpoint that is still being written may be the best so far. If that fails, the first error counts.
+            with suppress(UserError):
+                self._finish_saving()
+            raise
+
+    def _run_to_end(self) -> int:
         run = self.run
         step = run.start_step
         try:

@@ -23,6 +23,7 @@ from pycls_fast.exit_status import DONE
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
@@ -111,7 +112,8 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         metrics = TrainMetrics(world.device, read=parts.switches[SwitchName.METRICS])
         loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps)
         losses: list[float] = []
-        batches = to_device(loader, world.device, mode="blocking")
+        damaged: dict[str, str] = {}
+        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with display, closing(batches):
             display.begin_training(0, steps)
             for number in range(steps):
@@ -123,6 +125,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
                 # The numbers are the same on all ranks, so all of them stop here.
                 if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
                     break
+        report_damage(damaged, config.data.max_damaged, world, display)
         if world.is_main:
             done = rates[: len(losses)]
             verdict = judge(done, losses)

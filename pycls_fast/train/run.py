@@ -165,8 +165,14 @@ class Run(TrainingParts):
             self.step.wrapped.compression.load(state["compression"], state["step"])
 
 
-def start_run(config: RunConfig, world: World, display: Display) -> Run:
+def start_run(config: RunConfig, world: World, display: Display, command: str | None = None) -> Run:
     """Find the checkpoint to resume from, build every part, and describe the run in its folder, which stays locked.
+
+    Args:
+        config: a checked configuration.
+        world: the ranks.
+        display: reports what is built.
+        command: what started the run; None for this process's command line.
 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
@@ -193,8 +199,8 @@ def start_run(config: RunConfig, world: World, display: Display) -> Run:
             folder.create()
         _occupy(folder, world)
         if world.is_main:
-            folder.write_config(run.settings())
-            folder.write_json("environment.json", environment(world.device, world.size))
+            folder.write_config(run.settings(), command)
+            folder.write_json("environment.json", environment(world.device, world.size, command))
         introduce(run)
         stack.pop_all()
     return run

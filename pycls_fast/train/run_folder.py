@@ -122,10 +122,10 @@ class RunFolder:
                 os.close(self._lock)
                 self._lock = None
 
-    def write_config(self, values: dict[str, Any]) -> None:
-        """Write `config.yaml`: every value that the run uses, defaults included."""
+    def write_config(self, values: dict[str, Any], command: str | None = None) -> None:
+        """Write `config.yaml`: the command (None: that of this process), and every value, defaults included."""
         # On one line: a path may contain a newline.
-        header = f"# {' '.join(environment_command().splitlines())}\n"
+        header = f"# {' '.join((command or environment_command()).splitlines())}\n"
         self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:

@@ -68,6 +68,9 @@ def stop_requests() -> Iterator[StopRequest]:
         former = before[signal.Signals(number)]
         if not request.training:
             if callable(former):
+                if number == signal.SIGINT:
+                    # Not the tools' own handler, which may end the process without the cleanup (`ctrl_c.py`).
+                    raise KeyboardInterrupt
                 former(number, frame)
             elif former != signal.SIG_IGN:
                 # Exit as the bare signal would, but run the cleanup.

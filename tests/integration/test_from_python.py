@@ -33,6 +33,9 @@ def test_an_own_experiment_is_trained_and_loaded(
     assert trained.run_dir.parent == Path("runs/short")
     # The note that the command line prints: the file's learning rate is not meant for SGD.
     assert f"note: optim=sgd: lr: the values of {tmp_path / 'mine'}/short.yaml" in capsys.readouterr().err
+    call = f"pycls_fast.train_net('short', {[*small, 'optim=sgd']!r}, config_dir='mine')"
+    assert (trained.run_dir / "config.yaml").read_text().splitlines()[0] == f"# {call}"
+    assert json.loads((trained.run_dir / "environment.json").read_text())["command"] == call
     assert trained.summary == json.loads((trained.run_dir / "summary.json").read_text())
     assert (trained.summary["config_name"], trained.summary["seed"], trained.summary["epochs"]) == ("short", 5, 2)
     classifier = pycls_fast.load(trained.run_dir, device="cpu")
@@ -63,7 +66,7 @@ def test_a_training_that_is_stopped_has_no_summary(
 
 
 def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_python, "train", lambda config, on_start: 1)
+    monkeypatch.setattr(from_python, "train", lambda config, **_: 1)
     with pytest.raises(SystemExit) as ended:
         pycls_fast.train_net("vit_digits")
     assert ended.value.code == 1

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,8 @@ def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileSource:
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda stamp: _is_fresh(root, stamp),
     )
+    # An index that an earlier version saved does not have it.
+    _report_unread(root, index.more.get("unread", {}))
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
     return FileSource(root, index.more["classes"], names, index.arrays["labels"])
 
@@ -148,8 +150,11 @@ def _scan(root: Path) -> Index:
             advance(1)
     counts = [len(listing.names) for listing in listings]
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
-    _report_unread(root, listings)
+    unread: Counter[str] = Counter()
+    for listing in listings:
+        unread.update(listing.unread)
     if empty:
+        _report_unread(root, unread)
         raise UserError(
             f"{root}: no images in the class folder{'s' if len(empty) > 1 else ''} {first_few(empty)}; "
             f"add images ({' '.join(EXTENSIONS)}) or remove the folder"
@@ -161,14 +166,12 @@ def _scan(root: Path) -> Index:
         "labels": np.repeat(np.arange(len(classes), dtype=np.int32), counts),
     }
     folders = {name: time for listing in listings for name, time in listing.stamp.items()}
-    return Index(arrays, {"classes": classes}, {"classes": _digest(classes), "folders": folders})
+    return Index(arrays, {"classes": classes, "unread": unread}, {"classes": _digest(classes), "folders": folders})
 
 
-def _report_unread(root: Path, listings: Sequence[_Listing]) -> None:
-    unread: Counter[str] = Counter()
-    for listing in listings:
-        unread.update(listing.unread)
-    if unread:
+def _report_unread(root: Path, unread: Mapping[str, int]) -> None:
+    # Once per node: each rank opens the dataset.
+    if unread and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         counts = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
         print(
             f"note: {root}: images in formats that are not read are left out ({counts}); convert them", file=sys.stderr

@@ -119,6 +119,47 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, s
     assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
 
 
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "tools").glob("*.py")))
+def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path, name: str) -> None:
+    """Also if the import swallows exceptions."""
+    (tmp_path / "pydantic.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
+    done = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted: Ctrl-C ended this at once\n")
+    other_rank = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", RANK="1", LOCAL_RANK="1")
+    assert (other_rank.returncode, other_rank.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIG_IGN", 3)])
+def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int) -> None:
+    """An import inside of the tool ends at once, as torch's; an ignored signal stays ignored."""
+    script = tmp_path / "tool.py"
+    (tmp_path / "slow.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
+    script.write_text(
+        "import os, signal, sys\n"
+        f"if {number == 'SIG_IGN'}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import pycls_fast.ctrl_c\n"
+        "from pycls_fast.config import command_line\n"
+        "def main(config, options):\n"
+        "    try:\n"
+        "        if config.seed: import slow\n"
+        "        else: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    finally: print('cleaned up', flush=True)\n"
+        "    return 3\n"
+        "command_line(main)\n"
+    )
+    said = "interrupted: Ctrl-C ended this at once\n" if status == 130 else ""
+    for seed, printed in ((0, "cleaned up\n"), (1, "" if status == 130 else "cleaned up\n")):
+        done = subprocess.run(
+            [sys.executable, str(script), f"seed={seed}"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (status, printed, said)
+
+
 def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
     """The runs after it are started; the status is that of the crash, whatever theirs."""
     script = tmp_path / "tool.py"

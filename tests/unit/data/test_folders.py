@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.data import FileSource, Source, open_folder
-from pycls_fast.data.sources import EXTENSIONS, recognise, scan_classes
+from pycls_fast.data.sources import EXTENSIONS, CachePolicy, recognise, scan_classes
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
@@ -360,12 +360,17 @@ def test_a_class_in_a_format_that_is_not_read(
 
 
 def test_formats_that_are_not_read_are_named(
-    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tree(tmp_path, {"cat": 3, "dog": 3})
+    """Once per node, and also with an index that was saved, which any of its ranks may have built."""
+    root = tmp_path / "images"
+    write_tree(root, {"cat": 3, "dog": 3})
     for name in ("cat/a.HEIC", "cat/b.heic", "dog/c.avif", "dog/notes.txt"):
-        (tmp_path / name).write_bytes(b"x")
-    assert len(scan_classes(tmp_path)) == 6
-    assert capsys.readouterr().err == (
-        f"note: {tmp_path}: images in formats that are not read are left out (1 .avif, 2 .heic); convert them\n"
-    )
+        (root / name).write_bytes(b"x")
+    cache = CachePolicy(str(tmp_path / "cache"), smallest=1)
+    for rank, policy in ((1, None), (0, None), (1, cache), (0, cache)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert len(scan_classes(root, policy)) == 6
+        note = f"note: {root}: images in formats that are not read are left out (1 .avif, 2 .heic); convert them\n"
+        assert capsys.readouterr().err == ("" if rank else note)
+    assert list((tmp_path / "cache").iterdir())

@@ -1,8 +1,9 @@
-"""The short trainings of mode=gradients and mode=numerics begin with what any training begins with; so do timings."""
+"""The short trainings of mode=gradients, mode=numerics and lr_find begin and end as any training; so do timings."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.gradients import count_gradients
 from pycls_fast.ledger.numerics import measure_numerics
 from pycls_fast.ledger.timing import time_variants
+from pycls_fast.train.lr_range import lr_range_test
 from tests.integration.runs import TINY
 
 Measure = Callable[[RunConfig, Path], int]
@@ -29,6 +31,10 @@ def numerics(config: RunConfig, folder: Path) -> int:
     return measure_numerics(config, steps=1, output=str(folder / "n.json"))
 
 
+def learning_rate(config: RunConfig, folder: Path) -> int:
+    return lr_range_test(config, steps=2, lr_min=1e-4, lr_max=1e-3, output=str(folder))
+
+
 def configured(digits: Path, *overrides: str) -> RunConfig:
     return load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0", *overrides])
 
@@ -37,6 +43,25 @@ def configured(digits: Path, *overrides: str) -> RunConfig:
 def test_weights_that_are_not_there(measure: Measure, tmp_path: Path, digits: Path) -> None:
     with pytest.raises(UserError, match=r"weights: .*nowhere is neither a weights file"):
         measure(configured(digits, f"weights={tmp_path / 'nowhere'}"), tmp_path)
+
+
+@pytest.mark.parametrize("measure", [gradients, numerics, learning_rate])
+def test_damaged_images_are_named(
+    measure: Measure, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(digits, tmp_path / "images")
+    bad = [str(file) for file in sorted(root.rglob("*.png"))[::3]]
+    for name in bad:
+        Path(name).write_bytes(b"no picture")
+    assert measure(configured(root), tmp_path) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    named = [line.removeprefix("warning: ").partition(": ")[0] for line in found]
+    assert named
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(bad)
+    assert all(line.endswith("; skipped") for line in found)
+    with pytest.raises(UserError, match=r"^data\.max_damaged: \d+ images cannot be read, more than 0:"):
+        measure(configured(root, "data.max_damaged=0"), tmp_path)
 
 
 @pytest.mark.parametrize("measure", [gradients, numerics])

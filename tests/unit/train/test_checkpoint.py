@@ -185,6 +185,22 @@ def test_a_link_gives_way_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_checkpoint(tmp_path / "best")["step"] == 2
 
 
+def test_the_best_stays_if_it_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy, as on a file system without links."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    later = checkpoint.save(state(2), tmp_path, 2, keep=2)
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(PermissionError):
+        checkpoint.keep_as_best(later)
+    assert names(tmp_path) == ["best", "step_000000001", "step_000000002"]
+    assert load_checkpoint(tmp_path / "best")["step"] == 1
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
 def test_folders_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """VirtualBox's shared folders; an error of the disk is one."""

@@ -18,6 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import objective as objective_of
@@ -93,6 +94,44 @@ def test_the_best_is_linked_although_damaged_images_end_the_run(
     with pytest.raises(UserError, match=r"^data\.max_damaged"):
         run(tmp_path, "data.max_damaged=0")
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
+
+
+def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint was still being written."""
+    write, failed = checkpoint.write, threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        failed.wait(60.0)
+        return write(*arguments, **named)
+
+    def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
+        if done == 4:
+            failed.set()
+            raise UserError("optim.lr: not finite")
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(DivergenceCheck, "check", check)
+    with pytest.raises(UserError, match="not finite"):
+        run(tmp_path)
+    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
+
+
+def test_the_first_error_counts_if_the_last_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def full(*arguments: Any, **named: Any) -> Path:
+        failed.wait(60.0)
+        raise UserError("no space left")
+
+    def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
+        if done == 4:
+            failed.set()
+            raise UserError("optim.lr: not finite")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(DivergenceCheck, "check", check)
+    with pytest.raises(UserError, match="not finite"):
+        run(tmp_path)
 
 
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

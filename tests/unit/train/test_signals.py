@@ -49,6 +49,13 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
             send(signal.SIGINT)
 
 
+def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
+    """The tools' own handler may end the process at once."""
+    signal.signal(signal.SIGINT, lambda number, frame: pytest.fail("called"))
+    with pytest.raises(KeyboardInterrupt), stop_requests():
+        send(signal.SIGINT)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_a_second_one_would_do(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: bool

@@ -1,0 +1,66 @@
+"""The batch script of docs/cluster.md: which ends of a run put the job into the queue again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pycls_fast.train.run_folder import RunFolder
+
+PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+
+
+def executable(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{text}\n")
+    file.chmod(0o755)
+
+
+def record(folder: Path, event: str) -> str:
+    """The line that a run writes."""
+    RunFolder(folder).add_record("event", 1, 0.5, event=event, signal="SIGTERM")
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("earlier", "event", "restarts", "queued"),
+    [
+        ("", "stopped", 0, True),
+        ("", "stopped", 20, False),
+        ("", "resumed", 0, False),
+        # A mistake, so the run did not start.
+        ("", None, 0, False),
+        # The run was stopped once more, or a mistake kept it from starting after it had been stopped.
+        ("stopped", "stopped", 1, True),
+        ("stopped", None, 1, False),
+    ],
+)
+def test_only_a_stopped_run_is_queued_again(
+    tmp_path: Path, earlier: str, event: str | None, restarts: int, queued: bool
+) -> None:
+    (script,) = re.findall(r"^```\n(#!/bin/bash\n.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    run = tmp_path / "run"
+    script, replaced = re.subn("^RUN=.*$", f"RUN={run}", script, flags=re.MULTILINE)
+    assert replaced == 1
+    for folder in (run, tmp_path / "new"):
+        folder.mkdir()
+    if earlier:
+        record(run, earlier)
+    line = "true" if event is None else f"echo '{record(tmp_path / 'new', event)}' >> {run}/metrics.jsonl"
+    executable(tmp_path / "bin" / "srun", f"{line}\nexit 1")
+    executable(tmp_path / "bin" / "scontrol", f"[ $1 = requeue ] && echo $2 > {tmp_path}/queued; true")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (tmp_path / "queued").exists() == queued
