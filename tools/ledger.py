@@ -111,8 +111,9 @@ def main(config: RunConfig, options: Options) -> int:
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
     from pycls_fast.config.ladder import read_ladder
     from pycls_fast.config.variants import config_folders, same_command, variant
+    from pycls_fast.ledger.folder import default_folder
     from pycls_fast.ledger.run_ladder import run_ladder
-    from pycls_fast.ledger.runner import Settings, default_folder
+    from pycls_fast.ledger.runner import Settings
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or "cumulative"

@@ -34,18 +34,18 @@ def collect(ledger: Ledger, config_name: str) -> Record:
     The structure is `{..., "arms": [{"name", "status", "timing", "numerics", "training"}, ...]}`; the first arm is the
     one that the others are compared with. `docs/ledger.md` describes the fields.
     """
-    plan = ledger.arms()
+    plan, stopwatch = ledger.selection.arms(), ledger.folder.stopwatch
     records = [_arm(ledger, arm) for arm in plan]
     by_name = {record["name"]: record for record in records}
-    of_different_starts = _compare_speed(plan, by_name, ledger.stopwatch.starts if ledger.stopwatch else [])
+    of_different_starts = _compare_speed(plan, by_name, stopwatch.starts if stopwatch else [])
     _compare_accuracy(ledger, plan, by_name)
-    timed = next((record for arm in plan for record in ledger.timings(arm)), None)
+    timed = next((record for arm in plan for record in _timings(ledger, arm)), None)
     return {
         "kind": "ledger",
         "format": FORMAT,
         "config_name": config_name,
         "time": time.time(),
-        "wall_seconds": ledger.stopwatch and ledger.stopwatch.seconds,
+        "wall_seconds": stopwatch and stopwatch.seconds,
         "command": environment_command(),
         "ladder": ledger.ladder.model_dump(mode="json"),
         "settings": asdict(ledger.settings),
@@ -55,7 +55,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "model": timed and {k: timed[k] for k in _MODEL if k in timed},
         "device": timed["device"] if timed else None,
         "versions": versions(),
-        "code": ledger.codes,
+        "code": ledger.folder.codes,
         "environment": _environment(),
         "gradients": _gradients(ledger),
         "unmeasured": ledger.unmeasured | of_different_starts,
@@ -71,9 +71,10 @@ def _environment() -> Record:
 
 def _gradients(ledger: Ledger) -> Record | None:
     """Gradient counts over all layers; those of each layer stay in their own file."""
-    if not ledger.gradients_file.is_file():
+    file = ledger.folder.gradients_file(ledger.selection.arms()[0])
+    if not file.is_file():
         return None
-    record = json.loads(ledger.gradients_file.read_text(encoding="utf-8"))
+    record = json.loads(file.read_text(encoding="utf-8"))
     return {key: record[key] for key in ("total", "steps", "warmup_steps", "loss_scale")}
 
 
@@ -85,7 +86,7 @@ _MODEL = (
 
 def _arm(ledger: Ledger, arm: Arm) -> Record:
     status, reason = "measured", None
-    for name, reasons in (("cannot run", ledger.impossible), ("failed", ledger.failed)):
+    for name, reasons in (("cannot run", ledger.selection.impossible), ("failed", ledger.selection.failed)):
         if arm.name in reasons:
             status, reason = name, reasons[arm.name]
     if arm.overridden is not None:
@@ -117,8 +118,12 @@ def _code_note(arm: Arm, git: Mapping[str, Any] | None) -> str | None:
     return f"the code in {arm.tree}{commit}"
 
 
+def _timings(ledger: Ledger, arm: Arm) -> list[Record]:
+    return list(ledger.folder.timings(arm, ledger.settings.rounds))
+
+
 def _timing(ledger: Ledger, arm: Arm) -> Record | None:
-    rounds = list(ledger.timings(arm))
+    rounds = _timings(ledger, arm)
     if not rounds:
         return None
     parts = [record["train"] for record in rounds]
@@ -183,7 +188,7 @@ def _in_pairs(reference: Record, timing: Record, starts: Sequence[float]) -> Spe
 
 
 def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:
-    file = ledger.numerics_file(arm)
+    file = ledger.folder.numerics_file(arm)
     return json.loads(file.read_text(encoding="utf-8"))["errors"] if file.is_file() else None
 
 
@@ -205,7 +210,7 @@ def _mean(values: Sequence[float]) -> Record | None:
 
 
 def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
-    folder = RunFolder(ledger.run_dir(arm, seed))
+    folder = RunFolder(ledger.folder.run_dir(arm, seed))
     file = folder.path / "summary.json"
     if not file.is_file():
         return None
@@ -254,7 +259,7 @@ def _comparison(comparison: Comparison, verdict: Verdict) -> Record:
 def _pairs(ledger: Ledger, first: Arm, second: Arm) -> dict[int, ImagePair]:
     pairs = {}
     for seed in ledger.seeds():
-        files = [ledger.run_dir(arm, seed) for arm in (first, second)]
+        files = [ledger.folder.run_dir(arm, seed) for arm in (first, second)]
         if not all((file / "summary.json").is_file() for file in files):
             continue
         one, two = (Predictions.load(RunFolder(file).predictions) for file in files)

@@ -6,10 +6,11 @@ Each part runs a few steps at a time, so that several variants of a configuratio
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import repeat
 from typing import Literal, Protocol
 
 import torch
@@ -78,32 +79,39 @@ class Trainer:
         self.metrics = TrainMetrics(world.device, read=switches[SwitchName.METRICS])
         self._done = 0
 
-    def __call__(self, microbatches: Sequence[Batch]) -> None:
-        """Run one step."""
+    def __call__(self, microbatches: Iterable[Batch]) -> None:
+        """Run one step, which takes its microbatches one by one."""
         self.step(self._done, microbatches, self.metrics)
         self._done += 1
 
 
 class TrainPart:
-    """Training steps on one batch that is already on the device."""
+    """Training steps on one microbatch that is already on the device, `accumulation_steps` times in each step.
+
+    Training does not hold all microbatches of a step in memory either.
+    """
 
     name: PartName = "train"
 
-    def __init__(self, trainer: Trainer, microbatches: Sequence[Batch], world: World) -> None:
-        self.images_per_step = sum(len(batch) for batch in microbatches) * world.size
+    def __init__(self, trainer: Trainer, microbatch: Batch, accumulation_steps: int, world: World) -> None:
+        self.images_per_step = len(microbatch) * accumulation_steps * world.size
         self._trainer = trainer
-        self._microbatches = microbatches
+        self._microbatch = microbatch
+        self._accumulation_steps = accumulation_steps
         self._device = world.device
 
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
         for _ in range(steps):
-            self._trainer(self._microbatches)
+            self._step()
 
     def turn(self, steps: int) -> Turn:
         """Time steps."""
-        seconds = timed(lambda: self._trainer(self._microbatches), steps, self._device)
+        seconds = timed(self._step, steps, self._device)
         return Turn(tuple(seconds), sum(seconds))
+
+    def _step(self) -> None:
+        self._trainer(repeat(self._microbatch, self._accumulation_steps))
 
 
 class InferencePart:
@@ -153,6 +161,33 @@ class StepRange:
         return first
 
 
+class _Feed:
+    """The microbatches of consecutive steps, each loaded when it is asked for, as in training.
+
+    Attributes:
+        first_batch: seconds until the first microbatch was on the device.
+        waited: seconds that the host waited for microbatches; may be reset.
+    """
+
+    def __init__(self, microbatches: Iterator[Batch], accumulation_steps: int, device: torch.device) -> None:
+        self.first_batch: float | None = None
+        self.waited = 0.0
+        self._microbatches = microbatches
+        self._accumulation_steps = accumulation_steps
+        self._device = device
+
+    def step(self) -> Iterator[Batch]:
+        """The microbatches of the next step."""
+        for _ in range(self._accumulation_steps):
+            asked = time.perf_counter()
+            batch = next(self._microbatches)
+            if self.first_batch is None:
+                synchronize(self._device)
+                self.first_batch = time.perf_counter() - asked
+            self.waited += time.perf_counter() - asked
+            yield batch
+
+
 class LoaderPart:
     """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
 
@@ -192,25 +227,18 @@ class LoaderPart:
         """Start the workers, warm up, time, stop the workers."""
         steps = self.whole_bursts(steps)
         with closing(self._microbatches(self._warm_up_steps + steps)) as microbatches:
-            asked = time.perf_counter()
-            first = next(microbatches)
+            feed = _Feed(microbatches, self._config.optim.accumulation_steps, self._world.device)
+            for _ in range(self._warm_up_steps):
+                self._use(feed.step())
             synchronize(self._world.device)
-            first_batch = time.perf_counter() - asked
-            self._use([first, *islice(microbatches, self._config.optim.accumulation_steps - 1)])
-            for _ in range(self._warm_up_steps - 1):
-                self._use(self._next(microbatches))
-            waited = 0.0
-            synchronize(self._world.device)
+            feed.waited = 0.0
             marks = Marks(self._world.device)
             marks.mark()
             for _ in range(steps):
-                asked = time.perf_counter()
-                batches = self._next(microbatches)
-                waited += time.perf_counter() - asked
-                self._use(batches)
+                self._use(feed.step())
                 marks.mark()
             seconds = marks.seconds()
-        return Turn(tuple(seconds), sum(seconds), waited, first_batch)
+        return Turn(tuple(seconds), sum(seconds), feed.waited, feed.first_batch)
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
         start = self._order.take(steps)
@@ -220,12 +248,11 @@ class LoaderPart:
         mode = self._switches[SwitchName.INPUT_COPY]
         yield from to_device(loader, self._world.device, mode=mode)
 
-    def _next(self, microbatches: Iterator[Batch]) -> list[Batch]:
-        return list(islice(microbatches, self._config.optim.accumulation_steps))
-
-    def _use(self, batches: Sequence[Batch]) -> None:
+    def _use(self, microbatches: Iterator[Batch]) -> None:
         if self._trainer is not None:
-            self._trainer(batches)
+            self._trainer(microbatches)
+        else:
+            deque(microbatches, maxlen=0)
 
 
 def synthetic_batch(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, FAULT, STOPPED
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import code_digest, conditions
+from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
 from pycls_fast.ledger.processes import Finished
@@ -45,7 +48,7 @@ def run_ladder(
 ) -> int:
     """Run a ladder, or print what would be run.
 
-    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C stopped it.
+    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
 
     Args:
         config: the checked experiment.
@@ -83,10 +86,9 @@ def run_ladder(
         find_weights(config.weights)
     chosen = for_experiment(pick(ladder, switches), config)
     trees = _trees(chosen, settings.mode)
-    ledger = Ledger(
-        chosen, settings, *base, device, folder, tools, say=display.note,
-        code=partial(code_digest, tools, configs, trees), accept_code=accept_code,
-    )  # fmt: skip
+    code = partial(code_digest, tools, configs, trees)
+    place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
+    ledger = Ledger(chosen, settings, *base, device, place, tools, say=display.note)
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             _dry_run(ledger, compose, display, Path(temporary))
@@ -102,7 +104,11 @@ def run_ladder(
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
     # The report exists, but a script that asked for accuracies must not take it for complete.
-    return FAULT if ledger.arms()[0].name in ledger.untrained else DONE
+    return FAULT if ledger.selection.arms()[0].name in ledger.untrained else DONE
+
+
+# What the measurements start, and the package that they import.
+_IN_A_CHECKOUT = ("pycls_fast/__init__.py", "tools/time_net.py", "tools/train_net.py", "tools/ledger.py")
 
 
 def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
@@ -115,22 +121,54 @@ def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
     if rungs and mode != "one_at_a_time":
         raise UserError(f"mode: '{rungs[0].name}' runs other code, which {mode} cannot combine; use mode=one_at_a_time")
     trees = [tree_path(str(rung.tree)) for rung in rungs]
-    for rung, tree in zip(rungs, trees, strict=True):
-        if not all((tree / part).is_file() for part in ("tools/time_net.py", "pycls_fast/__init__.py")):
-            raise UserError(f"ladder: '{rung.name}': {tree} is not a checkout of pycls_fast; give another tree")
+    wrong = [(rung.name, why) for rung, tree in zip(rungs, trees, strict=True) if (why := _not_a_checkout(tree))]
+    if wrong:
+        raise UserError(*(f"ladder: '{name}': {why}; give the folder of a checkout as its tree" for name, why in wrong))
     return trees
+
+
+def _not_a_checkout(tree: Path) -> str | None:
+    """Why the tools cannot be run from a folder; None if they can."""
+    if not tree.is_dir():
+        return f"there is no folder {tree}"
+    missing = [part for part in _IN_A_CHECKOUT if not (tree / part).is_file()]
+    return f"{tree} is not a checkout of pycls_fast (it has no {', '.join(missing)})" if missing else None
+
+
+@contextmanager
+def _stopped_by_signals(ledger: Ledger) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger; a second Ctrl-C ends it at once.
+
+    The handlers raise nothing, as Python drops exceptions of handlers that run while a process is forked.
+    """
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if ledger.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        ledger.stop_requested = True
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
     """Measure everything and write the report; returns its record."""
     with closing(ledger):
         ledger.open()
-        try:
-            ledger.run()
-        finally:
-            record = collect(ledger, config_name)
-            write_json(ledger.folder / "ledger.json", record)
-        write_reports(record, ledger.folder)
+        with _stopped_by_signals(ledger):
+            try:
+                ledger.run()
+            finally:
+                record = collect(ledger, config_name)
+                write_json(ledger.folder.path / "ledger.json", record)
+        write_reports(record, ledger.folder.path)
     return record
 
 
@@ -157,30 +195,30 @@ def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: tor
 
 def _rule_out(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig]) -> dict[str, str]:
     """Before any timing, leave out arms that are known to fail, even if only in training; returns reasons by arm."""
-    return ledger.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
+    return ledger.selection.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
 
 
 def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
     """Print the arms and an estimate of the time from a few steps of the first arm, which are kept in `folder`."""
     _rule_out(ledger, compose)
-    alone = ledger.alone()
+    alone = ledger.selection.alone()
     if alone:
         display.note("trying each rung on its own, to find those that cannot be part of 'everything' here")
     for arm in alone:
         finished, _ = _few_steps(ledger, arm, folder)
         if finished.status != 0:
-            ledger.exclude(arm, finished)
-    for arm in ledger.arms():
+            ledger.selection.exclude(arm, finished)
+    for arm in ledger.selection.arms():
         ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
-        reason = ledger.why_not(arm)
+        reason = ledger.selection.why_not(arm)
         what = (
             f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
         )
         display.note(f"{arm.name}: {what}")
     display.note("timing a few steps of the first arm for the estimate")
-    start, step, steps = _first_step(ledger, ledger.arms()[0], folder)
-    s, count = ledger.settings, len(ledger.runnable())
-    timing = (count * s.rounds + len(ledger.alone())) * (start + (s.steps + s.warmup_steps) * step)
+    start, step, steps = _first_step(ledger, ledger.selection.arms()[0], folder)
+    s, count = ledger.settings, len(ledger.selection.runnable())
+    timing = (count * s.rounds + len(ledger.selection.alone())) * (start + (s.steps + s.warmup_steps) * step)
     numerics = count * (start + s.numerics_steps * step) if s.numerics_steps is not None else 0.0
     training = count * s.seeds * (start + steps * step) / s.jobs
     for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):

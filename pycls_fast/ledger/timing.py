@@ -228,19 +228,16 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
     variant.trainer = Trainer(step, world, switches)
     host = build.prepare_on_host(config, switches)
     if "train" in parts:
-        batches = [
-            synthetic_batch(
-                microbatch,
-                config.data.training_image_sizes[0],
-                variant.classes,
-                erase_probability=config.augment.erase_probability,
-                seed=counter_seed(config.seed, _TRAINING_BATCH, position, world.rank),
-                device=world.device,
-                host=host,
-            )
-            for position in range(config.optim.accumulation_steps)
-        ]
-        variant.parts["train"] = TrainPart(variant.trainer, batches, world)
+        batch = synthetic_batch(
+            microbatch,
+            config.data.training_image_sizes[0],
+            variant.classes,
+            erase_probability=config.augment.erase_probability,
+            seed=counter_seed(config.seed, _TRAINING_BATCH, world.rank),
+            device=world.device,
+            host=host,
+        )
+        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.accumulation_steps, world)
     if "inference" in parts:
         batch = synthetic_batch(
             config.data.eval_batch_size or microbatch,

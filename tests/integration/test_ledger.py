@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,35 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
 
 
+def test_sigterm_leaves_a_report_and_the_same_command_resumes(ladder: Path, digits: Path, tmp_path: Path) -> None:
+    ladder.write_text(
+        "description: one change\nbaseline: {name: plain}\nrungs: [{name: wide, overrides: [model.width=48]}]"
+    )
+    folder = tmp_path / "report"
+    arguments = ledger(ladder, digits, f"output={folder}", "seeds=0", "numerics_steps=null")
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    timed = _wait_for(folder, "timings/plain-*/round_0.json", process)
+    _wait_for(folder, "logs/timings-wide-*.txt", process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    assert "stopped; everything finished so far is saved, and the same command resumes" in said
+    assert not [command for command in _commands() if str(folder) in command], "a stopped ledger leaves processes"
+    assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, False]
+
+    stamp = timed.stat().st_mtime_ns
+    run_process(arguments, cwd=tmp_path)
+    assert timed.stat().st_mtime_ns == stamp
+    assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, True]
+
+
+def _arms(folder: Path) -> list[dict[str, Any]]:
+    arms: list[dict[str, Any]] = json.loads((folder / "ledger.json").read_text())["arms"]
+    return arms
+
+
 def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path) -> None:
     folder, weights = tmp_path / "report", tmp_path / "any.pt"
     # Of an experiment that fine-tunes; a timing reads none.
@@ -131,13 +161,19 @@ def test_an_experiment_that_was_changed_is_another(ladder: Path, digits: Path, t
 
 def _kill_when_there_is(folder: Path, file: str, process: subprocess.Popen[bytes]) -> Path:
     """End a ledger as with kill -9 once it has made a file."""
+    found = _wait_for(folder, file, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return found
+
+
+def _wait_for(folder: Path, file: str, process: subprocess.Popen[Any]) -> Path:
+    """Wait until a ledger has made a file."""
     deadline = time.monotonic() + 200
     while not (found := list(folder.glob(file))):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     return found[0]
 
 

@@ -194,10 +194,13 @@ def test_the_step_that_is_timed_has_images_of_the_first_epoch(
 
     monkeypatch.setattr(timing, "synthetic_batch", batch)
     overrides = ["data.image_size=16", f"data.image_size_schedule={schedule}", "data.global_batch_size=8"]
+    # Only one microbatch of a step is held, as in training.
+    overrides += ["optim.accumulation_steps=2"]
     config = load_config("resnet_digits", [*overrides, f"data.root={digits}", "speed.compile=off", "precision=fp32"])
     keys = {**KEYS, "mode": "model"}
     assert time_variants([("x", config)], **keys, output=str(tmp_path / "t.json")) == 0  # type: ignore[arg-type]
     assert made == [size, 16]
+    assert json.loads((tmp_path / "t.json").read_text())["train"]["images_per_step"] == 8
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.precision import LEVELS
 
 
 def precision_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -63,19 +64,19 @@ def strategy_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _exchange(config: RunConfig) -> Iterator[tuple[str, str]]:
     """How gradients are exchanged: compression, a static graph."""
     chosen, name, precision = config.parallel, config.parallel.name, config.precision.name
-    replicates = name in ("auto", "ddp")
+    replicates, level = name in ("auto", "ddp"), LEVELS[precision]
     if chosen.compression != "none" and not replicates:
         yield (
             "parallel.compression",
             f"{chosen.compression} is for parallel=ddp; use parallel.compression=none with parallel={name}",
         )
-    if chosen.compression == "powersgd" and precision not in ("fp32", "tf32", "amp_bf16", "fp8"):
+    if chosen.compression == "powersgd" and (level.scaled or level.weights != "float32"):
         yield (
             "parallel.compression",
             f"powersgd carries its compression error from step to step, which a float16 overflow or a half format "
             f"would corrupt (precision={precision}); use precision=amp_bf16 or parallel.compression=bf16",
         )
-    if chosen.compression == "fp16" and replicates and precision not in ("amp_fp16", "fp16_master", "fp16"):
+    if chosen.compression == "fp16" and replicates and not level.scaled:
         yield (
             "parallel.compression",
             f"fp16 needs a scaled loss, and precision={precision} scales none: small gradients would become 0, large "
@@ -138,8 +139,9 @@ def _sync_batchnorm(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _half_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
     name, precision = config.parallel.name, config.precision.name
-    if name in (*_GATHERING, "fairscale_fsdp") and precision in ("fp16", "bf16"):
-        masters = "fp16_master" if precision == "fp16" else "bf16_params"
+    level = LEVELS[precision]
+    if name in (*_GATHERING, "fairscale_fsdp") and level.weights != "float32" and level.masters == "none":
+        masters = "fp16_master" if level.weights == "float16" else "bf16_params"
         yield (
             "precision",
             f"{precision} keeps no float32 weights, and the shards of parallel={name} are float32; use "
@@ -147,9 +149,8 @@ def _half_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-# Optimizers that work on flattened weights; precisions that keep weights apart from the network's.
+# Optimizers that work on flattened weights.
 _FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
-_HALF_NETWORKS = ("fp16_master", "bf16_params", "fp16", "bf16")
 
 
 def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -165,7 +166,7 @@ def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         if precision == "fp8":
             yield "precision", "fp8 conflicts with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
     if strategy == "fairscale_sharded_ddp":
-        if precision in _HALF_NETWORKS:
+        if LEVELS[precision].weights != "float32":
             yield (
                 "precision",
                 f"{precision} keeps weights separate from the network's, but fairscale_sharded_ddp shards the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -25,10 +26,11 @@ from pycls_fast.ledger import outcome
 from pycls_fast.ledger import runner as at_work
 from pycls_fast.ledger.charts import charts
 from pycls_fast.ledger.conditions import changed, code_digest, conditions
+from pycls_fast.ledger.folder import LedgerFolder, default_folder
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.page import page
-from pycls_fast.ledger.plan import EVERYTHING, Mode, pick
+from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.run_ladder import refusal, run_ladder
 from pycls_fast.ledger.runner import Ledger, Settings
@@ -106,8 +108,8 @@ def start(
     folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", typed: Sequence[str] = (), **settings: Any
 ) -> Ledger:
     ledger = Ledger(
-        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], typed, device, folder, Path("tools"),
-        say=_no,
+        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], typed, device,
+        LedgerFolder(folder, say=_no), Path("tools"), say=_no,
     )  # fmt: skip
     with closing(ledger):
         ledger.open()
@@ -133,12 +135,12 @@ def measured_with(file: Path) -> tuple[str, ...]:
 
 def assert_arms_are_what_was_measured(ledger: Ledger) -> None:
     found = 0
-    for arm in ledger.runnable():
+    for arm in ledger.selection.runnable():
         for number in range(ledger.settings.rounds):
-            assert measured_with(ledger.timing_file(arm, number)) == arm.overrides
+            assert measured_with(ledger.folder.timing_file(arm, number)) == arm.overrides
             found += 1
         for seed in ledger.seeds():
-            assert measured_with(ledger.run_dir(arm, seed) / "summary.json") == arm.overrides
+            assert measured_with(ledger.folder.run_dir(arm, seed) / "summary.json") == arm.overrides
             found += 1
     assert found
 
@@ -146,12 +148,12 @@ def assert_arms_are_what_was_measured(ledger: Ledger) -> None:
 def test_a_rung_that_was_mended_is_below_the_others_from_the_beginning(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {"timings-b-": (2, "error: b needs a package")}
     first = start(tmp_path, seeds=1)
-    assert {arm.name: arm.overrides for arm in first.runnable()} == {"base": (), "C": ("c=1",)}
+    assert {arm.name: arm.overrides for arm in first.selection.runnable()} == {"base": (), "C": ("c=1",)}
     assert_arms_are_what_was_measured(first)
     fake.broken = {}
     fake.started.clear()
     second = start(tmp_path, seeds=1)
-    assert {arm.name: arm.overrides for arm in second.runnable()}["C"] == ("b=1", "c=1")
+    assert {arm.name: arm.overrides for arm in second.selection.runnable()}["C"] == ("b=1", "c=1")
     assert_arms_are_what_was_measured(second)
     # Two rounds and a training of B and of C; the base's are there.
     assert len(fake.started) == 6
@@ -195,7 +197,7 @@ def test_a_rung_has_the_size_of_its_training_images(tmp_path: Path, fake: type[F
     # What an earlier version has timed.
     assert first["timing"]["image_size"] == 8
     for number in range(2):
-        file = ledger.timing_file(ledger.arms()[0], number)
+        file = ledger.folder.timing_file(ledger.selection.arms()[0], number)
         record = json.loads(file.read_text())
         record["train"]["flops_per_second"] = 0.0
         file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
@@ -210,20 +212,37 @@ def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
     assert not {"device", "world_size"} & set(record["environment"])
 
 
-def test_ctrl_c_leaves_what_is_done(
-    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_what_is_done(
+    number: signal.Signals,
+    tmp_path: Path,
+    fake: type[FakeProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    finished = fake.finished
+
     def interrupted(process: FakeProcess) -> Finished:
         if len(fake.started) == 2:
-            raise KeyboardInterrupt
-        return process.finished()
+            os.kill(os.getpid(), number)
+        return finished(process)
 
-    monkeypatch.setattr(fake, "wait", interrupted)
+    def stopped_again(process: FakeProcess) -> None:
+        if number != signal.SIGINT:
+            os.kill(os.getpid(), number)
+        stopped.append(process)
+
+    stopped: list[FakeProcess] = []
+    before = signal.getsignal(number)
+    monkeypatch.setattr(fake, "finished", interrupted)
+    monkeypatch.setattr(fake, "stop", stopped_again)
     status = run_ladder(
         load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
         folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 3
+    assert len(stopped) == 1
+    assert signal.getsignal(number) == before
     assert "the same command resumes" in capsys.readouterr().out
     assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
@@ -250,10 +269,10 @@ def test_its_trainings_are_not_tracked(
 def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{_slug('B')}-round_1": (1, "RuntimeError: broken")}
     ledger = start(tmp_path, rounds=3, seeds=1)
-    assert ledger.failed == {"B": "RuntimeError: broken"}
-    assert [arm.overrides for arm in ledger.runnable()] == [(), ("b=1", "c=1")]
+    assert ledger.selection.failed == {"B": "RuntimeError: broken"}
+    assert [arm.overrides for arm in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
     assert_arms_are_what_was_measured(ledger)
-    assert not ledger.run_dir(ledger.arms()[1], 0).exists()
+    assert not ledger.folder.run_dir(ledger.selection.arms()[1], 0).exists()
 
 
 def test_a_reference_that_fails_later_ends_the_work(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -285,27 +304,31 @@ def test_a_report_without_the_references_training_is_no_success(
 
 
 def _slug(name: str) -> str:
-    return next(arm.slug for arm in at_work.arms(LADDER, "cumulative") if arm.name == name)
+    return next(arm.slug for arm in arms(LADDER, "cumulative") if arm.name == name)
 
 
 def test_gradients_are_of_the_first_arm_as_it_is_now(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {"timings-b-": (2, "error: b needs a package")}
     first = start(tmp_path, mode="leave_one_out", gradients=True)
-    assert measured_with(first.gradients_file) == ("c=1", "precision=fp32")
+    assert measured_with(first.folder.gradients_file(first.selection.arms()[0])) == ("c=1", "precision=fp32")
     fake.broken = {}
     second = start(tmp_path, mode="leave_one_out", gradients=True)
-    assert measured_with(second.gradients_file) == ("b=1", "c=1", "precision=fp32")
+    assert measured_with(second.folder.gradients_file(second.selection.arms()[0])) == ("b=1", "c=1", "precision=fp32")
 
 
 def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
     """`time_net` refuses them, and an experiment that fine-tunes is refused without them."""
     given = "weights=timm:vit"
     ledger = start(tmp_path, typed=[given], seeds=1, numerics_steps=2, gradients=True)
-    for arm in ledger.runnable():
+    for arm in ledger.selection.runnable():
         for number in range(2):
-            timed = json.loads(ledger.timing_file(arm, number).read_text())["arguments"]
+            timed = json.loads(ledger.folder.timing_file(arm, number).read_text())["arguments"]
             assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
-        for file in (ledger.numerics_file(arm), ledger.run_dir(arm, 0) / "summary.json", ledger.gradients_file):
+        for file in (
+            ledger.folder.numerics_file(arm),
+            ledger.folder.run_dir(arm, 0) / "summary.json",
+            ledger.folder.gradients_file(ledger.selection.arms()[0]),
+        ):
             assert given in json.loads(file.read_text())["arguments"]
 
 
@@ -342,7 +365,7 @@ SHIPPED = sorted((CONFIGS / "ladder").glob("*.yaml"))
 def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[str] = ()) -> Ledger:
     ladder = for_experiment(read_ladder(file.stem, [CONFIGS]), load_config("vit_digits"))
     settings = Settings(**{**SETTINGS, "mode": mode, "rounds": 1, "numerics_steps": 2, "gradients": True})
-    return Ledger(ladder, settings, [], typed, device, folder, Path("tools"), say=_no)
+    return Ledger(ladder, settings, [], typed, device, LedgerFolder(folder, say=_no), Path("tools"), say=_no)
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -357,7 +380,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.run()
         measured = [each for each in fake.started if {"mode=numerics", "mode=gradients"} & set(each)]
-        assert len(measured) == len(ledger.runnable()) + 1
+        assert len(measured) == len(ledger.selection.runnable()) + 1
         for arguments in measured:
             own = ("mode=", "steps=", "output=")
             config = load_config("vit_digits", [a for a in arguments if not a.startswith(own)])
@@ -374,10 +397,10 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
     """What a dry run lists and counts; it starts none of the rungs."""
     cpu = torch.device("cpu")
     ledger = shipped(file, "one_at_a_time", "cpu", tmp_path)
-    before = set(ledger.impossible)
-    ledger.rule_out(lambda arm: refusal(arm, lambda overrides: load_config("vit_digits", overrides), cpu))
-    assert set(ledger.impossible) - before == REFUSED.get(file.stem, set())
-    for arm in ledger.runnable():
+    before = set(ledger.selection.impossible)
+    ledger.selection.rule_out(lambda arm: refusal(arm, lambda overrides: load_config("vit_digits", overrides), cpu))
+    assert set(ledger.selection.impossible) - before == REFUSED.get(file.stem, set())
+    for arm in ledger.selection.runnable():
         config = load_config("vit_digits", arm.overrides)
         build.set_backend(config, cpu)
         build.apply_precision(config, build.model(config, 10, build.switches(config, cpu)), cpu)
@@ -447,7 +470,8 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
     after = conditions(load_config("vit_digits", ["optim.lr=0.002", "schedule.epochs=7"]), "cpu")
 
     def opened(now: Mapping[str, Any]) -> None:
-        ledger = Ledger(LADDER, Settings(), [], [], "cpu", folder, Path("tools"), say=_no, conditions=now)
+        place = LedgerFolder(folder, say=_no)
+        ledger = Ledger(LADDER, Settings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
         with closing(ledger):
             ledger.open()
 
@@ -469,7 +493,8 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
     """The key had its default there."""
 
     def opened(now: Mapping[str, Any]) -> None:
-        ledger = Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=_no, conditions=now)
+        place = LedgerFolder(tmp_path, say=_no)
+        ledger = Ledger(LADDER, Settings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
         with closing(ledger):
             ledger.open()
 
@@ -486,16 +511,15 @@ def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None
 
     def opened(code: str, *, accept: bool = False, rounds: int = 1) -> list[str]:
         said: list[str] = []
-        ledger = Ledger(
-            LADDER, Settings(**{**SETTINGS, "rounds": rounds}), [], [], "cpu", tmp_path, Path("tools"),
-            say=said.append, code=lambda: code, accept_code=accept,
-        )  # fmt: skip
+        place = LedgerFolder(tmp_path, say=said.append, code=lambda: code, accept_code=accept)
+        settings = Settings(**{**SETTINGS, "rounds": rounds})
+        ledger = Ledger(LADDER, settings, [], [], "cpu", place, Path("tools"), say=said.append)
         with closing(ledger):
             ledger.open()
             ledger.run()
         said = [line for line in said if "timing" not in line]
-        assert json.loads((tmp_path / "plan.json").read_text())["code"] == ledger.codes
-        return [*ledger.codes, *said]
+        assert json.loads((tmp_path / "plan.json").read_text())["code"] == place.codes
+        return [*place.codes, *said]
 
     assert opened("a") == opened("a") == ["a"]
     with pytest.raises(UserError) as caught:
@@ -516,8 +540,8 @@ def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None
 
 
 def test_code_that_changes_under_way_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    ledger = Ledger(LADDER, Settings(**SETTINGS), [], [], "cpu", tmp_path, Path("tools"), say=_no)
-    ledger.code = lambda: "old" if len(fake.started) < 3 else "new"
+    place = LedgerFolder(tmp_path, say=_no, code=lambda: "old" if len(fake.started) < 3 else "new")
+    ledger = Ledger(LADDER, Settings(**SETTINGS), [], [], "cpu", place, Path("tools"), say=_no)
     with closing(ledger):
         ledger.open()
         ledger.run()
@@ -565,7 +589,7 @@ def test_the_package_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_is_that_of_the_rungs_that_were_picked() -> None:
     """The next one that is picked is measured beside it, not refused."""
     folders = [
-        at_work.default_folder("vit_digits", "switches", "one_at_a_time", picked)
+        default_folder("vit_digits", "switches", "one_at_a_time", picked)
         for picked in ((), ("attention",), ("speed.optimizer", "bf16"), ("bf16", "speed.optimizer"), ("注",))
     ]
     every = "vit_digits-switches-one_at_a_time"
@@ -582,6 +606,42 @@ def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
+def make_checkout(folder: Path) -> None:
+    for name in ("pycls_fast/__init__.py", *(f"tools/{tool}.py" for tool in ("time_net", "train_net", "ledger"))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_tree_that_is_not_a_checkout_is_refused_before_anything_is_measured(
+    dry_run: bool, tmp_path: Path, fake: type[FakeProcess]
+) -> None:
+    for name in ("complete", "src layout/src", "older"):
+        make_checkout(tmp_path / name)
+    (tmp_path / "older" / "tools" / "ledger.py").unlink()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    every = "pycls_fast/__init__.py, tools/time_net.py, tools/train_net.py, tools/ledger.py"
+    reasons = {
+        "missing": f"there is no folder {tmp_path / 'missing'}",
+        "file": f"there is no folder {tmp_path / 'file'}",
+        "empty": f"{tmp_path / 'empty'} is not a checkout of pycls_fast (it has no {every})",
+        "src layout": f"{tmp_path / 'src layout'} is not a checkout of pycls_fast (it has no {every})",
+        "older": f"{tmp_path / 'older'} is not a checkout of pycls_fast (it has no tools/ledger.py)",
+    }
+    rungs = tuple(Rung(name=name, tree=str(tmp_path / name)) for name in ("complete", *reasons))
+    with pytest.raises(UserError) as caught:
+        run_ladder(
+            load_config("vit_digits"), LADDER.model_copy(update={"rungs": rungs}),
+            Settings(**{**SETTINGS, "mode": "one_at_a_time"}), switches=(), base=([], []), compose=composed,
+            folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
+        )  # fmt: skip
+    way_out = "give the folder of a checkout as its tree"
+    assert caught.value.lines == tuple(f"ladder: '{name}': {why}; {way_out}" for name, why in reasons.items())
+    assert not fake.started
+    assert not (tmp_path / "report").exists()
+
+
 def test_a_rung_runs_the_code_of_its_checkout(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -596,11 +656,7 @@ def test_a_rung_runs_the_code_of_its_checkout(
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
 
-    with pytest.raises(UserError, match=rf"ladder: 'old': {tmp_path / 'old'} is not a checkout of pycls_fast; give"):
-        run()
-    for name in ("tools/time_net.py", "pycls_fast/__init__.py"):
-        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "old" / name).touch()
+    make_checkout(tmp_path / "old")
     assert run() == 0
     theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
     assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
@@ -642,7 +698,7 @@ def test_leave_one_out_shows_what_cannot_run(tmp_path: Path, fake: type[FakeProc
 def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[FakeProcess]) -> None:
     rungs = (Rung(name="B", overrides=("b=1",)), Rung(name="C", overrides=("c=1",)), Rung(name="D", overrides=("b=2",)))
     ledger = start(tmp_path, LADDER.model_copy(update={"rungs": rungs}), mode="leave_one_out")
-    assert [arm.name for arm in ledger.runnable()] == [EVERYTHING, "without C", "without D"]
+    assert [arm.name for arm in ledger.selection.runnable()] == [EVERYTHING, "without C", "without D"]
     record = collect(ledger, "x")["arms"][1]
     why = "B is overridden by D: the same settings as 'everything'"
     assert (record["name"], record["status"], record["reason"]) == ("without B", "overridden", why)
@@ -670,9 +726,21 @@ def test_the_modern_ladder_ends_with_the_fast_step() -> None:
     assert {name for name in fast if last[name] != fast[name]} - loading == added
 
 
+def test_the_cpu_ladder_ends_with_the_fast_step() -> None:
+    """For a ViT, without the switches that a step is not timed with (images are prepared by the loader)."""
+    ladder, cpu = read_ladder("cpu", [CONFIGS]), torch.device("cpu")
+    overrides = [text for rung in (ladder.baseline, *ladder.rungs) for text in rung.overrides]
+    last = build.switches(load_config("vit_s16", ["data.root=unread", *overrides]), cpu)
+    fast = build.switches(load_config("vit_s16", ["data.root=unread", "speed=fast", "precision=amp_bf16"]), cpu)
+    different = {
+        switch.name for switch in CATALOGUE if "vit" in switch.applies_to and last[switch.name] != fast[switch.name]
+    }
+    assert different == {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE}
+
+
 def test_one_ledger_at_a_time(tmp_path: Path) -> None:
     def made() -> Ledger:
-        return Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=_no)
+        return Ledger(LADDER, Settings(), [], [], "cpu", LedgerFolder(tmp_path, say=_no), Path("tools"), say=_no)
 
     with closing(made()) as first:
         first.open()
@@ -689,8 +757,8 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     said: list[str] = []
-    with closing(Ledger(LADDER, Settings(), [], [], "cpu", tmp_path, Path("tools"), say=said.append)) as ledger:
-        ledger.open()
+    with closing(LedgerFolder(tmp_path, say=said.append)) as folder:
+        folder.open({})
     assert said == [f"{tmp_path} cannot be locked (Function not implemented): do not start a second ledger in it"]
 
 
@@ -792,9 +860,9 @@ def test_what_training_would_refuse_is_not_timed(
     assert (last["status"], "b=lamb" in last["overrides"]) == ("measured", False)
 
 
-def test_a_rung_for_the_cpu_is_checked_there(tmp_path: Path) -> None:
+def test_a_rung_for_the_cpu_is_checked_there() -> None:
     rung = Rung(name="B", overrides=("runtime.device=cpu", "speed.allocator=keep"))
-    arm = Ledger(LADDER.model_copy(update={"rungs": (rung,)}), Settings(), [], [], "cuda", tmp_path, tmp_path).arms()[1]
+    arm = arms(LADDER.model_copy(update={"rungs": (rung,)}), "cumulative")[1]
     cuda = torch.device("cuda")
     assert refusal(arm, lambda overrides: load_config("vit_digits", overrides), cuda) is None
     assert "keep needs CPU" in str(refusal(arm, lambda overrides: load_config("vit_digits", overrides[1:]), cuda))

@@ -11,6 +11,7 @@ import pytest
 
 from pycls_fast.build import cpu_cores
 from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.processes import Finished, Process, _environment
 from pycls_fast.ledger.runner import Ledger, Settings
@@ -140,14 +141,16 @@ def test_ranks_share_the_cores(
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "larger", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
-    ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", tmp_path, tmp_path)
+    ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", LedgerFolder(tmp_path), tmp_path)
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
-        ledger.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
+        ledger.selection.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
     larger = tmp_path / "larger"
     larger.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
-    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "larger"), Finished(2, 1.0, larger))
-    ledger.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
+    ledger.selection.exclude(
+        next(arm for arm in ledger.selection.arms() if arm.name == "larger"), Finished(2, 1.0, larger)
+    )
+    ledger.selection.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
 
     def states() -> dict[str, str]:
         return {arm["name"]: state(arm) for arm in collect(ledger, "vit")["arms"] if arm["name"] != "base"}
@@ -155,7 +158,9 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     # Here is CUDA: another card may do.
     there = dict.fromkeys(("large", "larger", "broken"), "failed") | dict.fromkeys(("far", "odd"), "cannot run here")
     assert states() == there
-    ledger.impossible["odd"] = "speed.allocator: keep needs CPU and this run is on CUDA; use speed.allocator=default"
+    ledger.selection.impossible["odd"] = (
+        "speed.allocator: keep needs CPU and this run is on CUDA; use speed.allocator=default"
+    )
     assert states() == there
     ledger.device = "cpu"
     assert states() == {**there, "far": "needs CUDA"}
@@ -177,14 +182,16 @@ def make_run(path: Path, wrong: int) -> None:
 def test_runs_are_compared_in_both_columns(tmp_path: Path) -> None:
     rungs = tuple(Rung(name=name, overrides=(f"{name}=1",)) for name in ("same", "worse", "far", "last"))
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=rungs)
-    ledger = Ledger(ladder, Settings(seeds=3), [], [], "cpu", tmp_path, tmp_path)
+    ledger = Ledger(ladder, Settings(seeds=3), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
     log = tmp_path / "far.txt"
     log.write_text("error: needs CUDA\n")
-    ledger.exclude(next(arm for arm in ledger.arms() if arm.name == "far"), Finished(status=2, seconds=1.0, log=log))
+    ledger.selection.exclude(
+        next(arm for arm in ledger.selection.arms() if arm.name == "far"), Finished(status=2, seconds=1.0, log=log)
+    )
     wrong = {"base": (5, 7, 6), "same": (5, 7, 6), "worse": (25, 28, 26), "last": (26, 27)}
-    for arm in ledger.arms():
+    for arm in ledger.selection.arms():
         for seed, count in enumerate(wrong.get(arm.name, ())):
-            make_run(ledger.run_dir(arm, seed), count)
+            make_run(ledger.folder.run_dir(arm, seed), count)
     arms = {arm["name"]: arm["training"] for arm in collect(ledger, "vit")["arms"]}
     assert arms["far"] is None
     assert "against_before" not in arms["base"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -147,7 +147,7 @@ def test_turns_are_whole_bursts(loader: Callable[..., LoaderPart], workers: int,
 def test_only_steps_behind_the_warm_up_are_timed(loader: Callable[..., LoaderPart], time: Time) -> None:
     sizes: list[int] = []
 
-    def train(batches: list[Any]) -> None:
+    def train(batches: Iterable[Any]) -> None:
         sizes.append(sum(len(batch) for batch in batches))
         time.now += 7.0 if len(sizes) <= 2 else 3.0
 
@@ -174,14 +174,34 @@ def test_waiting_for_data_is_told_from_training(
 
     monkeypatch.setattr(parts, "to_device", slow)
 
-    def train(batches: list[Any]) -> None:
-        time.now += 1.5
+    def train(batches: Iterable[Any]) -> None:
+        for _ in batches:
+            time.now += 1.5
 
     part = loader()
     part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
     part.warm_up(1)
     turn = part.turn(3)
     assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
+
+
+def test_a_microbatch_is_loaded_when_its_turn_comes(
+    loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training, where the next one is loaded while the device computes."""
+    original, log = parts.to_device, []
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            log.append("load")
+            yield batch
+
+    monkeypatch.setattr(parts, "to_device", watched)
+    part = loader("optim.accumulation_steps=2")
+    part.feeding(lambda batches: log.extend("compute" for _ in batches))  # type: ignore[arg-type]
+    part.turn(1)
+    # A step to warm up and one that is timed.
+    assert log == ["load", "compute"] * 4
 
 
 def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""A ledger's folder: its plan, its code, its lock, and the file of each measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.conditions import UNKNOWN_CODE, changed
+from pycls_fast.ledger.lock import FolderLock
+from pycls_fast.ledger.plan import Arm, Mode, readable
+from pycls_fast.ledger.stopwatch import Stopwatch
+from pycls_fast.train.output_file import write_json
+
+
+class LedgerFolder:
+    """The folder of one ledger, which belongs to a plan and to the code that it was measured with.
+
+    Args:
+        path: the folder, which need not exist.
+        say: called with a message.
+        code: returns the digest of the current code.
+        accept_code: whether the folder may hold measurements of different code.
+
+    Attributes:
+        stopwatch: the wall time of all starts, once the folder is open.
+        codes: digests of all code that the folder was measured with, once it is open.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        say: Callable[[str], None] = print,
+        code: Callable[[], str] = str,
+        accept_code: bool = False,
+    ) -> None:
+        self.path = path
+        self.stopwatch: Stopwatch | None = None
+        self.codes: list[str] = []
+        self._say, self._code, self._accept_code = say, code, accept_code
+        self._plan: dict[str, Any] = {}
+        self._lock: FolderLock | None = None
+
+    def open(self, plan: Mapping[str, Any]) -> None:
+        """Create the folder, or resume in it, and lock it until `close`, which must be called even after an error.
+
+        Raises:
+            UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
+        """
+        self._plan = json.loads(json.dumps(plan))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path, self._say)
+            if self._plan_file.is_file():
+                self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
+            else:
+                self.codes = [self._code()]
+            self._write_plan()
+            self.stopwatch = Stopwatch(self.path / "took.json")
+            # Saved before any timing, so that each round can be assigned to its start.
+            self.stopwatch.lap()
+        except OSError as error:
+            raise UserError(f"output: {self.path} cannot be written to ({error.strerror}); give another") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"output: {self._plan_file} is damaged; choose another folder, or remove it") from error
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """File descriptors that keep the folder locked as long as a process has them open."""
+        return () if self._lock is None else (self._lock.inherited,)
+
+    def _resume(self, before: Mapping[str, Any]) -> None:
+        # More seeds or rounds extend the same plan.
+        other = changed(before, {key: value for key, value in self._plan.items() if key not in _MAY_GROW})
+        if other:
+            raise UserError(
+                f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
+                "remove it"
+            )
+        self.codes = before.get("code", [UNKNOWN_CODE])
+        if self._code() not in self.codes and not self._accept_code:
+            unknown = self.codes == [UNKNOWN_CODE]
+            by = "by a version that did not record its code" if unknown else "with different code"
+            raise UserError(
+                f"output: {self.path} was measured {by}; choose another folder, remove it, or add accept_code=true if "
+                "the change does not affect the measurements"
+            )
+
+    @property
+    def _plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    def _write_plan(self) -> None:
+        write_json(self._plan_file, {**self._plan, "code": self.codes})
+
+    def note_code(self) -> None:
+        """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
+        now = self._code()
+        if now not in self.codes:
+            self.codes.append(now)
+            self._write_plan()
+            self._say("the code differs from that of earlier measurements in this folder; the report says so")
+
+    def timing_file(self, arm: Arm, number: int) -> Path:
+        """The file of an arm's timing in one round."""
+        return self.path / "timings" / arm.slug / f"round_{number}.json"
+
+    def numerics_file(self, arm: Arm) -> Path:
+        """The file of an arm's rounding errors."""
+        return self.path / "numerics" / f"{arm.slug}.json"
+
+    def gradients_file(self, arm: Arm) -> Path:
+        """The file of an arm's gradient counts."""
+        return self.path / "gradients" / f"{arm.slug}.json"
+
+    def run_dir(self, arm: Arm, seed: int) -> Path:
+        """The folder of an arm's training run."""
+        return self.path / "runs" / arm.slug / f"seed_{seed}"
+
+    def log_file(self, made: Path) -> Path:
+        """The log of the process that makes a file or folder of this folder."""
+        name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
+        return self.path / "logs" / f"{name}.txt"
+
+    def timings(self, arm: Arm, rounds: int) -> Iterator[dict[str, Any]]:
+        """Records of those of an arm's `rounds` rounds that exist, in order."""
+        for number in range(rounds):
+            file = self.timing_file(arm, number)
+            if file.is_file():
+                record = json.loads(file.read_text(encoding="utf-8"))
+                # Earlier versions timed training at the image size of evaluation, and recorded only that.
+                sizes = {f"train_{key}": record[key] for key in ("image_size", "forward_flops_per_image")}
+                yield {**sizes, **record}
+
+
+# What may change when a ledger is resumed.
+_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
+
+
+def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:
+    """The default folder of a ledger; the same each time, so that it resumes after a kill."""
+    picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
+    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
