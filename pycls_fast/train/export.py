@@ -25,6 +25,7 @@ from pycls_fast.train.restore import restore
 from pycls_fast.train.weights import Weights, find_own, open_weights
 
 PATHS = (
+    "imports",
     "run_dir",
     "resume",
     "weights",
@@ -36,7 +37,7 @@ PATHS = (
     "data.eval_root",
     "data.wnids",
 )
-"""Keys whose values may be paths on the machine of the run."""
+"""Keys whose values may be paths on the machine of the run, and its modules: a file of weights imports nothing."""
 
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24

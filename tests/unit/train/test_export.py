@@ -102,6 +102,7 @@ NO_PATHS = (
     "data.hub_config",
     "optim.trainable",
     "precision.fp8_skip",
+    "runtime.tracker_project",
 )
 
 
