@@ -165,6 +165,9 @@ class Data(Section):
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
+    `exif_orientation` turns images as their EXIF orientation says, as viewers do. torchvision, timm and published
+    numbers ignore it; photographs of phones need it. Saved and exported weights carry the setting.
+
     Without a validation split, `val_fraction` of each class is held out at random (`split_seed`). With `folds` each
     class is cut into that many parts instead, and `fold`, counted from 0, is the part held out.
 
@@ -194,6 +197,7 @@ class Data(Section):
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     eval_root: Text | None = None
     wnids: Text | None = None
+    exif_orientation: bool = False
     image_size: PositiveInt = 224
     image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
     global_batch_size: PositiveIntOrAuto = 256
