@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from pycls_fast import precision, speed
 from pycls_fast.build.conflicts import Switches, conflicts
 from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
+from pycls_fast.build.imports import import_modules
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
@@ -26,20 +27,23 @@ from pycls_fast.speed import SwitchName
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def world(config: RunConfig) -> AbstractContextManager[World]:
-    """The ranks of the run, joined inside the context.
+@contextmanager
+def world(config: RunConfig) -> Iterator[World]:
+    """The ranks of the run, joined inside the context; each has imported the user's own modules.
 
     Raises:
-        UserError: see `parallel.start_world`.
+        UserError: see `parallel.start_world` and `import_modules`.
     """
-    return start_world(
+    with start_world(
         device=config.runtime.device,
         backend=config.parallel.backend,
         timeout_seconds=config.parallel.timeout_seconds,
         strategy=config.parallel.name,
         shard_degree=config.parallel.shard_degree,
         replicate_degree=config.parallel.replicate_degree,
-    )
+    ) as ranks:
+        import_modules(config.imports)
+        yield ranks
 
 
 def strategy(config: RunConfig, world: World) -> str:

@@ -100,8 +100,10 @@ def _in_header(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Reported when the tensors are read.
     # Other programs write other things under this key; `models/foreign/read.py` tells them apart in the same way.
-    is_run = isinstance(values, dict) and all(isinstance(values.get(key), dict) for key in ("model", "data", "speed"))
-    return values if is_run else None
+    if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("model", "data", "speed")):
+        return None
+    # Nothing is imported because a file of weights says so.
+    return {key: value for key, value in values.items() if key != "imports"}
 
 
 def _in_state(file: Path) -> dict[str, Any]:

@@ -172,6 +172,9 @@ class Data(Section):
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
+    `exif_orientation` turns images as their EXIF orientation says, as viewers do. torchvision, timm and published
+    numbers ignore it; photographs of phones need it. Saved and exported weights carry the setting.
+
     Without a validation split, `val_fraction` of each class is held out at random (`split_seed`). With `folds` each
     class is cut into that many parts instead, and `fold`, counted from 0, is the part held out.
 
@@ -201,6 +204,7 @@ class Data(Section):
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     eval_root: Text | None = None
     wnids: Text | None = None
+    exif_orientation: bool = False
     image_size: PositiveInt = 224
     image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
     global_batch_size: PositiveIntOrAuto = 256
@@ -529,6 +533,9 @@ class Runtime(Section):
     speed.param_offload under torchrun, the rank's share of the cores).
     `watchdog` names the first module whose output or gradient is not finite; it makes every step slower.
     `profile_step` is the first of three steps, counted from 1, of which rank 0 writes a profile (`profile/`).
+    `tracker` gets the same numbers as TensorBoard, the configuration and how the run ended; a resumed run continues its
+    run there. `tracker_project` is W&B's project or MLflow's experiment. Everything else, such as entity, server and
+    offline mode, comes from the tracker's environment variables (WANDB_ENTITY, WANDB_MODE, MLFLOW_TRACKING_URI).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -543,6 +550,8 @@ class Runtime(Section):
     watchdog: bool = False
     profile_step: PositiveInt | None = None
     tensorboard: bool = True
+    tracker: Literal["none", "wandb", "mlflow"] = "none"
+    tracker_project: Text = "pycls_fast"
     progress: Literal["auto", "bar", "plain"] = "auto"
 
 
@@ -553,6 +562,11 @@ class RunConfig(Section):
     `hf:ORG/NAME[@REVISION]`, which a run records with the commit; `weights_allow` names tensors, with * for any part,
     that may be missing, unexpected or of a different shape. With `needs_weights` training does not start without
     `weights`: the recipe is for fine-tuning.
+
+    `imports` names Python modules that are imported before anything is built, from the current folder or where Python
+    looks: they can register models with timm (`timm.models.register_model`) for `model=timm`. They are saved with a
+    run, so every tool that loads a run's folder or checkpoint imports them: load only those that you trust. Exported
+    files never import anything.
     """
 
     config_name: Text
@@ -562,6 +576,7 @@ class RunConfig(Section):
     weights: Text | None = None
     weights_allow: tuple[Text, ...] = ()
     needs_weights: bool = False
+    imports: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
     model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()

@@ -77,6 +77,9 @@ def run_ladder(
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     if config.resume != "auto":
         raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
+    if config.runtime.tracker != "none":
+        # Its many short trainings are measurements. Not always: a rung's older checkout may not know the key.
+        base = base[0], [*base[1], "runtime.tracker=none"]
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.

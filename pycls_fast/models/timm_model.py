@@ -62,6 +62,11 @@ class TimmModel(Network):
         if _built_for_one_size(name):
             self.arguments.setdefault("img_size", image_size)
         self.network = self._create()
+        if not hasattr(self.network, "default_cfg"):
+            raise UserError(
+                f"model.name: {name} has no default_cfg; set it in the model, such as self.default_cfg = "
+                "{'classifier': 'head'}, the name of its last linear layer"
+            )
         if not isinstance(self._head(), nn.Linear):
             raise UserError(f"model.name: {name} has no single linear classifier; choose another model")
         for module in self.network.modules():
@@ -187,7 +192,10 @@ def _built_for_one_size(name: str) -> bool:
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "python -c 'import timm; print(timm.list_models())'"
-        raise UserError(f"model.name: timm {timm.__version__} has no model {name}; {hint}")
+        raise UserError(
+            f"model.name: timm {timm.__version__} has no model {name}; {hint}; a model of your own is "
+            "registered by a module in imports=[MODULE]"
+        )
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError as error:

@@ -29,7 +29,7 @@ from pycls_fast.train.resume_notes import resume_notes
 from pycls_fast.train.run import Run, start_run
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.summary import summarise
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
 
 
@@ -69,10 +69,8 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
         run = start_run(config, world, display, command)
         stop.training = True
         on_start(run.folder.path)
-        with run.folder:
-            board = Board(run.folder.path, run.start_step, enabled=world.is_main and config.runtime.tensorboard)
-            with display, board, run.saver:
-                status = Loop(run, stop, board).run_to_end()
+        with run.folder, open_board(run) as board, display, run.saver:
+            status = board.status = Loop(run, stop, board).run_to_end()
     if status == STOPPED:
         stop.call_launcher()
     return status

@@ -166,7 +166,7 @@ def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
 
 
 def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
-    before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
+    before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     ordered = state.get("order")
     # The order that results matters, not how it was chosen; older checkpoints do not have it.
@@ -201,11 +201,12 @@ def _under(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found

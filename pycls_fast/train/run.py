@@ -23,6 +23,7 @@ from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.saving import Saver
+from pycls_fast.train.trackers import check_installed
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,12 @@ class Run(TrainingParts):
         """What checkpoints hold and the optimizer owns: the master weights of a network in a half format, the flat
         shards of a flattened one, else the network."""
         return self.step.wrapped.weights or self.step.masters or self.network
+
+    def settings(self) -> dict[str, Any]:
+        """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
+        values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}
+        values["speed"] |= {str(name): value for name, value in self.switches.items()}
+        return values
 
     def epoch(self, step: int) -> float:
         """A number of steps in epochs."""
@@ -170,6 +177,7 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
+    check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
     folder = RunFolder(run_dir)
@@ -191,9 +199,7 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
             folder.create()
         _occupy(folder, world)
         if world.is_main:
-            resolved = {**run.config.model_dump(mode="json"), "run_dir": str(folder.path)}
-            resolved["speed"] |= {str(name): value for name, value in run.switches.items()}
-            folder.write_config(resolved, command)
+            folder.write_config(run.settings(), command)
             folder.write_json("environment.json", environment(world.device, world.size, command))
         introduce(run)
         stack.pop_all()

@@ -19,7 +19,7 @@ _BEST = {
 
 
 def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> float | None:
-    """Write `summary.json`, draw the curves and print the result; on the main rank.
+    """Write `summary.json`, draw the curves, print the result and give it to the trackers; on the main rank.
 
     Args:
         run: a run that has trained all its steps.
@@ -39,6 +39,7 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
     step_seconds, rate = clock.medians()
     values = summary_values(run, evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
     run.folder.write_json("summary.json", values)
+    evaluations.board.summarise(values)
     evaluations.draw(whole=True)
     final, best = values["final"], values["best"]
     if final is not None and best is not None:

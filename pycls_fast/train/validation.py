@@ -18,7 +18,7 @@ from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 from pycls_fast.train.run import Run, best_evaluation, primary_records
 from pycls_fast.train.run_folder import writing
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board
 
 # Part of the time between two drawings of the curves that drawing may take: all ranks wait for it.
 _DRAWING_SHARE = 0.01

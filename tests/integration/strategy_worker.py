@@ -34,7 +34,7 @@ from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import start_run
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -68,7 +68,7 @@ def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str
     if save:
         run.save(run.total_steps)
         run.finish_saving()
-    evaluations = Evaluations(run, Board(run.folder.path, 0, enabled=False), on_batch=lambda: None)
+    evaluations = Evaluations(run, Board(), on_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2):
         evaluations.take(run.total_steps)

@@ -96,6 +96,8 @@ def _classes(folder: RunFolder) -> tuple[str, ...] | None:
 def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str | None]:
     """The run's own evaluation images, or why they cannot be opened; the device of its training is not needed."""
     here: dict[str, Any] = {
+        # Nothing is built but the data.
+        "imports": [],
         "run_dir": None,
         "weights": None,
         "parallel": {"name": "single"},

@@ -12,7 +12,7 @@ from pycls_fast.paths import user_path
 
 # A folder with two of these is a run's: so damaged ones are found, and folders of other programs are not.
 _FILES = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "checkpoints"}
-_NOT_SEARCHED = {"checkpoints", "tensorboard"}
+_NOT_SEARCHED = {"checkpoints", "tensorboard", "wandb"}
 # Default name of a run folder (`paths.timestamp`); empty if the run was killed before it had built its parts.
 _TIME_OF_START = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(~\d+)?")
 

@@ -194,6 +194,9 @@ def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
     classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
     has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     is_run = isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "data", "speed"))
+    if is_run:
+        # Nothing is imported because a file of weights says so.
+        config.pop("imports", None)
     return OwnMetadata(
         tuple(classes) if has_names else None, step if type(step) is int else None, config if is_run else None
     )

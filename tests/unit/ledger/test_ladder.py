@@ -247,6 +247,25 @@ def test_a_signal_leaves_what_is_done(
     assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
 
 
+@pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["a=1", "runtime.tracker=none"]), ("none", ["a=1"])])
+def test_its_trainings_are_not_tracked(
+    tracker: str, typed: list[str], tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tracker the key is left out: a rung may run an older checkout, which does not know it."""
+    begun: list[Ledger] = []
+
+    def begin(ledger: Ledger, name: str) -> None:
+        begun.append(ledger)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pycls_fast.ledger.run_ladder._work", begin)
+    run_ladder(
+        load_config("vit_digits", [f"runtime.tracker={tracker}"]), LADDER, Settings(**SETTINGS), switches=(),
+        base=([], ["a=1"]), compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
+    )  # fmt: skip
+    assert [ledger.typed for ledger in begun] == [typed]
+
+
 def test_a_rung_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{_slug('B')}-round_1": (1, "RuntimeError: broken")}
     ledger = start(tmp_path, rounds=3, seeds=1)

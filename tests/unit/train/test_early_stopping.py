@@ -14,7 +14,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.run import best_evaluation
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import summary_values
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 
 
@@ -23,7 +23,7 @@ def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]
     """And at the end."""
     config = load_config("vit_digits", ["data.root=x", f"runtime.eval_every_epochs={every}"])
     run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
-    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
+    evaluations = Evaluations(run, Board(), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == steps
 
 
@@ -31,7 +31,7 @@ def test_steps_between_evaluations(tmp_path: Path) -> None:
     """They replace the epochs."""
     config = load_config("vit_digits", ["data.root=x", "runtime.eval_every_steps=30"])
     run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
-    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
+    evaluations = Evaluations(run, Board(), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == [30, 60, 70]
 
 
@@ -65,7 +65,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         complexity=SimpleNamespace(parameters=1, forward_flops=1),
         seconds=lambda: 1.0,
     )
-    evaluations = Evaluations(run, Board(tmp_path, 0, enabled=False), lambda: None)
+    evaluations = Evaluations(run, Board(), lambda: None)
     for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
         checkpoint.save({"step": step}, folder.checkpoints, step, keep=2)
         folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)

@@ -22,7 +22,7 @@ from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import objective as objective_of
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.runs import TINY
 
@@ -171,7 +171,7 @@ def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.
         now += 0.5
 
     monkeypatch.setattr(Evaluations, "draw", draw)
-    evaluations = Evaluations(SimpleNamespace(), Board(tmp_path, 0, enabled=False), lambda: None)  # type: ignore[arg-type]
+    evaluations = Evaluations(SimpleNamespace(), Board(), lambda: None)  # type: ignore[arg-type]
     for seconds in (0.0, 1.0, 48.0, 60.0):
         now += seconds
         evaluations.draw_if_due()

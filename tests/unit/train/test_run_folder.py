@@ -33,7 +33,8 @@ from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.run_folder import RunFolder
-from pycls_fast.train.tensorboard import Board
+from pycls_fast.train.trackers import Board
+from pycls_fast.train.trackers.tensorboard import TensorBoard
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_evaluation import CPU
 
@@ -152,7 +153,7 @@ def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
     nobody = SimpleNamespace(folder=folder, classes=("a", "b"), config=SimpleNamespace(config_name="x"))
     number = np.zeros(1, dtype=np.int64)
     result: Any = SimpleNamespace(predictions=Predictions(number, number, number, np.zeros(1, dtype=np.float32)))
-    evaluations = Evaluations(nobody, Board(tmp_path, 0, enabled=False), lambda: None)
+    evaluations = Evaluations(nobody, Board(), lambda: None)
     with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
         evaluations._write_down(1, "model", result)
     assert list(tmp_path.iterdir()) == []
@@ -226,8 +227,9 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
 def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
     record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
     added: dict[str, float] = {}
-    with Board(tmp_path, 0, enabled=True) as board:
-        board._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
+    tensorboard = TensorBoard(tmp_path, 0)
+    tensorboard._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
+    with Board(tensorboard) as board:
         board.add({**record, "class_top1": 2.0})
     assert added == {"val_model/top1": 3, "val_model/top5": 9, "val_model/class_top1": 2, "val_model/loss": 1}
 

@@ -1,0 +1,43 @@
+"""The user's own modules (`imports`), which register models with timm before anything is built."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from pycls_fast.errors import UserError, first_line
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules by their names; the current folder is searched first, as `python -m` does.
+
+    Raises:
+        UserError: there is no such module, or it fails.
+    """
+    here = str(Path.cwd())
+    for name in names:
+        # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"imports: {_reason(name, error)}") from error
+
+
+def _reason(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return (
+            f"there is no module {error.name} in {Path.cwd()} or where Python looks (PYTHONPATH); start in the folder "
+            "that holds it, and write names as in Python's import, without .py"
+        )
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        # Without Python's own frames of the import, which have no file.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+        file, line = frames[-1].filename, frames[-1].lineno
+    return f"{name} fails with {type(error).__name__}: {first_line(error)} ({file}, line {line}); correct it"

@@ -1,0 +1,59 @@
+"""MLflow. The server or store comes from its own environment variables (`MLFLOW_TRACKING_URI`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.exit_status import DONE, INTERRUPTED, STOPPED
+
+_STATE = {DONE: "FINISHED", STOPPED: "KILLED", INTERRUPTED: "KILLED"}
+# What a request may hold.
+_PARAMETERS = 100
+
+
+class MLflow:
+    """A run of MLflow; see `Tracker`.
+
+    Args:
+        run_dir: the run folder, whose name is the run's.
+        project: the experiment; created if it does not exist.
+        settings: the configuration, with dotted keys. MLflow keeps the first value of each, also of a resumed run.
+        id: of the run to continue; None for a new one.
+    """
+
+    way_out = "check MLFLOW_TRACKING_URI"
+
+    def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], id: str | None) -> None:  # noqa: A002
+        import mlflow
+        from mlflow.entities import Param
+
+        # Not `mlflow.start_run`: the process may have an active run of its own.
+        self._client = mlflow.MlflowClient()
+        if id is None:
+            experiment = mlflow.set_experiment(project).experiment_id
+            run = self._client.create_run(experiment, run_name=run_dir.name)
+        else:
+            self._client.update_run(id, status="RUNNING")
+            run = self._client.get_run(id)
+        self.id: str = run.info.run_id
+        new = [Param(key, str(value)) for key, value in settings.items() if key not in run.data.params]
+        for start in range(0, len(new), _PARAMETERS):
+            self._client.log_batch(self.id, params=new[start : start + _PARAMETERS])
+        self._step = 0
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        from mlflow.entities import Metric
+
+        self._step = step
+        now = time.time_ns() // 1_000_000
+        self._client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def end(self, status: int, final: Mapping[str, float]) -> None:
+        """Send the final numbers and the state."""
+        if final:
+            self.add(self._step, final)
+        self._client.set_terminated(self.id, status=_STATE.get(status, "FAILED"))

@@ -1,0 +1,129 @@
+"""Modules of the user's own (`imports`), which register a model with timm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import pycls_fast
+from pycls_fast.build.imports import import_modules
+from pycls_fast.config import load_config, load_run_config
+from pycls_fast.config.saved import of_weights
+from pycls_fast.errors import UserError
+from pycls_fast.train.export import export
+from pycls_fast.train.weights import open_weights
+from tests.integration.runs import command, run_process, under_torchrun
+
+MODEL = """
+from torch import nn
+from timm.models import register_model
+
+
+class Tiny(nn.Module):
+    def __init__(self, num_classes, in_chans):
+        super().__init__()
+        self.stem = nn.Conv2d(in_chans, 8, 3)
+        self.head = nn.Linear(8, num_classes)
+        self.default_cfg = {"classifier": "head"}
+
+    def forward(self, images_BCHW):
+        return self.head(self.stem(images_BCHW).mean((2, 3)))
+
+
+@register_model
+def tiny_of_this_test(pretrained=False, num_classes=10, in_chans=3, **others):
+    return Tiny(num_classes, in_chans)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder; what is imported from it is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).is_relative_to(tmp_path):
+            del sys.modules[name]
+
+
+def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path) -> None:
+    (here / "my_package").mkdir()
+    (here / "my_package" / "nets.py").write_text(MODEL)
+    arguments = command(
+        "imports=[my_package.nets]", "model=timm", "model.name=tiny_of_this_test", f"data.root={digits}", "run_dir=run",
+        "schedule.epochs=1", "schedule.warmup_epochs=0", "runtime.tensorboard=false", "speed.compile=off",
+    )  # fmt: skip
+    run_process(under_torchrun(arguments, 2), cwd=here)
+    assert load_run_config(Path("run")).imports == ("my_package.nets",)
+    # A file names no modules: nothing is imported when somebody else loads it.
+    export("run", "net.safetensors", which="auto", dtype=None, overwrite=False)
+    assert not timm.is_model("tiny_of_this_test")
+    with pytest.raises(UserError, match=r"^model.name: timm .* has no model tiny_of_this_test; .*imports=\[MODULE\]$"):
+        pycls_fast.load("net.safetensors")
+    image = np.zeros((8, 8, 3), np.uint8)
+    logits = pycls_fast.load("run").logits(image)
+    assert logits.shape == (1, 10)
+    assert torch.equal(pycls_fast.load("net.safetensors").logits(image), logits)
+
+
+def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:
+    config = load_config("vit_digits", ["imports=of_nobody"]).model_dump(mode="json")
+    save_file({"x": torch.zeros(1)}, "net.safetensors", {"config": json.dumps(config), "classes": '["a", "b"]'})
+    saved = of_weights(["weights=net.safetensors"])
+    assert saved is not None
+    assert "imports" not in saved.values
+    opened = open_weights(Path("net.safetensors"))
+    assert opened.config is not None
+    assert "imports" not in opened.config
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "x = 1\n\nraise ValueError('no such depth')",
+            r"fails with ValueError: no such depth \(.*own_mod.py, line 3\)",
+        ),
+        ("x = 1\ndef f(:", r"fails with SyntaxError: .* \(.*own_mod.py, line 2\)"),
+        ("import sys\nsys.exit('called')", r"fails with SystemExit: called \(.*own_mod.py, line 2\)"),
+        # Something else is missing, which is not the name that the user gave.
+        ("import of_nobody", r"fails with ModuleNotFoundError: No module named 'of_nobody' \(.*own_mod.py, line 1\)"),
+    ],
+)
+def test_a_module_that_fails_is_one_line(here: Path, text: str, line: str) -> None:
+    (here / "own_mod.py").write_text(text)
+    with pytest.raises(UserError, match=f"^imports: own_mod {line}; correct it$"):
+        import_modules(["own_mod"])
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("of_nobody", "of_nobody"),
+        ("of_nobody.nets", "of_nobody"),
+        ("own_mod.py", "own_mod.py"),
+        ("own_mod.nets", "own_mod.nets"),
+    ],
+)
+def test_a_module_that_is_missing_is_one_line(here: Path, name: str, missing: str) -> None:
+    (here / "own_mod.py").write_text("")
+    with pytest.raises(UserError, match=f"^imports: there is no module {missing} in {here}"):
+        import_modules([name])
+
+
+def test_the_command_reports_a_missing_module(here: Path) -> None:
+    done = run_process(command("imports=of_nobody"), cwd=here, expect=2)
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: imports: there is no module of_nobody in ")
+    assert not (here / "runs").exists()

@@ -1,0 +1,269 @@
+"""Trackers: what W&B and MLflow get, with stand-ins for both packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED
+from pycls_fast.train import train
+from pycls_fast.train.trackers import Board, open_board
+from pycls_fast.train.trackers.background import Background
+from tests.integration.runs import TINY, records
+
+# Three steps an epoch, two epochs.
+SMALL = (
+    *TINY, "data=synthetic", "data.synthetic_train_images=192", "data.synthetic_val_images=64", "data.num_workers=0",
+    "data.synthetic_classes=10", "speed.compile=off",
+)  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What a package got for one run."""
+
+    name: str
+    project: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    values: list[tuple[int, str, float]] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    states: list[Any] = field(default_factory=list)
+
+
+class Service:
+    """Both stand-ins: the runs by their ids, and what each call does first."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.runs: dict[str, Seen] = {}
+        self.on_start = self.on_values = self.on_end = lambda: None
+
+    def modules(self) -> dict[str, ModuleType]:
+        """The package's modules."""
+        entities = ModuleType("mlflow.entities")
+        entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
+        entities.Metric = lambda *values: values  # type: ignore[attr-defined]
+        mlflow = ModuleType("mlflow")
+        mlflow.set_experiment = lambda name: SimpleNamespace(experiment_id=f"experiment {name}")  # type: ignore
+        mlflow.MlflowClient = lambda: Client(self)  # type: ignore[attr-defined]
+        wandb = ModuleType("wandb")
+        wandb.init = self.init  # type: ignore[attr-defined]
+        every = {"wandb": {"wandb": wandb}, "mlflow": {"mlflow": mlflow, "mlflow.entities": entities}}
+        return every[self.package]
+
+    def init(self, *, project: str, name: str, dir: Path, id: str, config: dict[str, Any], **others: Any) -> Any:  # noqa: A002
+        """`wandb.init`."""
+        assert others == {"resume": "allow", "reinit": "create_new", "allow_val_change": True}
+        assert dir.name == name
+        self.on_start()
+        seen = self.runs.setdefault(id, Seen(name, project))
+        seen.settings |= config
+
+        def log(values: dict[str, float]) -> None:
+            self.on_values()
+            step = int(values.pop("step"))
+            seen.values += [(step, key, value) for key, value in values.items()]
+
+        def finish(exit_code: int) -> None:
+            self.on_end()
+            seen.states.append(exit_code)
+
+        summary = SimpleNamespace(update=seen.final.update)
+        return SimpleNamespace(log=log, finish=finish, summary=summary, define_metric=lambda name, step_metric: None)
+
+
+class Client:
+    """`mlflow.MlflowClient`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        self.service.on_start()
+        run_id = f"run {len(self.service.runs)}"
+        self.service.runs[run_id] = Seen(run_name, experiment_id.removeprefix("experiment "))
+        return self.get_run(run_id)
+
+    def get_run(self, run_id: str) -> Any:
+        params = dict(self.service.runs[run_id].settings)
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id), data=SimpleNamespace(params=params))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.service.on_start()
+        assert status == "RUNNING"
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        seen = self.service.runs[run_id]
+        if metrics:
+            self.service.on_values()
+        assert len(params) <= 100
+        for param in params:
+            # As MLflow, which refuses another value.
+            assert param.key not in seen.settings
+            assert isinstance(param.value, str)
+            seen.settings[param.key] = param.value
+        for name, value, time_ms, step in metrics:
+            assert time_ms > 1_700_000_000_000
+            if name.startswith(("final/", "best/")):
+                seen.final[name] = value
+            else:
+                seen.values.append((step, name, value))
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.service.on_end()
+        self.service.runs[run_id].states.append(status)
+
+
+@pytest.fixture(params=["wandb", "mlflow"])
+def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """A stand-in for a package, which is imported in its place."""
+    service = Service(request.param)
+    for name, module in service.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return service
+
+
+def run(service: Service, run_dir: Path, *overrides: str) -> int:
+    given = [*SMALL, f"runtime.tracker={service.package}", f"run_dir={run_dir}", *overrides]
+    return train(load_config("vit_digits", given))
+
+
+def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_path: Path) -> None:
+    assert run(service, tmp_path / "one", "schedule.max_steps=3", "runtime.tracker_project=mine") == 0
+    assert run(service, tmp_path / "one") == 0
+    assert run(service, tmp_path / "two") == 0
+    assert [(seen.name, seen.project) for seen in service.runs.values()] == [("one", "mine"), ("two", "pycls_fast")]
+    ids = [json.loads((tmp_path / name / "tracker.json").read_text()) for name in ("one", "two")]
+    assert [found[service.package] for found in ids] == list(service.runs)
+    seen = next(iter(service.runs.values()))
+    wanted = [(r["step"], "train/loss", r["loss"]) for r in records(tmp_path / "one", "train")]
+    assert len(wanted) == 6
+    wanted += [(r["step"], "val_model/top1", r["top1"]) for r in records(tmp_path / "one", "eval")]
+    assert sorted(value for value in seen.values if value[1] in ("train/loss", "val_model/top1")) == sorted(wanted)
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert (seen.final["final/top1"], seen.final["best/top1"]) == (summary["final"]["top1"], summary["best"]["top1"])
+    assert seen.states == [0, 0] if service.package == "wandb" else ["FINISHED", "FINISHED"]
+    # W&B takes the new value, MLflow keeps the first one.
+    assert seen.settings["schedule.max_steps"] == (None if service.package == "wandb" else "3")
+    assert str(seen.settings["optim.lr"]) == "0.002"
+    assert seen.settings["speed.attention"] == "sdpa"
+
+
+def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise ConnectionError("no route to host\nat all")
+
+    service.on_values = service.on_end = fail
+    assert run(service, tmp_path, "runtime.log_every_steps=1") == 0
+    assert len(calls) == 3
+    assert len(records(tmp_path, "train")) == 6
+    warnings = re.findall(r"warning: (.*)", capsys.readouterr().out)
+    what = f"{service.package} failed (ConnectionError: no route to host); the run continues without it"
+    assert warnings == [f"runtime.tracker: {what}"]
+
+
+def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise PermissionError("not logged in")
+
+    service.on_start = fail
+    line = f"runtime.tracker: {service.package} cannot start \\(PermissionError: not logged in\\); (log in|check) "
+    with pytest.raises(UserError, match=f"^{line}"):
+        run(service, tmp_path)
+    service.on_start = lambda: None
+    run(service, tmp_path, "schedule.max_steps=3")
+    capsys.readouterr()
+    service.on_start = fail
+    assert run(service, tmp_path) == 0
+    assert re.search(f"warning: {line}.*; the run continues without it", capsys.readouterr().out)
+
+
+def test_a_signal_is_recorded(service: Service, tmp_path: Path) -> None:
+    service.on_values = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    assert run(service, tmp_path, "runtime.log_every_steps=1") == STOPPED
+    (seen,) = service.runs.values()
+    assert seen.states == [STOPPED if service.package == "wandb" else "KILLED"]
+    assert not seen.final
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_missing_package_is_reported_first(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = re.escape(f"runtime.tracker: {package} is not installed: pip install -e '.[{package}]'")
+    with pytest.raises(UserError, match=f"^{line}$"):
+        run(Service(package), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Noted:
+    """A tracker that remembers how it ended."""
+
+    status: int | None = None
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Ignored."""
+
+    def end(self, status: int, final: Mapping[str, float]) -> None:
+        """Remember the status."""
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, DONE),
+        (UserError("optim.lr: too high"), MISTAKE),
+        (KeyboardInterrupt(), INTERRUPTED),
+        (RuntimeError("a rank is lost"), FAULT),
+    ],
+)
+def test_how_a_run_ended(error: BaseException | None, status: int) -> None:
+    tracker = Noted()
+    try:
+        with Board(tracker) as board:
+            if error is not None:
+                raise error
+            board.status = DONE
+    except (UserError, KeyboardInterrupt, RuntimeError):
+        pass
+    assert tracker.status == status
+
+
+def test_a_tracker_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, warnings = threading.Event(), []
+    tracker = Noted()
+    monkeypatch.setattr(tracker, "add", lambda step, values: answered.wait())
+    background = Background(tracker, "mlflow", warnings.append, patience_seconds=0.05)
+    background.add(1, {})
+    background.end(DONE, {})
+    answered.set()
+    what = "mlflow failed (TimeoutError: no answer for 0.05 s); the run continues without it"
+    assert warnings == [f"runtime.tracker: {what}"]
+
+
+def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
+    config = load_config("vit_digits", [*SMALL, f"runtime.tracker={service.package}", "runtime.tensorboard=true"])
+    world = SimpleNamespace(is_main=False, from_main=lambda value: None)
+    board = open_board(SimpleNamespace(config=config, world=world))  # type: ignore[arg-type]
+    with board:
+        board.add({"kind": "train", "step": 1, "loss": 1.0})
+    assert not service.runs
