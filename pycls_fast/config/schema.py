@@ -38,7 +38,11 @@ def _loss_scale(value: Any) -> Any:
 
 
 # A plain validator gives one line for a bad value; a union of types would give one for each type.
-LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
+LossScale = Annotated[
+    Literal["dynamic"] | float,
+    PlainValidator(_loss_scale),
+    Field(description="dynamic, or a number greater than 0"),
+]
 
 
 AUTO = 0
@@ -56,7 +60,10 @@ def _or_auto(value: Any) -> Any:
 
 # Typed as the number that it becomes in every run.
 PositiveIntOrAuto = Annotated[
-    int, PlainValidator(_or_auto), PlainSerializer(lambda value: "auto" if value == AUTO else value)
+    int,
+    PlainValidator(_or_auto),
+    PlainSerializer(lambda value: "auto" if value == AUTO else value),
+    Field(description="auto, or a whole number greater than 0"),
 ]
 
 
@@ -549,7 +556,7 @@ class Runtime(Section):
 
 
 class RunConfig(Section):
-    """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
+    """The complete configuration of a run. `run_dir: null` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
     `hf:ORG/NAME[@REVISION]`, which a run records with the commit; `weights_allow` names tensors, with * for any part,
