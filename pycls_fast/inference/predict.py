@@ -26,7 +26,7 @@ from pycls_fast.train.environment import device_name
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
-# Lines under a picture, besides the one on it.
+# Classes listed below the title.
 _MORE = 2
 
 
