@@ -59,7 +59,9 @@ def test_large_images_are_made_smaller_and_small_ones_stay(tmp_path: Path, folde
         assert min(after.size) == 12
         assert max(after.size) == round(max(before.size) * 12 / min(before.size))
     assert shrunk > 3
-    assert "short side at most 12, JPEG quality 90" in packed.describe()
+    assert packed.describe().startswith(
+        "16 packed images of 3 classes (short side at most 12, JPEG quality 90, 0.00 GiB)"
+    )
 
 
 @pytest.mark.parametrize("quality", [30, 90])
