@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import RunConfig, Section, cleanup_at_signals, command_line
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.paths import user_path
@@ -54,9 +54,10 @@ def main(config: RunConfig, options: Options) -> int:
     for name, source in chosen.items():
         print(f"{name}: {source.describe()}")
     workers = build.num_workers(config)
-    if options.mode == "pack":
-        return pack_splits(chosen, options, workers, upright=config.data.exif_orientation)
-    return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE
+    with cleanup_at_signals():
+        if options.mode == "pack":
+            return pack_splits(chosen, options, workers, upright=config.data.exif_orientation)
+        return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE
 
 
 def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) -> int:

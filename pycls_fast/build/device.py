@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -169,12 +170,18 @@ def autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractCo
     return partial(torch.autocast, device.type, dtype=DTYPES[kind])
 
 
+def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found, using CUDA_HOME")
+
+
 def set_backend(config: RunConfig, device: torch.device) -> None:
     """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured.
 
     Raises:
         UserError: TF32 or determinism is not possible in this process, or as `switches`.
     """
+    # Compiling for a CPU prints it where CUDA's compiler is installed.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
     chosen = switches(config, device)
     _set_threads(config.runtime.threads, updates_on_host=chosen[SwitchName.PARAM_OFFLOAD] == "cpu")
     keep_freed_memory(chosen[SwitchName.ALLOCATOR] == "keep")

@@ -3,6 +3,7 @@
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
+from pycls_fast.config.reporting import cleanup_at_signals
 from pycls_fast.config.saved import load_run_config, saved_config
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import command_alone, is_command, variant
@@ -11,6 +12,7 @@ __all__ = [
     "NoOptions",
     "RunConfig",
     "Section",
+    "cleanup_at_signals",
     "command_alone",
     "command_line",
     "is_command",

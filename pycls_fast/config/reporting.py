@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import select
+import signal
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.exit_status import DONE, INTERRUPTED, MISTAKE, OUT_OF_MEMORY
@@ -53,6 +55,35 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
         return MISTAKE
+
+
+@contextmanager
+def cleanup_at_signals() -> Iterator[None]:
+    """Within the block, SIGTERM and SIGHUP (unless `nohup` ignores it) end the process after a line and the cleanup.
+
+    The status is that of the bare signal, which would leave the locks of other processes. A second signal ends the
+    process at once.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        # Not `print`: the signal may have interrupted another one.
+        with suppress(OSError):
+            os.write(2, f"interrupted: {signal.Signals(number).name} ended this at once\n".encode())
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def print_lines(kind: str, lines: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from pycls_fast.train.environment import device_name
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
-# Lines under a picture, besides the one on it.
+# Classes listed below the title.
 _MORE = 2
 
 
@@ -130,7 +130,7 @@ def collect(images: Sequence[str]) -> list[Path]:
 
 
 def check_output(path: Path, *, is_sheet: bool) -> None:
-    """Check before the work that a file can be written; its contents are not changed.
+    """Check before the work that a file can be written, and make its folder; its contents are not changed.
 
     Raises:
         UserError: it cannot be written.
@@ -138,10 +138,9 @@ def check_output(path: Path, *, is_sheet: bool) -> None:
     if is_sheet and path.suffix.lower() != ".png":
         raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
     try:
-        if not path.parent.is_dir():
-            raise UserError(f"output: {path.parent} is not a folder; make it, or give another")
         if path.is_dir():
             raise UserError(f"output: {path} is a folder; give the path of a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             path.open("ab").close()
         elif not path.exists():

@@ -1,4 +1,4 @@
-"""Contact sheets: pictures in a grid with text on and below them."""
+"""Contact sheets: pictures in a grid with text below them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Cell:
 
     Attributes:
         picture: any size; small ones are enlarged without smoothing, so that their pixels are visible.
-        title: written on the picture's lower edge.
-        lines: written below the picture.
+        title: written in a bar below the picture.
+        lines: written below the bar.
     """
 
     picture: Image.Image
@@ -64,7 +64,9 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
     width = side + _MARGIN
-    height = side + _MARGIN + _LINE * max(len(cell.lines) for cell in cells)
+    # Below the picture, never over it: what a network looks at may be at its lower edge.
+    strip = _STRIP if any(cell.title for cell in cells) else 0
+    height = side + strip + _MARGIN + _LINE * max(len(cell.lines) for cell in cells)
     sheet = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(sheet)
     for place, cell in enumerate(cells):
@@ -72,12 +74,12 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
         left, top = _MARGIN + column * width, _MARGIN + row * height
         sheet.paste(tile(cell.picture, side), (left, top))
         if cell.title:
-            # White on black whatever the picture, so that it stays readable in greyscale.
-            draw.rectangle((left, top + side - _STRIP, left + side - 1, top + side - 1), fill=_INK)
+            # White on black: stays readable in greyscale.
+            draw.rectangle((left, top + side, left + side - 1, top + side + _STRIP - 1), fill=_INK)
             text = _fitted(cell.title, side - 10, _font(15, bold=True))
-            draw.text((left + 5, top + side - _STRIP / 2), text, _PAPER, _font(15, bold=True), anchor="lm")
+            draw.text((left + 5, top + side + _STRIP / 2), text, _PAPER, _font(15, bold=True), anchor="lm")
         for number, line in enumerate(cell.lines):
-            place_y = top + side + 2 + number * _LINE
+            place_y = top + side + strip + 2 + number * _LINE
             draw.text((left + 2, place_y), _fitted(line, side - 4, _font(12)), _GREY, _font(12))
     return sheet
 

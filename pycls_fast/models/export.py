@@ -209,6 +209,8 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
         dynamo=True,
         input_names=["images"],
         output_names=["logits"],
+        # The exported program has only a number for the name of its axis.
+        dynamic_shapes={"images": {0: "batch"}},
         # No step-by-step report from the exporter.
         verbose=False,
     )

@@ -138,8 +138,10 @@ def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> 
     if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
         # A typing mistake must not write into a user's folder.
         raise UserError(f"output: {path} holds something other than a timm model; give another name")
-    if not path.parent.is_dir():
-        raise UserError(f"output: {path.parent} is not a folder; make it, or give another")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
     return path
 
 

@@ -16,6 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
+from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
@@ -24,7 +25,7 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
-from pycls_fast.train.output_file import output_file, write_json, write_text
+from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
 from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.weights import Loaded, find_weights, opened
@@ -64,7 +65,7 @@ def score(
         if about is not None and own_preprocessing:
             config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
-        table = output_file(predictions, world, key="predictions") if predictions is not None else None
+        table = _table_file(predictions, world) if predictions is not None else None
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
@@ -112,6 +113,14 @@ def score(
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
         return DONE
+
+
+def _table_file(predictions: str, world: World) -> Path:
+    """The path for the table, checked as by `output_file`."""
+    file = user_path(predictions)
+    if file.suffix.lower() != ".csv" and not file.is_dir() and not is_special_file(file):
+        raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
+    return output_file(file, world, key="predictions")
 
 
 def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:

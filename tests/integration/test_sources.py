@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +230,20 @@ def test_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "train: 25 images of 3 classes" in prepare("index", f"data.root={root}", capsys=capsys)
     for split in CONTENT:
         assert (root / ".pycls_fast_index" / split / "class_folders/about.json").is_file()
+
+
+@pytest.mark.parametrize("mode", ["verify", "pack"])
+def test_a_signal_while_preparing(
+    tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_folder(tmp_path / "folder", CONTENT)
+    monkeypatch.setattr(prepare_data, f"{mode}_splits", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    config = load_config("resnet50", ["data.num_workers=0", f"data.root={root}"])
+    with pytest.raises(SystemExit) as ended:
+        prepare_data.main(config, prepare_data.Options(mode=mode, output="packed"))  # type: ignore[arg-type]
+    assert ended.value.code == 143
+    assert capfd.readouterr().err == "interrupted: SIGTERM ended this at once\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_preparing_as_a_process(tmp_path: Path) -> None:

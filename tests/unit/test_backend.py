@@ -30,6 +30,20 @@ def settings_as_before() -> Iterator[None]:
     set_backend()
 
 
+def test_torch_does_not_report_a_cuda_home_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does when it is about to compile for a CPU; what else it reports there is shown."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_backend()
+    assert cpp_extension._find_cuda_home() == "/opt/cuda"
+    cpp_extension.logger.warning("another")
+    assert caplog.messages == ["another"]
+
+
 def test_threads() -> None:
     before, found = torch.get_num_threads(), []
     for count in ("2", "3", "null", "null"):

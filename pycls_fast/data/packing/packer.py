@@ -150,7 +150,8 @@ def _write(
         table.truncate(done * ENTRY.itemsize)
         images.seek(size)
         table.seek(done * ENTRY.itemsize)
-        advance(done)
+        if done:
+            advance(done)
         for index, image in map_images(source, work, start=done, workers=workers):
             size = images.tell()
             entry = (size, len(image.data), zlib.crc32(image.data), image.label, image.height, image.width)

@@ -6,11 +6,13 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 from pycls_fast.data.sources import Source
@@ -21,6 +23,8 @@ R = TypeVar("R")
 _CHUNK = 32
 # Chunks in progress or not yet consumed, per process: bounds the memory.
 _AHEAD = 3
+# Processes take seconds to start. Few or small images are done sooner without them.
+_SECONDS_WITHOUT = 3.0
 
 _worker: tuple[Source, Callable[[Source, int], Any]] | None = None
 
@@ -32,20 +36,20 @@ def map_images(
 
     Args:
         function: a module's function or a `functools.partial` of one.
-        workers: processes; 0 works in this one.
+        workers: processes; 0 works in this one, where the work of the first seconds is always done.
 
     Raises:
         UserError: a process died.
     """
-    indices = range(start, len(source))
-    if workers == 0:
-        for index in indices:
-            yield index, function(source, index)
+    started = time.monotonic()
+    while start < len(source) and (workers == 0 or time.monotonic() - started < _SECONDS_WITHOUT):
+        yield start, function(source, start)
+        start += 1
+    if start == len(source):
         return
+    indices = range(start, len(source))
     chunks = iter(indices[at : at + _CHUNK] for at in range(0, len(indices), _CHUNK))
-    # "spawn": this process has threads (the bar, torch), with which a fork may hang.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(source, function)) as pool:
+    with ProcessPoolExecutor(workers, _context(), initializer=_start, initargs=(source, function)) as pool:
         waiting: deque[tuple[Sequence[int], Future[list[Any]]]] = deque()
         try:
             for chunk in itertools.chain(chunks, [None]):
@@ -60,6 +64,30 @@ def map_images(
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _context() -> ForkServerContext:
+    """The context of the processes: forks of one server, which imports this package once for them and for later calls.
+
+    Forks of this process may hang: it has threads (the bar, torch).
+    """
+    forkserver.set_forkserver_preload(["pycls_fast.data.packing"])
+    # Launchers and terminals signal all processes; only this one decides what follows. The others inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()
+        # Starting the tracker unblocks it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    context = get_context("forkserver")
+    # The first process starts when the server has imported. An interrupt until then ends this one, not one of the pool,
+    # which would find the pool's locks gone.
+    first = context.Process()
+    first.start()
+    first.join()
+    return context
 
 
 def _start(source: Source, function: Callable[[Source, int], Any]) -> None:

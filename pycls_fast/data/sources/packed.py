@@ -90,8 +90,8 @@ class PackedSource(Mapped):
         return f"{self.folder / IMAGES}[{index}: {self._names[index]}]"
 
     def describe(self) -> str:
-        how = f"{self.about['how']} in {len(self.classes):,} classes"
-        return f"{len(self):,} packed images ({how}, {len(self._images) / 2**30:.2f} GiB) in {self.folder}"
+        what = f"{len(self):,} packed images of {len(self.classes):,} classes"
+        return f"{what} ({self.about['how']}, {len(self._images) / 2**30:.2f} GiB) in {self.folder}"
 
 
 def is_packed(folder: Path) -> bool:

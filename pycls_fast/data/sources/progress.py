@@ -28,6 +28,9 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     started = time.monotonic()
     spoken, done = started, 0
+    # Time and count of the first report. What came before it is no part of the rate: workers starting, images of an
+    # earlier run.
+    first: tuple[float, int] | None = None
     # A path may have square brackets.
     title = TextColumn("{task.description}", markup=False)
     columns = (title, BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit))
@@ -35,15 +38,17 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
     task = bar.add_task(what, total=total)
 
     def advance(count: int) -> None:
-        nonlocal spoken, done
+        nonlocal spoken, done, first
         done += count
         now = time.monotonic()
+        first = first or (now, done)
         if not console.is_terminal:
             if now - spoken >= _PLAIN_SECONDS:
                 spoken = now
                 of = f" of {total:,}" if total else ""
-                rate = done / max(now - started, 1e-9)
-                console.print(f"{what}: {done:,}{of} {unit}, {rate:,.0f}/s", markup=False)
+                rate = (done - first[1]) / max(now - first[0], 1e-9)
+                speed = "" if rate == 0 else f", {rate:.2g}/s" if rate < 10 else f", {rate:,.0f}/s"
+                console.print(f"{what}: {done:,}{of} {unit}{speed}", markup=False)
             return
         if now - started >= _PATIENCE and not bar.live.is_started:
             bar.start()

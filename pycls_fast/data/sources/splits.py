@@ -198,8 +198,9 @@ def split_at_random(
     counts = np.bincount(labels, minlength=len(source.classes))
     alone = [name for name, count in zip(source.classes, counts, strict=True) if count == 1]
     if alone:
+        which = "the class" if len(alone) == 1 else "each of the classes"
         raise UserError(
-            f"{where}: a single image in the class {first_few(alone)}; splitting off a validation set "
+            f"{where}: a single image in {which} {first_few(alone)}; splitting off a validation set "
             "takes two: add images, remove the class or provide a validation split"
         )
     # Positions class after class, each class in the source's order.

@@ -326,6 +326,8 @@ def test_validation_without_training(tmp_path: Path, write_tree: WriteTree) -> N
 def test_single_image_cannot_be_split(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path, {"a": 2, "lonely": 1})
     assert "a single image in the class lonely;" in error_line(tmp_path)
+    write_tree(tmp_path, {"other": 1})
+    assert "a single image in each of the classes lonely, other;" in error_line(tmp_path)
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 1.0, -0.5])

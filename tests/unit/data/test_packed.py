@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.packing import PackSettings, pack, packer, verify
+from pycls_fast.data.packing import PackSettings, pack, packer, verify, workers
 from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import ENTRY, open_packed_split
@@ -59,7 +59,9 @@ def test_large_images_are_made_smaller_and_small_ones_stay(tmp_path: Path, folde
         assert min(after.size) == 12
         assert max(after.size) == round(max(before.size) * 12 / min(before.size))
     assert shrunk > 3
-    assert "short side at most 12, JPEG quality 90" in packed.describe()
+    assert packed.describe().startswith(
+        "16 packed images of 3 classes (short side at most 12, JPEG quality 90, 0.00 GiB)"
+    )
 
 
 @pytest.mark.parametrize("quality", [30, 90])
@@ -91,12 +93,63 @@ def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: 
         assert np.shares_memory(pixels, packed._images)
 
 
-def test_several_processes_write_the_same(tmp_path: Path, folder: Path) -> None:
+def test_several_processes_write_the_same(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_SECONDS_WITHOUT", 0.0)
     source = scan_classes(folder / "train")
-    for workers in (0, 2):
-        pack(source, tmp_path / f"out{workers}", PackSettings(12), workers=workers, title="")
-    one, other = ((tmp_path / f"out{workers}" / "images.bin").read_bytes() for workers in (0, 2))
+    for count in (0, 2):
+        pack(source, tmp_path / f"out{count}", PackSettings(12), workers=count, title="")
+    one, other = ((tmp_path / f"out{count}" / "images.bin").read_bytes() for count in (0, 2))
     assert one == other
+
+
+def position_and_processes(source: Any, index: int) -> tuple[int, int, int]:
+    return source[index], os.getpid(), os.getppid()
+
+
+def test_few_images_start_no_processes_and_splits_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = range(100)
+    found = list(workers.map_images(source, position_and_processes, start=2, workers=2))
+    assert found == [(index, (index, os.getpid(), os.getppid())) for index in range(2, 100)]
+    monkeypatch.setattr(workers, "_SECONDS_WITHOUT", 0.0)
+    servers = set()
+    for _ in range(2):
+        found = list(workers.map_images(source, position_and_processes, workers=1))
+        assert [(index, position) for index, (position, _, _) in found] == [(index, index) for index in range(100)]
+        assert os.getpid() not in {process for _, (_, process, _) in found}
+        servers |= {server for _, (_, _, server) in found}
+    assert len(servers) == 1
+    assert os.getpid() not in servers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_is_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """No traceback of a process that reads images, and no lock that is left."""
+    (tmp_path / "slow.py").write_text("import time\ndef work(source, index):\n    time.sleep(0.02)\n")
+    (tmp_path / "tool.py").write_text(
+        "import pycls_fast.ctrl_c, slow\n"
+        "from pycls_fast.config import cleanup_at_signals, command_line\n"
+        "from pycls_fast.data.packing import workers\n"
+        "def main(config, options):\n"
+        "    workers._SECONDS_WITHOUT = 0.0\n"
+        "    with cleanup_at_signals():\n"
+        "        for index, _ in workers.map_images(range(10**6), slow.work, workers=2):\n"
+        "            print(index, flush=True)\n"
+        "if __name__ == '__main__': command_line(main)\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, str(tmp_path / "tool.py")],
+        env={**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "0\n"
+    os.killpg(running.pid, number)
+    said = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert running.communicate(timeout=100)[1] == f"interrupted: {said} ended this at once\n"
+    assert running.returncode == 128 + number
 
 
 @pytest.mark.parametrize("damage", ["nothing", "half an image", "half a line", "zeros", "no line"])
@@ -301,10 +354,19 @@ def test_a_full_disk_at_the_beginning(tmp_path: Path, folder: Path, monkeypatch:
     assert [file.name for file in other.iterdir()] == ["letter.txt"]
 
 
+def descendants(process: str) -> list[str]:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "pack", f"data.root={digits}"]
+    tool = (
+        "import runpy; from pycls_fast.data.packing import workers; workers._SECONDS_WITHOUT = 0.0; "
+        f"runpy.run_path({str(ROOT / 'tools' / 'prepare_data.py')!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", tool, "pack", f"data.root={digits}"]
     command += [f"output={tmp_path / 'out'}", "data.num_workers=1", "short_side=4"]
     kills = 0
     orphans: list[str] = []
@@ -314,8 +376,7 @@ def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
         before = part.stat().st_size if part.is_file() else 0
         while running.poll() is None and kills < 2:
             if part.is_file() and part.stat().st_size > before + 20_000:
-                (workers,) = Path(f"/proc/{running.pid}/task").glob(f"{running.pid}/children")
-                orphans += workers.read_text().split()
+                orphans += descendants(str(running.pid))
                 running.send_signal(signal.SIGKILL)
                 kills += 1
                 break
@@ -325,6 +386,7 @@ def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
         if status == 0:
             break
     assert kills > 0
+    assert len(orphans) >= 3 * kills, "a server, the tracker of its locks and a process that reads images"
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -187,7 +187,7 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
         ("path,kind\na,b\n", "has no column 'label'; it has kind, path: choose one with data.label_column=NAME"),
         ("path,label\na,b,c\n", "line 2 has 3 values for 2 columns"),
         ("path,label\na,x\nb,\n", "row 2 below the header has no path or no label"),
-        ("path,label\na,x\nb,-1\nc,-2\n", "a single image in the class"),
+        ("path,label\na,x\nb,-1\nc,-2\n", "a single image in each of the classes"),
         ("path,label\nb,-1\nc,0\n", "the label -1: labels count from 0"),
         ("path,label\nb,1\nc,100200300\n", "such numbers are ids"),
     ],

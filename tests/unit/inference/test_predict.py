@@ -213,7 +213,6 @@ def test_when_nothing_can_be_read(
         ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
         ("predict", ["RUN", "IMAGES", "--topk"], "--topk: not a key=value; the keys are run, images, format"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
-        ("predict", ["RUN", "IMAGES", "output=no/x.json"], "output: no is not a folder; make it, or give another"),
         ("predict", ["nowhere", "IMAGES"], "weights: nowhere is neither a weights file nor a run folder"),
         ("feature_maps", ["RUN"], "images: none were given"),
         ("feature_maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
@@ -253,11 +252,14 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
         run_tool(tool, "nowhere", folder, *arguments, f"output={long}")
     # What is there is not touched by looking, and nothing is left behind.
     (tmp_path / "kept.png").write_text("kept")
-    for name in ("kept.png", "new.png"):
+    for name in ("kept.png", "new.png", "new/folder/new.png"):
         with pytest.raises(UserError, match=r"^weights: nowhere is neither a weights file"):
             run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
     assert (tmp_path / "kept.png").read_text() == "kept"
     assert not (tmp_path / "new.png").exists()
+    assert (tmp_path / "new" / "folder").is_dir()
+    with pytest.raises(UserError, match=r"^output: .*kept\.png/x\.png cannot be written \(File exists\); give another"):
+        run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / 'kept.png' / 'x.png'}")
 
 
 def test_an_output_that_is_a_link_to_nothing_stays_one(tmp_path: Path) -> None:

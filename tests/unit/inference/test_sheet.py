@@ -18,20 +18,20 @@ def cell(title: str = "99.0%  a cat", color: tuple[int, int, int] = RED, size: t
     return Cell(Image.new("RGB", size, color), title, ["file.png", "dog"])
 
 
-def test_pictures_with_words_on_them() -> None:
+def test_pictures_with_words_below_them() -> None:
     colors = [(0, 100, 20 * i) for i in range(5)]
     sheet = np.asarray(draw_sheet([cell(color=color) for color in colors], columns=3, side=100))
-    # 3 columns of 100 and margins of 8; 2 rows of 100, two lines of 17 each
-    assert sheet.shape == (2 * (100 + 8 + 34) + 8, 3 * 108 + 8, 3)
+    # 3 columns of 100 and margins of 8; 2 rows of 100, a bar of 24 and two lines of 17 each
+    assert sheet.shape == (2 * (100 + 24 + 8 + 34) + 8, 3 * 108 + 8, 3)
     for place, color in enumerate(colors):
         row, column = divmod(place, 3)
-        picture = sheet[8 + row * 142 :, 8 + column * 108 :][:100, :100]
-        assert (picture[:70] == color).all()
-        strip = picture[-20:]
+        drawn = sheet[8 + row * 166 :, 8 + column * 108 :][:158, :100]
+        assert (drawn[:100] == color).all(), "the whole picture"
+        strip = drawn[100:124]
         assert (strip == 20).all(axis=2).mean() > 0.5
         assert (strip > 200).all(axis=2).any(), "white letters"
-        assert (sheet[8 + row * 142 + 100 :, 8 + column * 108 :][:34, :100] < 150).any(), "letters under the picture"
-    assert (sheet[150:, 8 + 2 * 108 :] == 255).all()
+        assert (drawn[124:] < 150).any(), "letters under the bar"
+    assert (sheet[8 + 166 :, 8 + 2 * 108 :] == 255).all()
 
 
 def test_a_sheet_that_cannot_be_written(tmp_path: Path) -> None:
@@ -40,10 +40,11 @@ def test_a_sheet_that_cannot_be_written(tmp_path: Path) -> None:
         write_sheets([cell()] * 2, tmp_path / "x.png", columns=1, page=1)
 
 
-def test_a_long_title_stays_on_its_picture() -> None:
+def test_a_long_title_stays_below_its_picture() -> None:
     for title in ("w" * 300, "語" * 200, "été [red] \\u"):
         sheet = np.asarray(draw_sheet([cell(title), cell("")], columns=2, side=100))
         assert (sheet[8:108, 116:] == [*[[*RED]] * 100, *[[255] * 3] * 8]).all()
+        assert (sheet[108:132, 116:] == 255).all()
         assert (sheet[:, 108:116] == 255).all()
 
 
@@ -68,5 +69,5 @@ def test_more_pictures_go_to_more_files(tmp_path: Path, count: int, files: int) 
     written = write_sheets([cell()] * count, tmp_path / "sheet.png", columns=3, side=30, page=6)
     assert [file.name for file in written] == ["sheet.png", "sheet_2.png", "sheet_3.png"][:files]
     heights = [np.asarray(Image.open(file)).shape[0] for file in written]
-    assert heights[:-1] == [2 * (30 + 8 + 34) + 8] * (files - 1)
-    assert sum((height - 8) // 72 for height in heights) == -(-count // 3)
+    assert heights[:-1] == [2 * (30 + 24 + 8 + 34) + 8] * (files - 1)
+    assert sum((height - 8) // 96 for height in heights) == -(-count // 3)

@@ -164,7 +164,10 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["format=onnx", "output=n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
         (["format=pickle"], 'format: must be one of safetensors, timm, onnx, program; got "pickle"'),
         (["output=net.pt"], "output: the file is in the safetensors format; call it net.safetensors"),
-        (["output=no/folder/net.safetensors"], "output: no/folder is not a folder"),
+        (
+            ["output=there.safetensors/net.safetensors"],
+            "output: there.safetensors/net.safetensors cannot be written (File exists); give another path",
+        ),
         (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
@@ -247,6 +250,10 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     file = tmp_path / "net.onnx"
     assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="onnx") == 0
     session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    assert [each.shape for each in (*session.get_inputs(), *session.get_outputs())] == [
+        ["batch", 3, 8, 8],
+        ["batch", 10],
+    ]
     (found,) = session.run(["logits"], {"images": pixels().numpy()})
     torch.testing.assert_close(torch.from_numpy(found), logits(drawn), rtol=1e-4, atol=1e-4)
     texts = session.get_modelmeta().custom_metadata_map
@@ -256,7 +263,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
 
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
-    file = tmp_path / "net.pt2"
+    file = tmp_path / "new" / "folder" / "net.pt2"
     assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="program") == 0
     texts = {"classes": "", "step": ""}
     program = torch.export.load(file, extra_files=texts).module()
@@ -265,7 +272,7 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert texts["step"] == "7"
     with zipfile.ZipFile(file) as archive:
         assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_the_weights_that_were_asked_for(tmp_path: Path) -> None:

@@ -141,6 +141,10 @@ def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -
 def test_a_table_that_cannot_be_written(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^predictions: {tmp_path} is a folder; give the path of a file$"):
         score(config, "val", None, predictions=str(tmp_path))
+    for name in ("worst.xlsx", "worst.csv.gz", "worst"):
+        with pytest.raises(UserError, match=r"^predictions: the table is a CSV file; call it worst\.csv$"):
+            score(config, "val", None, predictions=str(tmp_path / "new" / name))
+    assert not (tmp_path / "new").exists()
 
 
 def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
