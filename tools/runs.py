@@ -12,7 +12,8 @@ a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a
 status: 0, or 2 when no run could be read.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Literal
 
