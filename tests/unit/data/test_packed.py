@@ -253,7 +253,9 @@ def test_a_resumed_packing_tries_again_what_could_not_be_read(
     assert noted in capsys.readouterr().err
 
 
-def test_what_still_cannot_be_read_costs_no_work(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_still_cannot_be_read_is_tried_only_once_more(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     Path(source.name(1)).unlink()
     interrupt_after(source, out, 9)
