@@ -262,8 +262,14 @@ def test_what_still_cannot_be_read_is_tried_only_once_more(
     made: list[int] = []
     real = packer._make
     monkeypatch.setattr(packer, "_make", lambda own, index, **more: made.append(index) or real(own, index, **more))
-    pack(source, out, PackSettings(), workers=0, title="")
+    shown: list[tuple[str, int | None]] = []
+    bar = packer.progress
+    monkeypatch.setattr(
+        packer, "progress", lambda what, total, unit: shown.append((what, total)) or bar(what, total, unit)
+    )
+    pack(source, out, PackSettings(), workers=0, title="pack")
     assert made == [1, *range(9, len(source))]
+    assert shown == [("retry images that were left out", 1), ("pack", len(source))]
 
 
 def test_a_folder_that_another_process_packs_into(tmp_path: Path, folder: Path) -> None:
