@@ -56,16 +56,18 @@ def main(config: RunConfig, options: Options) -> int:
         print(f"{name}: {source.describe()}")
     workers = build.num_workers(config)
     if options.mode == "pack":
-        return pack_splits(chosen, options, workers)
+        return pack_splits(chosen, options, workers, upright=config.data.exif_orientation)
     return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE
 
 
-def pack_splits(splits: dict, options: Options, workers: int) -> int:
+def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) -> int:
     """Pack each split, and print the images that could not be used."""
     from pycls_fast.data.packing import PackSettings, pack
 
     assert options.output is not None
-    settings = PackSettings(options.short_side, options.quality, options.store, options.filter)
+    # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
+    upright = upright and options.store == "raw"
+    settings = PackSettings(options.short_side, options.quality, options.store, options.filter, upright=upright)
     root = user_path(options.output)
     for name, source in splits.items():
         packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")

@@ -6,10 +6,10 @@ FOLDER       run folders, or folders that contain them at any depth (runs, runs/
     output=      a .csv or .json file: the same rows, with every setting that differs
 
 A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the mean
-accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in `seed` share
-a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a signal, with everything saved), failed
-(ended by an error), or running or killed. Damaged and empty run folders are listed at the end, with the reason. Exit
-status: 0, or 2 when no run could be read.
+accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in `seed` or
+`data.fold` share a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a signal, with
+everything saved), failed (ended by an error), or running or killed. Damaged and empty run folders are listed at the
+end, with the reason. Exit status: 0, or 2 when no run could be read.
 """
 
 if __name__ == "__main__":

@@ -10,29 +10,32 @@ from pathlib import Path
 
 from pycls_fast.config import NoOptions, RunConfig, command_line
 
+_run_dirs: list[Path] = []
+"""The folders of this process's runs: several with `--multirun`."""
+
 
 def main(config: RunConfig, options: NoOptions) -> int:
     """Train as configured."""
     # torch takes seconds to import; mistakes in the configuration are reported before that.
     from pycls_fast.train import train
 
-    return train(config)
+    return train(config, on_start=_run_dirs.append)
 
 
-def table_of(configs: Sequence[RunConfig]) -> str:
-    """A note with the command that lists the runs of a sweep in one table."""
-    folders = dict.fromkeys(_place(config) for config in configs)
-    command = shlex.join(["python", str(Path(sys.argv[0]).with_name("runs.py")), *map(str, folders)])
+def table_of(run_dirs: Sequence[Path]) -> str | None:
+    """A note with the command that lists the runs of a sweep in one table; None if no run began."""
+    if not run_dirs:
+        return None
+    command = shlex.join(["python", str(Path(sys.argv[0]).with_name("runs.py")), *map(str, _places(run_dirs))])
     return f"list the runs of this sweep: {command}"
 
 
-def _place(config: RunConfig) -> Path:
-    """The folder that the runs of one sweep share."""
-    if config.run_dir is None:
-        return Path("runs") / config.config_name
-    folder = Path(config.run_dir)
-    return folder if folder.parent == Path() else folder.parent
+def _places(run_dirs: Sequence[Path]) -> list[Path]:
+    """The folder above the runs if it holds nothing else, else each run's own."""
+    runs = list(dict.fromkeys(run_dirs))
+    above = runs[0].parent
+    return [above] if above != Path() and set(above.iterdir()) == set(runs) else runs
 
 
 if __name__ == "__main__":
-    command_line(main, trains=True, after_sweep=table_of)
+    command_line(main, trains=True, after_sweep=lambda: table_of(_run_dirs))

@@ -28,7 +28,7 @@ from pycls_fast.data import (
     native,
     policies,
 )
-from pycls_fast.data.pictures import DECODERS, Decoder, open_scaled_region
+from pycls_fast.data.pictures import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.policies import Step
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing
@@ -67,7 +67,7 @@ def train_loader(
         training=True,
         host=prepare_on_host(config, chosen),
         repeats=config.augment.repeats * times,
-        open_picture=_decoder(chosen, training=True),
+        open_picture=_decoder(config, chosen, training=True),
     )
     return _loader(config, dataset, sampler, world)
 
@@ -121,7 +121,7 @@ def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
+def _decoder(config: RunConfig, chosen: Switches, *, training: bool = False) -> Decoder:
     name = chosen[SwitchName.DECODE]
     if name == "region":
         # Compiled here if necessary, not in every worker.
@@ -130,7 +130,8 @@ def _decoder(chosen: Switches, *, training: bool = False) -> Decoder:
         raise UserError(
             "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
         )
-    return open_scaled_region if training and chosen[SwitchName.DECODE_SCALE] == "dct" else DECODERS[name]
+    decoder = open_scaled_region if training and chosen[SwitchName.DECODE_SCALE] == "dct" else DECODERS[name]
+    return Upright(decoder) if config.data.exif_orientation else decoder
 
 
 def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
@@ -155,7 +156,7 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
         seed=config.seed,
         training=False,
         host=prepare_on_host(config, chosen),
-        open_picture=_decoder(chosen),
+        open_picture=_decoder(config, chosen),
     )
     return _loader(config, dataset, sampler, world)
 
@@ -279,8 +280,9 @@ def preprocessing(config: RunConfig) -> str:
     sides = {"center": "short side", "squash": "both sides", "border": "long side"}[augment.eval_crop]
     pixels = round(data.image_size / augment.eval_crop_ratio)
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
+    turned = "EXIF orientation, " if data.exif_orientation else ""
     return (
-        f"{sides} {pixels} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
+        f"{turned}{sides} {pixels} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
         f"mean {mean}, std {std}"
     )
 

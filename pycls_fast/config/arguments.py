@@ -39,6 +39,16 @@ def search_path(arguments: Sequence[str]) -> list[Path]:
     return [main, *more]
 
 
+def help_words(arguments: Sequence[str]) -> list[str]:
+    """What `--help` is about: the arguments that are neither flags, values of flags nor overrides."""
+    before = ["", *arguments]
+    return [
+        argument
+        for argument, previous in zip(arguments, before, strict=False)
+        if not argument.startswith("-") and "=" not in argument and previous not in _FLAGS_WITH_VALUE
+    ]
+
+
 def hydra_arguments(arguments: Sequence[str], folders: Sequence[Path], settings: Sequence[str]) -> list[str]:
     """The arguments for Hydra: flags with absolute folders, then overrides as from `as_hydra_overrides`.
 

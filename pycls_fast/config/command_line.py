@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler, sweep
-from pycls_fast.config.arguments import hydra_arguments, search_path
+from pycls_fast.config.arguments import help_words, hydra_arguments, search_path
 from pycls_fast.config.checks import ONLY_SCORED
 from pycls_fast.config.compose import Composed, check, validate
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
@@ -41,7 +41,7 @@ def command_line(
     needs_data: Callable[[Any], bool] = lambda options: True,
     trains: bool = False,
     scores_sets: bool = False,
-    after_sweep: Callable[[Sequence[RunConfig]], str] | None = None,
+    after_sweep: Callable[[], str | None] = lambda: None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
@@ -53,16 +53,14 @@ def command_line(
         needs_data: takes the options; if it returns False, `data.root` may be missing.
         trains: also refuse what only matters for training, such as fine-tuning without `weights`.
         scores_sets: whether the tool reads `data.eval_set`, which is refused otherwise.
-        after_sweep: takes the configurations of a `--multirun` that ran in this process; returns a note to print last.
+        after_sweep: called after a `--multirun` of several runs in this process; may return a note to print last.
     """
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
-    configs: list[RunConfig] = []
 
     def checked_run(composed: Composed) -> int:
         config, chosen = _checked(composed, options, needs_data, trains, scores_sets)
         print_lines("note", precedence.notes(composed))
-        configs.append(config)
         return run(config, chosen)
 
     def job(config: DictConfig) -> float | None:
@@ -86,14 +84,16 @@ def command_line(
             return checked_run(saved.compose_saved(found, [quote_items(argument) for argument in sys.argv[1:]]))
         folders = search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
-            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders))
+            words = help_words(sys.argv[1:])
+            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders, words))
         with sweep.sweep_folder(sys.argv[1:]) as settings:
             sys.argv[1:] = hydra_arguments(sys.argv[1:], folders, settings)
             ended = _run_hydra(job, default, folders)
         if ended is not None:
             return ended
-        if after_sweep is not None and len(configs) > 1:
-            print_lines("note", [after_sweep(configs)])
+        note = after_sweep() if len(statuses) > 1 else None
+        if note is not None:
+            print_lines("note", [note])
         return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
     sys.exit(reporting(everything))

@@ -38,7 +38,11 @@ def _loss_scale(value: Any) -> Any:
 
 
 # A plain validator gives one line for a bad value; a union of types would give one for each type.
-LossScale = Annotated[Literal["dynamic"] | float, PlainValidator(_loss_scale)]
+LossScale = Annotated[
+    Literal["dynamic"] | float,
+    PlainValidator(_loss_scale),
+    Field(description="dynamic, or a number greater than 0"),
+]
 
 
 AUTO = 0
@@ -56,7 +60,10 @@ def _or_auto(value: Any) -> Any:
 
 # Typed as the number that it becomes in every run.
 PositiveIntOrAuto = Annotated[
-    int, PlainValidator(_or_auto), PlainSerializer(lambda value: "auto" if value == AUTO else value)
+    int,
+    PlainValidator(_or_auto),
+    PlainSerializer(lambda value: "auto" if value == AUTO else value),
+    Field(description="auto, or a whole number greater than 0"),
 ]
 
 
@@ -168,6 +175,9 @@ class Data(Section):
     `sampling` is how often a class appears in an epoch: in proportion to its number of images (`uniform`), to the
     square root of it, or each class equally often (`data.class_order`).
 
+    `exif_orientation` turns images as their EXIF orientation says, as viewers do. torchvision, timm and published
+    numbers ignore it; photographs of phones need it. Saved and exported weights carry the setting.
+
     Without a validation split, `val_fraction` of each class is held out at random (`split_seed`). With `folds` each
     class is cut into that many parts instead, and `fold`, counted from 0, is the part held out.
 
@@ -197,6 +207,7 @@ class Data(Section):
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     eval_root: Text | None = None
     wnids: Text | None = None
+    exif_orientation: bool = False
     image_size: PositiveInt = 224
     image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
     global_batch_size: PositiveIntOrAuto = 256
@@ -548,7 +559,7 @@ class Runtime(Section):
 
 
 class RunConfig(Section):
-    """The complete configuration of a run. `run_dir=None` is `runs/<config_name>/<time>`.
+    """The complete configuration of a run. `run_dir: null` is `runs/<config_name>/<time>`.
 
     `weights` is a run folder, a checkpoint, a file of another project, `timm:NAME`, `torchvision:NAME` or
     `hf:ORG/NAME[@REVISION]`, which a run records with the commit; `weights_allow` names tensors, with * for any part,

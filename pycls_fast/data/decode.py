@@ -12,7 +12,9 @@ How images that are not 8-bit RGB are converted:
 | 32-bit integers                   | as 16 bits if they fit, else damaged: there is no agreed scale   |
 | floating point                    | full scale is the smallest of 1, 255, 65535 that holds all       |
 | several frames or pages           | the first                                                        |
-| EXIF orientation, colour profiles | ignored, as in torchvision and timm                              |
+| colour profiles                   | ignored, as in torchvision and timm                              |
+| EXIF orientation                  | ignored, too, unless `upright` (`data.exif_orientation`) is set  |
+| EXIF orientation of a TIFF        | always followed: Pillow turns TIFFs itself                       |
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+
+from pycls_fast.data.orientation import orientation, turned
 
 # Only raster formats that Pillow decodes itself: it would pass a disguised EPS file to Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -40,11 +44,12 @@ class DamagedImage(Exception):
         self.reason = reason
 
 
-def decode(data: bytes | np.ndarray) -> Image.Image:
+def decode(data: bytes | np.ndarray, *, upright: bool = False) -> Image.Image:
     """Decode one image to mode "RGB".
 
     Args:
-        data: the encoded file, or an already decoded `uint8` array of shape (height, width, 3).
+        data: the encoded file, or an already decoded `uint8` array of shape (height, width, 3), which is never turned.
+        upright: turn the image as its EXIF orientation says.
 
     Raises:
         DamagedImage: the bytes are not a complete, valid image; gives the reason.
@@ -52,20 +57,29 @@ def decode(data: bytes | np.ndarray) -> Image.Image:
     if isinstance(data, np.ndarray):
         return Image.fromarray(checked_array(data))
     with _named_damage(data):
-        image = _open(data)
-        image.load()
-        return _to_rgb(image)
+        return _loaded(_open(data), upright=upright)
 
 
-def as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
     """Convert an image that Pillow has opened or made to mode "RGB", as `decode` does.
 
     Raises:
         DamagedImage: its pixels cannot be read.
     """
     with _named_damage(b"?"):
+        return _loaded(image, upright=upright)
+
+
+def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
+    """Decode one file to mode "RGB" without turning it; with its EXIF orientation, 1 to 8.
+
+    Raises:
+        DamagedImage: see `decode`.
+    """
+    with _named_damage(data):
+        image = _open(data)
         image.load()
-        return _to_rgb(image)
+        return _to_rgb(image), orientation(image)
 
 
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
@@ -85,6 +99,12 @@ def _open(data: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=_FORMATS)
     _check_size(image)
     return image
+
+
+def _loaded(image: Image.Image, *, upright: bool) -> Image.Image:
+    image.load()
+    converted = _to_rgb(image)
+    return turned(converted, orientation(image)) if upright else converted
 
 
 @contextmanager

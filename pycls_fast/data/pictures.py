@@ -10,10 +10,12 @@ A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
 | `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | as `pillow`         |
 
 Every decoder gives damaged and unusual files to `pillow`, so that they all refuse the same ones for the same reasons.
+With `data.exif_orientation`, so does `Upright` with images that have to be turned.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from PIL import Image
 
 from pycls_fast.data import native
 from pycls_fast.data.decode import MAX_PIXELS, checked_array, decode
+from pycls_fast.data.orientation import jpeg_orientation
 
 Interpolation = Literal["bilinear", "bicubic"]
 Box = tuple[int, int, int, int]
@@ -200,6 +203,22 @@ def open_region(data: bytes | np.ndarray, *, scaled: bool = False) -> Picture:
 def open_scaled_region(data: bytes | np.ndarray) -> Picture:
     """`open_region`, with large JPEGs decoded at a fraction of their size."""
     return open_region(data, scaled=True)
+
+
+@dataclass(frozen=True)
+class Upright:
+    """A decoder that turns images as their EXIF orientation says; arrays have none.
+
+    Attributes:
+        open_stored: opens JPEGs that need no turn. All other files are decoded by Pillow, as by every decoder.
+    """
+
+    open_stored: Decoder
+
+    def __call__(self, data: bytes | np.ndarray) -> Picture:
+        if isinstance(data, np.ndarray) or (data.startswith(_JPEG) and jpeg_orientation(data) == 1):
+            return self.open_stored(data)
+        return PillowPicture(decode(data, upright=True))
 
 
 DECODERS: dict[str, Decoder] = {

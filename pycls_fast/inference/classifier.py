@@ -129,7 +129,7 @@ class Classifier:
         """
         if topk < 1:
             raise UserError(f"topk: must be at least 1; got {topk}")
-        source = given_images(images) if not isinstance(images, GivenImages) else images
+        source = images if isinstance(images, GivenImages) else self._given(images)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch).double()
             if not torch.isfinite(scores_BK).all():
@@ -151,7 +151,7 @@ class Classifier:
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """The network's scores (N, K), float32, on the CPU; arguments and errors as in `predict`."""
-        batches = self.batches(given_images(images), batch_size=batch_size, num_workers=num_workers)
+        batches = self.batches(self._given(images), batch_size=batch_size, num_workers=num_workers)
         return torch.cat([self.scores(batch).float().cpu() for batch in batches])
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
@@ -164,6 +164,9 @@ class Classifier:
         finally:
             handle.remove()
         return torch.cat(seen)
+
+    def _given(self, images: Any) -> GivenImages:
+        return given_images(images, upright=self.config.data.exif_orientation)
 
     def batches(
         self,

@@ -21,12 +21,17 @@ _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
 
 class GivenImages:
-    """Images without labels (a `data.Source`); files are read on access."""
+    """Images without labels (a `data.Source`); files are read on access.
+
+    Args:
+        upright: turn Pillow images as their EXIF orientation says; files are turned by whoever decodes them.
+    """
 
     classes: tuple[str, ...] = ()
 
-    def __init__(self, items: Sequence[Path | Image.Image | np.ndarray]) -> None:
+    def __init__(self, items: Sequence[Path | Image.Image | np.ndarray], *, upright: bool = False) -> None:
         self._items = list(items)
+        self._upright = upright
 
     @property
     def in_memory(self) -> bool:
@@ -41,7 +46,9 @@ class GivenImages:
         item = self._items[index]
         if isinstance(item, Path):
             return item.read_bytes(), 0
-        return (np.asarray(as_rgb(item)) if isinstance(item, Image.Image) else item), 0
+        if isinstance(item, Image.Image):
+            return np.asarray(as_rgb(item, upright=self._upright)), 0
+        return item, 0
 
     def name(self, index: int) -> str:
         """The path as printable text, or "image 3"."""
@@ -54,12 +61,13 @@ class GivenImages:
         return f"{len(self):,} images"
 
 
-def given_images(images: Any) -> GivenImages:
+def given_images(images: Any, *, upright: bool = False) -> GivenImages:
     """Turn any kind of input into one source.
 
     Args:
         images: a path, a folder or a pattern; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or, for
             several, (B, H, W, 3); a sequence of these.
+        upright: see `GivenImages`.
 
     Raises:
         UserError: nothing was given, an unsupported type, or a path that does not exist.
@@ -67,7 +75,7 @@ def given_images(images: Any) -> GivenImages:
     items = list(_flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, ""))
     if not items:
         raise UserError("images: none were given")
-    return GivenImages(items)
+    return GivenImages(items, upright=upright)
 
 
 def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:

@@ -91,7 +91,8 @@ def predict(
             found += predictions
     if format == "sheet":
         assert path is not None
-        for file in write_sheets([_cell(source, each) for each in found], path) if found else ():
+        upright = classifier.config.data.exif_orientation
+        for file in write_sheets([_cell(source, each, upright) for each in found], path) if found else ():
             print(file)
     elif format != "csv":
         with _opened(path) as stream, _writing(path):
@@ -233,8 +234,8 @@ def percent(probability: float) -> str:
     return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
 
 
-def _cell(source: GivenImages, each: Prediction) -> Cell:
-    picture = decode(source.read(each.position)[0])
+def _cell(source: GivenImages, each: Prediction, upright: bool) -> Cell:
+    picture = decode(source.read(each.position)[0], upright=upright)
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"

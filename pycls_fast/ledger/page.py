@@ -10,7 +10,7 @@ from typing import Any
 
 from pycls_fast.ledger.charts import Chart, charts
 from pycls_fast.ledger.html_page import figure_html, html_page
-from pycls_fast.ledger.table import rows, several_codes, state, time_taken, verdict
+from pycls_fast.ledger.table import repeats, rows, several_codes, state, time_taken, verdict
 
 _STYLE = """
 .answers { display: grid; grid-template-columns: repeat(auto-fill, minmax(15.5rem, 1fr)); gap: .75rem; padding: 0;
@@ -45,8 +45,8 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
         title,
         [
             f"<h1>{escape(title)}</h1>",
-            f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · {settings['seeds']} "
-            f"seeds · {settings['rounds']} rounds of timing{f' · {taken}' if taken else ''}</p>",
+            f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · "
+            f"{' · '.join(repeats(settings))}{f' · {taken}' if taken else ''}</p>",
             f"<p class='quiet'>{codes.capitalize()}.</p>" if codes else "",
             source,
             f"<ul class='answers'>{''.join(_answer(arm, record) for arm in record['arms'])}</ul>",
@@ -79,11 +79,17 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
         return f"<li class='open'>{name}<span class='big'>1x</span> {rate}<br>{top1}{ended}</li>"
     found = timing["speedup"] if timing else None
     speed = f"<span class='big'>{found['ratio']:.2f}x</span> " if found else ""
-    between = f"{found['low']:.2f} to {found['high']:.2f}" if found and found["low"] is not None else ""
+    between = _interval(found) if found else ""
     words = verdict(arm, "against_reference")
     finding = training["against_reference"]["verdict"]["finding"] if words else ""
     kind = "loss" if "loss" in finding and finding != "no loss" else "open" if finding == "not enough runs" else ""
     return f"<li class='{kind}'>{name}{speed}{between}<br>{escape(words)}{ended}</li>"
+
+
+def _interval(speedup: Mapping[str, Any]) -> str:
+    if speedup["low"] is not None:
+        return f"{speedup['low']:.2f} to {speedup['high']:.2f}"
+    return "one round, no interval" if speedup["rounds"] == 1 else "no interval"
 
 
 def _table(record: Mapping[str, Any]) -> str:

@@ -215,7 +215,7 @@ def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], disp
             f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
         )
         display.note(f"{arm.name}: {what}")
-    display.note("timing a few steps of the first arm for the estimate")
+    display.note("timing a few steps of the first rung for the estimate")
     start, step, steps = _first_step(ledger, ledger.selection.arms()[0], folder)
     s, count = ledger.settings, len(ledger.selection.runnable())
     timing = (count * s.rounds + len(ledger.selection.alone())) * (start + (s.steps + s.warmup_steps) * step)

@@ -73,10 +73,18 @@ def of_size(record: Mapping[str, Any]) -> str:
     return f" of {' or '.join(map(str, sizes))} pixels{own}" if sizes else ""
 
 
+def repeats(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """How many seeds and rounds of timing there were, in words."""
+    seeds, rounds = settings["seeds"], settings["rounds"]
+    return f"{seeds} seed{'' if seeds == 1 else 's'}", f"{rounds} round{'' if rounds == 1 else 's'} of timing"
+
+
 def _speedup(values: Mapping[str, Any] | None) -> str:
     if not values:
         return ""
     low, high = values["low"], values["high"]
+    if values["rounds"] == 1:
+        return f"{values['ratio']:.2f} (one round)"
     return f"{values['ratio']:.2f}" + (f" ({low:.2f} - {high:.2f})" if low is not None else "")
 
 
@@ -114,7 +122,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     """The text of `ledger.md`."""
     table = rows(record)
     columns = list(table[0])
-    seeds, rounds = record["settings"]["seeds"], record["settings"]["rounds"]
+    seeds, rounds = repeats(record["settings"])
     environment, taken, codes = record["environment"], time_taken(record), several_codes(record)
     steps = record["settings"]["numerics_steps"]
     rounding = f"Gradient error: relative, against float64, before training and after {steps} steps. " if steps else ""
@@ -129,14 +137,14 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
         *([f"Time: {taken}.", ""] if taken else []),
         *([f"Code: {codes}.", ""] if codes else []),
-        f"{record['settings']['mode'].replace('_', ' ')}; {seeds} seeds, {rounds} rounds of timing. Speed-ups are over "
+        f"{record['settings']['mode'].replace('_', ' ')}; {seeds}, {rounds}. Speed-ups are over "
         f"'{record['reference']}'. {rounding}ImageNet epoch: {IMAGENET_TRAINING_IMAGES:,} images{of_size(record)} at "
         "this rate.",
         "",
         _line(columns),
         _line(["---"] * len(columns)),
         *(_line([row[column] for column in columns]) for row in table),
-        *(["", f"How verdicts are reached: {record['rule']}"] if seeds else []),
+        *(["", f"How verdicts are reached: {record['rule']}"] if record["settings"]["seeds"] else []),
     ]
     notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
     missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]

@@ -35,6 +35,7 @@ class About:
         crop_ratio: side of the crop as a fraction of the resized side, at evaluation.
         crop: the resized side: "center": the short one, "squash": both, "border": the long one (timm's `crop_mode`).
         interpolation: that of the resizing.
+        exif_orientation: whether images are turned first as their EXIF orientation says.
         step: the run's step at which the weights were saved.
         weights: "model" or "ema".
     """
@@ -46,6 +47,7 @@ class About:
     crop_ratio: float = 0.875
     crop: str = "center"
     interpolation: str = "bilinear"
+    exif_orientation: bool = False
     step: int | None = None
     weights: str = "model"
 

@@ -18,6 +18,8 @@ from rich.text import Text
 from pycls_fast.config.reporting import discard_output
 
 _PLAIN_SECONDS = 5.0
+# From this many columns of the terminal on there is room for a long bar.
+_WIDE = 100
 
 
 class Display:
@@ -42,13 +44,15 @@ class Display:
         if speaks and (mode == "bar" or (mode == "auto" and self.console.is_terminal)):
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self.console.width >= _WIDE else 8),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self.console,
                 refresh_per_second=4,
+                # Otherwise it would stay below the last line, which names the run folder.
+                transient=True,
             )
 
     def __enter__(self) -> Self:
@@ -87,14 +91,12 @@ class Display:
 
     def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
         """Show the numbers of a log interval."""
-        numbers = f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['images_per_second']:,.0f} images/s"
+        loss, lr = f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"
+        rate = f"{record['images_per_second']:,.0f} images/s"
         if self._bar is not None and self._training is not None:
-            self._bar.update(
-                self._training,
-                completed=record["step"],
-                description=f"epoch {record['epoch']:.1f}/{epochs}",
-                numbers=numbers,
-            )
+            description = f"epoch {record['epoch']:.1f}/{epochs}"
+            numbers = _fitting((loss, rate, lr), self.console.width - _width_without_numbers(self._bar, description))
+            self._bar.update(self._training, completed=record["step"], description=description, numbers=numbers)
             return
         now = time.monotonic()
         is_last = record["step"] == total_steps
@@ -102,7 +104,7 @@ class Display:
             self._last_line = now
             left = datetime.timedelta(seconds=round(seconds_left))
             place = f"step {record['step']}/{total_steps}  epoch {record['epoch']:.2f}/{epochs}"
-            self.note(f"{place}  {numbers}  left {left}")
+            self.note(f"{place}  {loss}  {lr}  {rate}  left {left}")
 
     def begin_evaluation(self, split: str, images: int) -> None:
         """Show a second bar while a split is scored."""
@@ -124,6 +126,25 @@ class Display:
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "
             f"top-5 {record['top5']:.2f}%{by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
         )
+
+
+def _width_without_numbers(bar: Progress, description: str) -> int:
+    """Columns of the terminal that the other cells take, with the longest counter that an evaluation may add."""
+    assert isinstance(bar.columns[1], BarColumn)
+    total = max(1e5 - 1, *(task.total or 0 for task in bar.tasks))
+    cells = (max(description, "evaluate val", key=len), f"{total:.0f}/{total:.0f}", "left", "00:00:00")
+    # Each column is followed by a space.
+    return sum(len(cell) + 1 for cell in cells) + (bar.columns[1].bar_width or 0) + 1
+
+
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """The first of the parts, the most important ones, that fit next to each other."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(f"{line}  {part}") > width:
+            break
+        line = f"{line}  {part}"
+    return line
 
 
 class _Output:
@@ -200,11 +221,11 @@ class _TableConsole(Console):
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, on standard output if no file is given.
 
-    Without a terminal the width is only a guess; it is then wide, so that no number is wrapped.
+    Without a terminal nothing is wrapped: a path stays in one piece.
     """
     console = _TableConsole(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = 220
+        console.width = 10_000
     return console
 
 

@@ -160,6 +160,7 @@ def _write_model(source: str, which: str, format: str, dtype: str | None, path: 
         crop_ratio=augment.eval_crop_ratio,
         crop=augment.eval_crop,
         interpolation=augment.interpolation,
+        exif_orientation=data.exif_orientation,
         step=restored.origin.step,
         weights=restored.origin.kind,
     )
@@ -192,8 +193,9 @@ def _about(weights: Weights) -> dict[str, str]:
             "preprocessing": {
                 "image_size": config["data"]["image_size"],
                 "crop_ratio": config["augment"]["eval_crop_ratio"],
-                # Runs of earlier versions have only this one.
+                # Runs of earlier versions, which lack these keys, had these values.
                 "crop": config["augment"].get("eval_crop", "center"),
+                "exif_orientation": config["data"].get("exif_orientation", False),
                 "interpolation": config["augment"]["interpolation"],
                 "mean": config["data"]["mean"],
                 "std": config["data"]["std"],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.score import score
@@ -156,6 +159,25 @@ def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0
     capsys.readouterr()
     assert prepare_data.main(config, prepare_data.Options(**options)) == expect  # type: ignore[arg-type]
     return capsys.readouterr().out
+
+
+def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Encoded images keep the tag, so the key does not matter for them."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for split, label in itertools.product(("train", "val"), ("cat", "dog")):
+        folder = tmp_path / "folder" / split / label
+        folder.mkdir(parents=True)
+        Image.new("RGB", (30, 20)).save(folder / "a.jpg", exif=exif)
+    for store, key in itertools.product(("raw", "encoded"), ("true", "false")):
+        output = tmp_path / f"{store}_{key}"
+        where = (f"data.root={tmp_path / 'folder'}", f"output={output}", "short_side=10")
+        prepare("pack", *where, f"store={store}", f"data.exif_orientation={key}", "data.source=folder", capsys=capsys)
+        stored = open_packed_split(output / "train").read(0)[0]
+        if isinstance(stored, bytes):
+            assert Image.open(io.BytesIO(stored)).getexif()[ExifTags.Base.Orientation] == 6
+        else:
+            assert stored.shape == ((15, 10, 3) if key == "true" else (10, 15, 3))
 
 
 def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

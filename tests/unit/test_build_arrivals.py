@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import CachePolicy, FileCache, OpenOptions
-from pycls_fast.parallel import ALONE, Settings
+from pycls_fast.parallel import ALONE, Settings, World
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world
 
@@ -25,10 +26,17 @@ build_sources = import_module("pycls_fast.build.sources")
 
 
 def test_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = record(monkeypatch, "start_world", build_device)
+    calls: list[dict[str, Any]] = []
+
+    def start(**settings: Any) -> AbstractContextManager[World]:
+        calls.append(settings)
+        return nullcontext(ALONE)
+
+    monkeypatch.setattr(build_device, "start_world", start)
     degrees = ("parallel.shard_degree=3", "parallel.replicate_degree=5")
     own = ("runtime.device=cpu", "parallel.backend=gloo", "parallel.timeout_seconds=77")
-    build.world(vit("parallel=hsdp", *degrees, *own))
+    with build.world(vit("parallel=hsdp", *degrees, *own)) as ranks:
+        assert ranks is ALONE
     assert calls == [
         {
             "device": "cpu", "backend": "gloo", "timeout_seconds": 77, "strategy": "hsdp", "shard_degree": 3,

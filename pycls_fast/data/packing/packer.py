@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
-from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.decode import DamagedImage, decode, decode_as_stored
 from pycls_fast.data.packing.workers import map_images
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Source
@@ -43,18 +43,20 @@ class PackSettings:
         quality: JPEG quality of the scaled images, 1 to 100.
         store: "encoded", or "raw" for decoded pixels.
         filter: the resampling filter.
+        upright: turn raw pixels, which have no EXIF, as the file's orientation says. Encoded images keep the tag.
     """
 
     short_side: int | None = None
     quality: int = 95
     store: Literal["encoded", "raw"] = "encoded"
     filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+    upright: bool = False
 
     def describe(self) -> str:
         """A short description."""
         size = f"short side at most {self.short_side}" if self.short_side else "as they are"
         if self.store == RAW:
-            return f"raw pixels, {size}"
+            return f"raw pixels{', turned by EXIF' if self.upright else ''}, {size}"
         return f"{size}, JPEG quality {self.quality}" if self.short_side else f"encoded, {size}"
 
 
@@ -354,16 +356,17 @@ def _make(source: Source, index: int, *, settings: PackSettings) -> _Image:
             if not data:
                 raise DamagedImage("the file is empty (0 bytes)")
             return _Image(data, label, 0, 0)
-        image = decode(data)
-        small = _shrink(image, settings)
         if settings.store == RAW:
+            small = _shrink(decode(data, upright=settings.upright), settings)
             if max(small.size) > _LARGEST_SIDE:
                 raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
             return _Image(small.tobytes(), label, small.height, small.width)
-        if small is image and isinstance(data, bytes):
-            # Small enough: encoding it again would only lose quality.
-            return _Image(data, label, 0, 0)
-        return _Image(_encode(small, settings, lossless=isinstance(data, np.ndarray)), label, 0, 0)
+        if isinstance(data, np.ndarray):
+            return _Image(_encode_losslessly(_shrink(decode(data), settings)), label, 0, 0)
+        image, orientation = decode_as_stored(data)
+        small = _shrink(image, settings)
+        # If it is small enough, encoding it again would only lose quality.
+        return _Image(data if small is image else _encode(small, orientation, settings), label, 0, 0)
     except OSError as error:
         return _Image(b"", -1, 0, 0, f"cannot be read: {error.strerror or error}")
     except DamagedImage as error:
@@ -379,11 +382,19 @@ def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
     return image.resize(size, Image.Resampling[settings.filter.upper()])
 
 
-def _encode(image: Image.Image, settings: PackSettings, *, lossless: bool) -> bytes:
+def _encode(image: Image.Image, orientation: int, settings: PackSettings) -> bytes:
     buffer = io.BytesIO()
-    if lossless:
-        # Arrays had no loss before, and are small.
-        image.save(buffer, "PNG")
-    else:
-        image.save(buffer, "JPEG", quality=settings.quality, optimize=False)
+    options: dict[str, Any] = {}
+    if orientation != 1:
+        # Whether it is followed is the choice of the run that reads the image.
+        options["exif"] = Image.Exif()
+        options["exif"][ExifTags.Base.Orientation] = orientation
+    image.save(buffer, "JPEG", quality=settings.quality, optimize=False, **options)
+    return buffer.getvalue()
+
+
+def _encode_losslessly(image: Image.Image) -> bytes:
+    """Arrays had no loss before, and are small."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
     return buffer.getvalue()

@@ -155,12 +155,13 @@ def _shown(record: Record, kind: str) -> Sequence[Record]:
 def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
     """The images of the disagreements by index, as far as they can still be read."""
     found: dict[int, Image.Image] = {}
-    source = a.source or b.source
-    if source is None:
+    run = a if a.source is not None else b
+    if run.source is None:
         return found
+    upright = run.config["data"].get("exif_orientation", False)
     for each in (*_shown(record, "only_a"), *_shown(record, "only_b")):
         try:
-            picture = decode(source.read(each["index"])[0])
+            picture = decode(run.source.read(each["index"])[0], upright=upright)
         except (OSError, DamagedImage):
             continue
         # No larger than it is shown.

@@ -32,12 +32,14 @@ class Run:
         settings: values of all configuration keys as text, except `run_dir` and `resume`.
         numbers: by `NUMBERS`; None if not known yet. Hours of an unfinished run are up to its newest checkpoint.
         state: how it ended.
+        derived: those of the settings that a preset chose, not the user; empty if that is not known.
     """
 
     path: Path
     settings: Mapping[str, str]
     numbers: Mapping[str, float | None]
     state: State
+    derived: frozenset[str]
 
 
 def read_run(path: Path) -> Run:
@@ -52,12 +54,15 @@ def read_run(path: Path) -> Run:
         values = _settings(path)
         records, summary = list(RunFolder(path).records()), _json(path / "summary.json")
         state = _state(path, summary, records)
-        numbers = _of_summary(summary) if state == "finished" else _so_far(path, records, _metric(values))
+        newest = next(checkpoints(path / "checkpoints"), None)
+        saved = None if newest is None else _json(newest / "state.json")
+        numbers = _of_summary(summary) if state == "finished" else _so_far(saved, records, _metric(values))
+        derived = _derived(saved)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
     settings = {key: value for key, value in flat(values).items() if key not in OF_THE_PLACE}
-    return Run(path, settings, numbers, state)
+    return Run(path, settings, numbers, state, derived)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -68,6 +73,12 @@ def _settings(path: Path) -> dict[str, Any]:
     except UserError:
         # Written by a version with other keys: taken as it is.
         return dict(saved.values)
+
+
+def _derived(saved: Record | None) -> frozenset[str]:
+    """The switches that are not set in a checkpoint's configuration; `config.yaml` has their resolved values."""
+    speed = {} if saved is None else saved.get("config", {}).get("speed", {})
+    return frozenset(f"speed.{key}" for key, value in speed.items() if value is None)
 
 
 def _json(file: Path) -> Any:
@@ -101,20 +112,18 @@ def _of_summary(summary: Record) -> dict[str, float | None]:
     }
 
 
-def _so_far(path: Path, records: Sequence[Record], metric: str) -> dict[str, float | None]:
+def _so_far(saved: Record | None, records: Sequence[Record], metric: str) -> dict[str, float | None]:
     taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
     # If there is a moving average, only its evaluations count.
     weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
     evaluations = [record for record in taken if record["weights"] == weights]
     best = best_evaluation(evaluations, metric)
     rates = [record["images_per_second"] for record in records if record["kind"] == "train"]
-    newest = next(checkpoints(path / "checkpoints"), None)
-    state = None if newest is None else _json(newest / "state.json")
     return {
         **_of_evaluations(None if best is None else evaluations[best], evaluations[-1] if evaluations else None),
         # As in the summary: the first interval is warm-up.
         "images_per_second": statistics.median(rates[1:] or rates) if rates else None,
-        "hours": None if state is None else state["seconds"] / 3600,
+        "hours": None if saved is None else saved["seconds"] / 3600,
         "epoch": records[-1]["epoch"] if records else 0.0,
     }
 

@@ -17,7 +17,7 @@ from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.ledger.compare.settings import NOT_SET
 from pycls_fast.ledger.overview.folders import find_runs
 from pycls_fast.ledger.overview.read import NUMBERS, Run, read_run
-from pycls_fast.ledger.overview.rows import SEED, Row, differing, rows, telling
+from pycls_fast.ledger.overview.rows import FOLD, SEED, Row, differing, rows, telling
 from pycls_fast.ledger.table import duration
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import environment_command
@@ -70,8 +70,9 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     shown = telling(table, keys)
     numbers = [key for key in NUMBERS if any(row.numbers[key] is not None for row in table)]
     columns = [(_broken(key), [_short(row.settings.get(key, NOT_SET)) for row in table]) for key in shown]
-    if len({seed for row in table for seed in row.seeds}) > 1:
-        columns.append((SEED, [", ".join(row.seeds) for row in table]))
+    for head, repeated in ((SEED, [row.seeds for row in table]), (FOLD, [row.folds for row in table])):
+        if len({text for texts in repeated for text in texts}) > 1:
+            columns.append((_broken(head), [", ".join(dict.fromkeys(texts)) for texts in repeated]))
     columns += [(_HEADS[key], [_number(row, key) for row in table]) for key in numbers]
     columns.append(("state", [row.state for row in table]))
     folder = _common([path for row in table for path in row.paths])
@@ -85,7 +86,15 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
         differ = "other settings differ" if hidden > 1 else "other setting differs"
         console.print(f"{hidden} {differ} along with those shown; output=runs.csv has them all", markup=False)
     if any(row.halves["best_top1"] is not None for row in table):
-        console.print("±: half of the 95% interval of the mean over the seeds", markup=False)
+        console.print(f"±: half of the 95% interval of the mean {_over(table)}", markup=False)
+
+
+def _over(table: Sequence[Row]) -> str:
+    """Over what the rows are means, in words."""
+    seeds = any(len(set(row.seeds)) > 1 for row in table)
+    folds = any(len(set(row.folds)) > 1 for row in table)
+    over = " or ".join(name for name, there in (("the seeds", seeds), ("the folds", folds)) if there)
+    return f"over {over}" + (", which share training images: a rough guide" if folds else "")
 
 
 def _broken(key: str) -> str:
@@ -130,12 +139,13 @@ def _csv(table: Sequence[Row], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [name for key in NUMBERS for name in (key, f"{key}_half")]
-    writer.writerow(["runs", "state", *keys, SEED, "count", *names])
+    writer.writerow(["runs", "state", *keys, SEED, FOLD, "count", *names])
     for row in table:
         settings = [row.settings.get(key, "") for key in keys]
         numbers = [value for key in NUMBERS for value in (row.numbers[key], row.halves[key])]
         paths = ";".join(map(str, row.paths))
-        writer.writerow([paths, row.state, *settings, ";".join(row.seeds), len(row.paths), *numbers])
+        repeated = (";".join(row.seeds), ";".join(row.folds))
+        writer.writerow([paths, row.state, *settings, *repeated, len(row.paths), *numbers])
     return text.getvalue()
 
 
@@ -151,6 +161,7 @@ def _json(table: Sequence[Row], keys: Sequence[str], left_out: dict[Path, str]) 
                 "state": row.state,
                 "settings": {key: row.settings.get(key) for key in keys},
                 "seeds": list(row.seeds),
+                "folds": list(row.folds),
                 **row.numbers,
                 **{f"{key}_half": half for key, half in row.halves.items()},
             }

@@ -1,4 +1,4 @@
-"""From runs to rows: joins runs that differ only in their seed, and finds the settings in which rows differ."""
+"""From runs to rows: joins runs that differ only in seed or fold, and finds the settings in which rows differ."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from pycls_fast.ledger.compare.settings import NOT_SET
 from pycls_fast.ledger.overview.read import NUMBERS, Run, State
 from pycls_fast.ledger.statistics import mean_interval
 
-SEED = "seed"
+SEED, FOLD = "seed", "data.fold"
 # Keys that choose the kind of a group, which decides what other keys and values the group has.
 _CHOOSE = ("name", "kind", "preset")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or several that differ only in their seed.
+    """One run, or several that differ only in their seed or fold.
 
     Attributes:
         paths: of the run folders.
-        settings: of these runs, without the seed.
-        seeds: one per path, as text.
+        settings: of these runs, without seed and fold.
+        seeds, folds: one per path, as text.
         numbers: means over the runs, by `read.NUMBERS`; None if one of the runs has none.
         halves: half the width of the 95% interval of each mean (Student's t); None for a single run.
         state: of the run; always finished if there are several.
+        derived: keys of settings that presets chose in each of the runs.
     """
 
     paths: tuple[Path, ...]
     settings: Mapping[str, str]
     seeds: tuple[str, ...]
+    folds: tuple[str, ...]
     numbers: Mapping[str, float | None]
     halves: Mapping[str, float | None]
     state: State
+    derived: frozenset[str]
 
 
 def rows(runs: Sequence[Run], sort: str) -> list[Row]:
@@ -54,29 +57,31 @@ def rows(runs: Sequence[Run], sort: str) -> list[Row]:
 
 
 def _joined(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs of each row. A run that is not finished, or repeats a seed, gets a row of its own."""
-    groups: dict[tuple[tuple[str, str], ...], dict[str, Run]] = {}
+    """The runs of each row. A run that is not finished, or repeats a seed and fold, gets a row of its own."""
+    groups: dict[tuple[tuple[str, str], ...], dict[tuple[str, str], Run]] = {}
     alone = []
     for run in runs:
-        group = groups.setdefault(tuple(_without_seed(run).items()), {})
-        if run.state != "finished" or _seed(run) in group:
-            # Counting the same seed twice would make the interval too narrow.
+        group = groups.setdefault(tuple(_shared(run).items()), {})
+        if run.state != "finished" or _repetition(run) in group:
+            # Counting the same run twice would make the interval too narrow.
             alone.append([run])
         else:
-            group[_seed(run)] = run
+            group[_repetition(run)] = run
     return [list(group.values()) for group in groups.values() if group] + alone
 
 
-def _without_seed(run: Run) -> dict[str, str]:
-    return {key: run.settings[key] for key in sorted(run.settings) if key != SEED}
+def _shared(run: Run) -> dict[str, str]:
+    return {key: run.settings[key] for key in sorted(run.settings) if key not in (SEED, FOLD)}
 
 
-def _seed(run: Run) -> str:
-    return run.settings.get(SEED, NOT_SET)
+def _repetition(run: Run) -> tuple[str, str]:
+    """The seed and the fold."""
+    return run.settings.get(SEED, NOT_SET), run.settings.get(FOLD, NOT_SET)
 
 
 def _row(runs: Sequence[Run]) -> Row:
-    runs = sorted(runs, key=lambda run: (len(_seed(run)), _seed(run)))
+    # Numbers as text: shorter ones are smaller.
+    runs = sorted(runs, key=lambda run: [(len(text), text) for text in _repetition(run)])
     numbers: dict[str, float | None] = {}
     halves: dict[str, float | None] = {}
     for key in NUMBERS:
@@ -84,11 +89,13 @@ def _row(runs: Sequence[Run]) -> Row:
         numbers[key], halves[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
     return Row(
         paths=tuple(run.path for run in runs),
-        settings=_without_seed(runs[0]),
-        seeds=tuple(map(_seed, runs)),
+        settings=_shared(runs[0]),
+        seeds=tuple(_repetition(run)[0] for run in runs),
+        folds=tuple(_repetition(run)[1] for run in runs),
         numbers=numbers,
         halves=halves,
         state=runs[0].state,
+        derived=frozenset.intersection(*(run.derived for run in runs)),
     )
 
 
@@ -98,7 +105,10 @@ def differing(table: Sequence[Row], order: Sequence[str]) -> list[str]:
 
 
 def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """The differing keys without those that follow from another: of `optim=sgd,adamw`, `optim.name` but not `momentum`.
+    """The differing keys without those that the user did not choose.
+
+    Left out are switches whose value a preset chose in every row, and keys that follow from another: of
+    `optim=sgd,adamw`, `optim.name` but not `momentum`.
 
     A key follows from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key
     also agree in this one.
@@ -112,7 +122,8 @@ def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
         above = [choice for choice in choices if choice != key and key.startswith(choice.rpartition(".")[0])]
         return any(_follows(table, key, choice) for choice in above)
 
-    return [key for key in keys if not follows_from_another(key)]
+    derived = frozenset.intersection(*(row.derived for row in table)) if table else frozenset()
+    return [key for key in keys if key not in derived and not follows_from_another(key)]
 
 
 def _follows(table: Sequence[Row], key: str, choice: str) -> bool:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pycls_fast.config.command_line import NoOptions
 from pycls_fast.config.help import help_text
+from pycls_fast.config.help_keys import help_of_key
+from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.suggestions import known_keys
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
 
@@ -24,6 +29,9 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
             assert group.name in text
     assert "split=val" in text
     assert "Evaluate a checkpoint" in text
+    # The tool's own keys are what remains on the screen.
+    assert text.splitlines()[-1].startswith("  preprocessing=")
+    assert len(text.splitlines()) < 60
     assert list(tmp_path.iterdir()) == []
 
 
@@ -31,11 +39,61 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
     options = importlib.import_module(f"tools.{name}").Options
-    printed = re.findall(r"^  (\w+=\S+)", help_text("", options, []).partition("\nexperiments")[0], flags=re.MULTILINE)
+    printed = re.findall(r"^  (\w+=\S+)", help_text("", options, []).rpartition("adds a folder")[2], flags=re.MULTILINE)
     assert len(printed) == len(options.model_fields)
     status, lines, calls = tool(*printed, options=options)
     assert (status, lines) == (0, [])
     assert calls[0][1] == options()
+
+
+@pytest.mark.parametrize(
+    ("word", "lines"),
+    [
+        ("optim.lr", ["optim.lr  number greater than 0"]),
+        ("momentum", [
+            "optim.momentum=0.9  number at least 0 and less than 1  (only sgd, adafactor)",
+            "optim.momentum=0.95  number at least 0 and less than 1  (only muon)",
+        ]),
+        ("model.kind", ["model.kind  one of vit, resnet, timm"]),
+        ("schedule.epochs", [
+            "schedule.epochs=100  auto, or a whole number greater than 0",
+            "epochs: auto depends on the number of training images (build.resolve_auto).",
+        ]),
+        ("precision.loss_scale", ["precision.loss_scale=dynamic  dynamic, or a number greater than 0"]),
+        ("augment.scale", ["augment.scale=[0.08,1.0]  list of 2: number greater than 0"]),
+        ("augment.rand_augment", ["augment.rand_augment.num_ops=2  whole number greater than 0"]),
+        ("runtime.watchdog", [
+            "watchdog names the first module whose output or gradient is not finite; it makes every step slower.",
+        ]),
+        ("speed.qkv", ["speed.qkv=null  one of separate, fused, or null", "speed.qkv: Queries, keys and values by"]),
+        ("seed", ["seed=0  whole number at least 0 and less than 2147483648"]),
+        ("schedule", ["Learning rate per step: linear warm-up, then a curve.", "schedule.max_steps=null  whole"]),
+    ],
+)  # fmt: skip
+def test_a_key_is_described(word: str, lines: list[str]) -> None:
+    text = help_of_key(word, NoOptions, 120)
+    for line in lines:
+        assert re.search(rf"^{re.escape(line)}", text, flags=re.MULTILINE), text
+
+
+def test_every_key_is_described() -> None:
+    for key in known_keys(RunConfig):
+        text = help_of_key(key, NoOptions, 80)
+        # `None` and types of Python are not what is typed.
+        assert not re.search(r"None|<class|typing|Annotated", text), text
+        assert text.startswith(key)
+
+
+def test_help_of_words(tool: Tool) -> None:
+    text = help_text("", NoOptions, [CONFIGS], ["vit_s16"])
+    assert "ViT-S/16 from scratch" in text
+    assert "Result:" in text
+    assert "key=default" not in text
+    assert tool("--config-name", "vit_s16", "--help", "steps", "seed=1")[:2] == (0, [])
+    assert tool("--help", "lrate", "optim.lr", "batch_size") == (2, [
+        "error: --help lrate: unknown key; --help without a key lists the groups",
+        "error: --help batch_size: unknown key; did you mean data.global_batch_size?",
+    ], [])  # fmt: skip
 
 
 @pytest.mark.parametrize(("tool", "page"), [("model_zoo", "MODEL_ZOO.md"), ("switch_cards", "switches.md")])

@@ -357,22 +357,35 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "folders"),
-    [
-        (["seed=1,2"], "runs/vit_digits"),
-        (["seed=1,2", "run_dir='my out/${hydra:job.num}'"], "'my out'"),
-        (["run_dir=a,b"], "a b"),
-    ],
-)
-def test_the_end_of_a_sweep_names_the_table_of_its_runs(tool: Tool, overrides: list[str], folders: str) -> None:
-    status, lines, _ = tool("--multirun", *overrides, after_sweep=table_of)
-    assert (status, lines) == (0, [f"note: list the runs of this sweep: python runs.py {folders}"])
+def test_a_sweep_may_end_with_a_note(tool: Tool) -> None:
+    assert tool("--multirun", "seed=1,2", after_sweep=lambda: "the end")[:2] == (0, ["note: the end"])
+    assert tool("--multirun", "seed=1,2", after_sweep=lambda: None)[1] == []
 
 
 def test_a_run_by_itself_is_no_sweep(tool: Tool) -> None:
-    assert tool("seed=1", after_sweep=table_of)[1] == []
-    assert tool("--multirun", "seed=1", after_sweep=table_of)[1] == []
+    assert tool("seed=1", after_sweep=lambda: "the end")[1] == []
+    assert tool("--multirun", "seed=1", after_sweep=lambda: "the end")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("run_dirs", "others", "listed"),
+    [
+        (["my out/0", "my out/1"], [], "'my out'"),
+        (["out/0", "out/1"], ["out/2"], "out/0 out/1"),
+        (["a", "b"], [], "a b"),
+        (["out/0", "out/1", "other/2"], [], "out/0 out/1 other/2"),
+    ],
+)
+def test_the_table_of_a_sweep_has_its_runs_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_dirs: list[str], others: list[str], listed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tools/train_net.py"])
+    for folder in (*run_dirs, *others):
+        Path(folder).mkdir(parents=True)
+    note = table_of([Path(folder) for folder in run_dirs])
+    assert note == f"list the runs of this sweep: python tools/runs.py {listed}"
+    assert table_of([]) is None
 
 
 def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:

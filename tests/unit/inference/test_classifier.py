@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import save_file
 from torch import Tensor
 
 import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.inference import predict
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.map_pictures import _mapped
+from pycls_fast.inference.sheet import Cell
 from pycls_fast.train.export import export
 from pycls_fast.train.restore import restore
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
@@ -114,6 +116,43 @@ def test_the_eval_transform_of_the_run(tmp_path: Path) -> None:
     image.save(tmp_path / "image.png")
     assert torch.equal(classifier.logits(tmp_path / "image.png"), classifier.logits(image))
     assert classifier.preprocessing.startswith("short side 10 (bilinear), centre 8 x 8")
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("exported", [False, True])
+def test_photographs_are_turned_as_in_training(
+    tmp_path: Path, pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch, follows: bool, exported: bool
+) -> None:
+    """Files and Pillow's images; arrays have no orientation. The file of weights carries the run's setting."""
+    drawn: list[Cell] = []
+    monkeypatch.setattr(predict, "write_sheets", lambda cells, path: drawn.extend(cells) or [])
+    weights = make_run(tmp_path / "run", f"data.exif_orientation={follows}".lower())
+    if exported:
+        run, weights = weights, tmp_path / "net.safetensors"
+        assert export(str(run), str(weights), which="auto", dtype=None, overwrite=False) == 0
+    classifier = pycls_fast.load(weights)
+    assert classifier.preprocessing.startswith("EXIF orientation, short side" if follows else "short side")
+    (tmp_path / "photos").mkdir()
+    opened, seen = [], []
+    for kind in ("jpg", "png"):
+        for orientation in range(1, 9):
+            file = tmp_path / "photos" / f"{orientation}.{kind}"
+            exif = Image.Exif()
+            exif[ExifTags.Base.Orientation] = orientation
+            Image.fromarray(pixels[orientation % 5]).save(file, exif=exif)
+            image = Image.open(file)
+            opened.append(image)
+            seen.append(np.asarray((ImageOps.exif_transpose(image) if follows else image).convert("RGB")))
+    files = [Path(image.filename) for image in opened]
+    wanted = classifier.logits(np.stack(seen))
+    assert torch.equal(classifier.logits(opened), wanted)
+    assert torch.equal(classifier.logits([Image.open(file).convert("RGB") for file in files]), wanted)
+    torch.testing.assert_close(classifier.logits(files), wanted, rtol=1e-4, atol=1e-4)
+    names = [str(file) for file in files]
+    settings = {"topk": 1, "which": "auto", "device": "cpu", "precision": "fp32", "batch_size": 4, "num_workers": 0}
+    sheet = str(tmp_path / "sheet.png")
+    assert predict.predict(str(weights), names, format="sheet", output=sheet, **settings) == 0  # type: ignore[arg-type]
+    assert all(np.array_equal(cell.picture, image_HWC) for cell, image_HWC in zip(drawn, seen, strict=True))
 
 
 def test_the_average_is_taken_unless_the_weights_are_asked_for(tmp_path: Path, pixels: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
+from PIL import ExifTags, Image
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare, images
 from pycls_fast.ledger.compare.charts import charts
-from pycls_fast.ledger.compare.conduct import comparison
+from pycls_fast.ledger.compare.conduct import _pictures, comparison
 from pycls_fast.ledger.compare.runs import read_run
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import notes, verdict
@@ -289,6 +290,21 @@ def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path)
         Predictions(np.array([0]), np.array([0]), np.array([predicted]), np.array([1.0])).save(run / "predictions.npz")
     compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
     assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_pictures_are_turned_as_in_the_runs(a: Path, b: Path, tmp_path: Path, follows: bool) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for split, label in itertools.product(("train", "val"), ("cat", "dog")):
+        place = tmp_path / "data" / split / label
+        place.mkdir(parents=True)
+        Image.new("RGB", (30, 20)).save(place / "0.jpg", exif=exif)
+    keys = ["data=auto", f"data.root={tmp_path / 'data'}", f"data.exif_orientation={follows}".lower()]
+    for run in (a, b):
+        (run / "config.yaml").write_text(yaml.safe_dump(load_config("vit_digits", keys).model_dump(mode="json")))
+    found = _pictures(read_run(str(a)), read_run(str(b)), {"images": {"only_a": [{"index": 0}], "only_b": []}})
+    assert found[0].size == ((20, 30) if follows else (30, 20))
 
 
 def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,34 @@ def test_runs_that_differ_in_their_seed_alone_share_a_row(tmp_path: Path, capsys
     assert f"runs in {runs}" in said
     assert "slow_0 +2" in said
     assert "30.0 min" in said
+
+
+def test_folds_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    for fold, best in enumerate((80.0, 84.0, 82.0)):
+        make_run(runs / f"fold_{fold}", "data.folds=3", f"data.fold={fold}", top1=(60.0, best))
+    for seed in (0, 1):
+        make_run(runs / f"seed_{seed}", f"seed={seed}", top1=(60.0,))
+    folds, seeds = listed(runs)["rows"]
+    assert (folds["best_top1"], folds["seeds"], folds["folds"]) == (82.0, ["0", "0", "0"], ["0", "1", "2"])
+    assert folds["best_top1_half"] == pytest.approx(4.303 * 2 / math.sqrt(3), rel=1e-3)
+    assert (seeds["seeds"], seeds["folds"]) == (["0", "1"], ["0", "0"])
+    assert [row["settings"] for row in (folds, seeds)] == [{"data.folds": "3"}, {"data.folds": "null"}]
+    said = capsys.readouterr().out
+    assert [line.split()[:5] for line in said.splitlines() if line.startswith("3 ")] == [["3", "0", "0,", "1,", "2"]]
+    assert "mean over the seeds or the folds, which share training images: a rough guide\n" in said
+    list_runs([str(runs / f"seed_{seed}") for seed in (0, 1)], sort="epoch", output=None)
+    assert capsys.readouterr().out.endswith("mean over the seeds\n")
+
+
+def test_a_path_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    name = "_".join(["a_long_name"] * 20)
+    make_run(runs / name / "x", "data.root='/a folder of the others'")
+    make_run(runs / "y", "data.root='/another folder'")
+    list_runs([str(runs)], sort="epoch", output=None)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith(f"{name}/x")]
+    assert line.startswith("/a folder of the others  ")
 
 
 def test_what_is_not_finished_or_done_again_has_a_row_of_its_own(tmp_path: Path) -> None:
@@ -210,6 +239,28 @@ def test_what_a_choice_brings_along_has_no_column(tmp_path: Path) -> None:
     keys, shown = columns(tmp_path)
     assert {"optim.momentum", "optim.betas", "optim.weight_decay"} < set(keys)
     assert shown == ["optim.lr", "optim.name"]
+
+
+def test_what_a_preset_chose_has_no_column(tmp_path: Path) -> None:
+    """As in `config.yaml`, which has resolved values; what was asked for is in the checkpoint."""
+    for name, level, gelu, typed in (
+        ("a", "fp32", "torch", None),
+        ("b", "amp_bf16", "polynomial", None),
+        ("c", "amp_bf16", "torch", "torch"),
+    ):
+        settings = (f"precision={level}", f"speed.gelu={gelu}", f"speed.qkv={'separate' if name == 'a' else 'fused'}")
+        checkpoint = make_run(tmp_path / name, *settings) / "checkpoints" / "step_000000020"
+        checkpoint.mkdir()
+        config = load_config("vit_digits", [f"precision={level}"]).model_dump(mode="json")
+        config["speed"]["gelu"] = typed
+        (checkpoint / "state.json").write_text(json.dumps({"config": config}))
+    keys, shown = columns(tmp_path)
+    assert {"speed.gelu", "speed.qkv"} < set(keys)
+    assert shown == ["precision.name", "speed.gelu"]
+    # Without its checkpoint it is not known who chose.
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    assert columns(tmp_path)[1] == ["precision.name", "speed.qkv", "speed.gelu"]
+    assert len(keys) == 3
 
 
 def test_what_an_experiment_brings_along_has_no_column(tmp_path: Path) -> None:

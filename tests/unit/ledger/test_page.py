@@ -299,3 +299,17 @@ def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.Captu
 @pytest.mark.parametrize(("seconds", "text"), [(3.0, "3.0 s"), (600, "10.0 min"), (9000, "2.5 h"), (1e6, "11.6 d")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_one_round_and_one_seed_are_named_as_such(record: Record) -> None:
+    assert "3 seeds, 3 rounds of timing" in markdown(record)
+    assert "3 seeds · 3 rounds of timing" in page(record, [])
+    record["settings"] |= {"seeds": 1, "rounds": 1}
+    speedup = {"ratio": 1.87, "low": None, "high": None, "rounds": 1}
+    record["arms"][1]["timing"] |= {"speedup": speedup, "speedup_before": speedup}
+    assert "1 seed, 1 round of timing. " in markdown(record)
+    assert "| 1.87 (one round) |" in markdown(record)
+    assert "1 seed · 1 round of timing<" in page(record, [])
+    assert "<span class='big'>1.87x</span> one round, no interval<br>" in page(record, [])
+    speedup["rounds"] = 0
+    assert "<span class='big'>1.87x</span> no interval<br>" in page(record, [])

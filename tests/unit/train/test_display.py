@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 
 import pytest
 
@@ -93,3 +94,31 @@ def test_without_standard_output(monkeypatch: pytest.MonkeyPatch, mode: str) -> 
     with Display(speaks=True, mode=mode) as display:
         display.table("vit", [("steps", "7")])
         display.note("done")
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("total", [44, 1_234_567])
+def test_a_bar_fits_the_terminal_and_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, total: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    record = {"step": 40, "loss": 1.2345, "lr": 0.1, "images_per_second": 12345.6, "epoch": 123.4}
+    with Display(speaks=True, mode="bar") as display:
+        display.begin_training(0, total)
+        display.training(record, total, epochs=300, seconds_left=1)
+        display.begin_evaluation("val", 50_000)
+        said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+        display.note("run folder: here")
+    rows = said.splitlines()
+    evaluating = next(row for row in rows if "evaluate val" in row)
+    assert " 0/50000 " in evaluating
+    training = next(row for row in reversed(rows) if "epoch 123.4/300" in row)
+    assert f"40/{total}" in training
+    assert "loss 1.2345" in training
+    assert ("lr 1.00e-01" in training) == (columns == "200")
+    assert "…" not in said
+    after = capsys.readouterr().out.rpartition("run folder: here")[2]
+    # The bar is drawn once more and then erased, line by line.
+    assert after.endswith("\x1b[1A\x1b[2K" * 2)

@@ -82,6 +82,7 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
         "image_size": 8,
         "crop_ratio": CONFIG.augment.eval_crop_ratio,
         "crop": "center",
+        "exif_orientation": False,
         "interpolation": CONFIG.augment.interpolation,
         "mean": list(CONFIG.data.mean),
         "std": list(CONFIG.data.std),

@@ -1,0 +1,167 @@
+"""`--help KEY`: the type, range, default and description of keys, read from the schema."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.suggestions import USUAL_KEYS, did_you_mean, section_keys
+from pycls_fast.errors import UserError
+from pycls_fast.speed import CATALOGUE
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A key of a section. Kinds of a group (`optim=sgd`) may share it."""
+
+    name: str
+    field: FieldInfo
+    section: type[Section]
+
+
+def help_of_key(word: str, options: type[Section], width: int) -> str:
+    """Describe a key (`optim.lr`), the keys with this last part (`lr`), or a group (`optim`).
+
+    Args:
+        word: what was typed.
+        options: the tool's own keys.
+        width: of the terminal, in characters.
+
+    Raises:
+        UserError: there is no such key.
+    """
+    keys = [*_keys(options), *_keys(RunConfig)]
+    named = [key for key in keys if key.name == word] or [key for key in keys if key.name.rpartition(".")[2] == word]
+    group = [key for key in keys if key.name.startswith(f"{word}.")]
+    if not named and not group:
+        raise UserError(f"--help {word}: unknown key{_suggestion(word, {key.name for key in keys})}")
+    lines: dict[str, list[str]] = {}
+    for key in group or named:
+        lines.setdefault(_line(key), []).extend(_kind(key))
+    texts = _texts(group or named, only=None if group else word.rpartition(".")[2])
+    return "\n\n".join([
+        "\n".join(f"{line}{_restriction(line, kinds)}" for line, kinds in lines.items()),
+        *(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) for text in texts),
+    ])  # fmt: skip
+
+
+def _keys(schema: type[Section], prefix: str = "") -> Iterator[_Key]:
+    """Every key, those of all kinds of a group included."""
+    sections = section_keys(schema)
+    for name, field in schema.model_fields.items():
+        if not sections[name] or types.NoneType in typing.get_args(field.annotation):
+            yield _Key(prefix + name, field, schema)
+        for section in sections[name]:
+            yield from _keys(typing.cast(type[Section], section), f"{prefix}{name}.")
+
+
+def _suggestion(word: str, names: set[str]) -> str:
+    if USUAL_KEYS.get(word) in names:
+        return f"; did you mean {USUAL_KEYS[word]}?"
+    return did_you_mean(word, names) or "; --help without a key lists the groups"
+
+
+def _texts(keys: Sequence[_Key], only: str | None) -> list[str]:
+    """The docstrings of the keys' sections, by paragraph, and the notes on switches.
+
+    Args:
+        keys: what they are about.
+        only: take the sentences that mention this name.
+    """
+    sections = dict.fromkeys(base for key in keys for base in key.section.__mro__ if _is_documented(base))
+    texts = [text for section in sections for text in re.split(r"\n\n+", inspect.cleandoc(section.__doc__ or ""))]
+    if only is not None:
+        sentences = (sentence for text in texts for sentence in re.split(r"(?<=\.)\s+(?=[A-Z`])", text))
+        texts = [sentence for sentence in sentences if re.search(rf"`{re.escape(only)}\b", sentence)]
+    notes = {f"speed.{switch.name}": switch.note for switch in CATALOGUE}
+    texts += [f"{key.name}: {notes[key.name]}" for key in keys if key.name in notes]
+    return [" ".join(text.replace("`", "").split()) for text in texts]
+
+
+def _is_documented(base: type) -> bool:
+    return issubclass(base, Section) and base is not Section
+
+
+def _tag(key: _Key) -> str | None:
+    """The key that chooses between the kinds of the key's group (`optim.name`); None for a group of one kind."""
+    group = key.name.partition(".")[0]
+    if len(_sections_of(group)) < 2:
+        return None
+    return next(f"{group}.{tag}" for tag in ("kind", "name") if tag in key.section.model_fields)
+
+
+def _sections_of(group: str) -> tuple[type[Any], ...]:
+    return section_keys(RunConfig).get(group, ())
+
+
+def _kind(key: _Key) -> list[str]:
+    """The kind of a group that the key belongs to, such as `sgd`, if there are several."""
+    tag = _tag(key)
+    return [] if tag is None else _choices(key.section, tag)
+
+
+def _choices(section: type[Any], tag: str) -> list[str]:
+    return list(typing.get_args(section.model_fields[tag.rpartition(".")[2]].annotation))
+
+
+def _restriction(line: str, kinds: Sequence[str]) -> str:
+    group = line.partition(".")[0]
+    return f"  (only {', '.join(kinds)})" if 0 < len(kinds) < len(_sections_of(group)) else ""
+
+
+def _line(key: _Key) -> str:
+    """`optim.lr  number greater than 0`, or with its default as it is typed."""
+    if key.name == _tag(key):
+        kinds = [kind for section in _sections_of(key.name.partition(".")[0]) for kind in _choices(section, key.name)]
+        return f"{key.name}  one of {', '.join(kinds)}"
+    what = key.field.description or _type(key.field.annotation, key.field.metadata)
+    return f"{key.name}  {what}" if key.field.is_required() else f"{key.name}={as_typed(key.field.default)}  {what}"
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """The type of a value in words, with its range."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(parts[0], [*metadata, *(limit for part in parts[1:] for limit in _limits_of(part))])
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(as_typed, parts))}"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_type(part, () if part is types.NoneType else metadata) for part in parts)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return f"list of: {_type(parts[0])}"
+    if origin is tuple:
+        inner = dict.fromkeys(map(_type, parts))
+        return f"list of {len(parts)}: {', then '.join(inner)}"
+    return " ".join((_NAMES.get(annotation, "group of keys"), *filter(None, [_range(metadata)])))
+
+
+_NAMES: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    types.NoneType: "null",
+}
+_LIMITS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+
+
+def _limits_of(part: Any) -> Sequence[Any]:
+    return part.metadata if isinstance(part, FieldInfo) else [part]
+
+
+def _range(metadata: Iterable[Any]) -> str:
+    """`at least 0 and less than 1`; "" without limits."""
+    found = [
+        (words, getattr(limit, name)) for limit in metadata for name, words in _LIMITS.items() if hasattr(limit, name)
+    ]
+    return " and ".join(f"{words} {as_typed(value).removesuffix('.0')}" for words, value in found)

@@ -1,0 +1,263 @@
+"""EXIF orientation: in every decoder an image looks as Pillow's `exif_transpose` shows it, if that is asked for."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.datasets
+import torch
+from PIL import ExifTags, Image, ImageOps
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.data import DamagedImage, EvalTransform, ImageDataset, TrainTransform, decode
+from pycls_fast.data.orientation import jpeg_orientation
+from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pictures import (
+    DECODERS,
+    Decoder,
+    PillowPicture,
+    Upright,
+    open_scaled_region,
+    open_with_pillow,
+)
+from pycls_fast.data.sources import scan_classes
+from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.parallel import ALONE
+from tests.unit.data.layouts import LAYOUTS, Sample, open_layout
+
+PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
+ALL_DECODERS = {**DECODERS, "region, dct": open_scaled_region}
+FORMATS = ("JPEG", "PNG", "WEBP")
+EIGHT = range(1, 9)
+
+
+@pytest.fixture(scope="module")
+def photo() -> Image.Image:
+    return Image.open(PHOTO).convert("RGB").crop((100, 60, 420, 273))
+
+
+def encode(image: Image.Image, orientation: int | None = None, kind: str = "JPEG", **options: Any) -> bytes:
+    if orientation is not None:
+        options["exif"] = Image.Exif()
+        options["exif"][ExifTags.Base.Orientation] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def as_seen(data: bytes) -> Image.Image:
+    """By Pillow alone."""
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("orientation", EIGHT)
+def test_the_eight_orientations(photo: Image.Image, orientation: int, kind: str) -> None:
+    data = encode(photo, orientation, kind)
+    seen, found = as_seen(data), decode(data, upright=True)
+    assert found.size == seen.size == (photo.size if orientation <= 4 else photo.size[::-1])
+    np.testing.assert_array_equal(found, seen)
+    stored = decode(data)
+    assert stored.size == photo.size
+    assert (orientation == 1) == np.array_equal(stored, seen)
+
+
+@pytest.mark.parametrize("orientation", EIGHT)
+def test_tiffs_are_turned_in_any_case(photo: Image.Image, orientation: int) -> None:
+    """Pillow turns them when it reads the pixels; nothing is turned twice."""
+    data = encode(photo, orientation, "TIFF")
+    for upright in (False, True):
+        np.testing.assert_array_equal(decode(data, upright=upright), as_seen(data))
+
+
+@pytest.mark.parametrize("name", ALL_DECODERS)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("orientation", EIGHT)
+def test_random_crops_are_those_of_a_file_that_was_turned_before(
+    photo: Image.Image, orientation: int, kind: str, name: str
+) -> None:
+    decoder = ALL_DECODERS[name]
+    data = encode(photo, orientation, kind)
+    is_fast = kind == "JPEG" and orientation == 1
+    before = data if is_fast else encode(as_seen(data), kind="PNG")
+    picture = Upright(decoder)(data)
+    assert type(picture) is type(decoder(before))
+    assert picture.size == as_seen(data).size[::-1]
+    training = TrainTransform(image_size=32, erase_probability=0.5)
+    for seed in range(5):
+        ours, wanted = training(Upright(decoder)(data), seed), training(decoder(before), seed)
+        np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
+        assert ours.erase == wanted.erase
+    scoring = EvalTransform(image_size=48)
+    np.testing.assert_array_equal(scoring(Upright(decoder)(data), 0).image_HWC, scoring(decoder(before), 0).image_HWC)
+
+
+@pytest.mark.parametrize("name", ALL_DECODERS)
+def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
+    """Warnings are errors here."""
+    decoder = ALL_DECODERS[name]
+    transform = EvalTransform(image_size=48)
+    garbage = (
+        b"",
+        b"garbage",
+        b"II*\0\xff\xff\xff\xff",
+        b"MM\0*\0\0\0\x08\xff\xff\x01\x12",
+        np.random.default_rng(0).bytes(300),
+    )
+    tags = [encode(photo, number) for number in (0, 9, 65535)]
+    for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
+        assert jpeg_orientation(data) == 1
+        picture = Upright(decoder)(data)
+        assert type(picture) is type(decoder(data))
+        np.testing.assert_array_equal(transform(picture, 0).image_HWC, transform(decoder(data), 0).image_HWC)
+        np.testing.assert_array_equal(decode(data, upright=True), decode(data))
+    for kind in ("PNG", "WEBP"):
+        data = encode(photo, exif=b"Exif\0\0garbage", kind=kind)
+        np.testing.assert_array_equal(decode(data, upright=True), decode(data))
+
+
+def test_a_tag_of_the_wrong_type_needs_no_turn(photo: Image.Image) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    # The tag as ASCII text instead of a 16-bit number.
+    wrong = exif.tobytes().replace(b"\x01\x12\x00\x03", b"\x01\x12\x00\x02")
+    data = encode(photo, exif=wrong)
+    assert wrong != exif.tobytes()
+    assert jpeg_orientation(data) == 1
+    np.testing.assert_array_equal(decode(data, upright=True), decode(data))
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return b"\xff" + bytes([marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
+    plain, tagged = encode(photo), encode(photo, 6)
+    assert jpeg_orientation(plain) == 1
+    assert jpeg_orientation(tagged) == 6
+    # A profile that looks like the start of the pixels and like EXIF; fill bytes; an end in the middle of the header.
+    profile = segment(0xE2, b"ICC_PROFILE\0\x01\x01" + b"\xff\xda\xff\xe1" * 10_000)
+    assert jpeg_orientation(plain[:2] + profile + plain[2:]) == 1
+    for before in (profile, segment(0xFE, b"a comment"), b"\xff\xff"):
+        assert jpeg_orientation(tagged[:2] + before + tagged[2:]) == 6
+    for end in range(2, 300):
+        assert jpeg_orientation(plain[:end]) == 1
+    # Editors write XMP next to EXIF.
+    xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+    assert jpeg_orientation(tagged[:2] + xmp + tagged[2:]) == 6
+    assert jpeg_orientation(plain[:2] + xmp + plain[2:]) == 1
+
+
+def test_damaged_files_are_refused_for_the_same_reason(photo: Image.Image) -> None:
+    whole = encode(photo, 6)
+    for data in (b"", b"\xff\xd8", whole[:40], whole[:200], whole[: len(whole) // 2], b"<html>", bytes(100)):
+        reasons = []
+        for decoder in (open_with_pillow, *(Upright(each) for each in ALL_DECODERS.values())):
+            with pytest.raises(DamagedImage) as caught:
+                EvalTransform(image_size=8)(decoder(data), 0)
+            reasons.append(caught.value.reason)
+        assert len(set(reasons)) == 1
+
+
+def test_arrays_are_never_turned(photo: Image.Image) -> None:
+    pixels = np.asarray(photo)
+    np.testing.assert_array_equal(decode(pixels, upright=True), pixels)
+    for decoder in ALL_DECODERS.values():
+        assert Upright(decoder)(pixels).size == pixels.shape[:2]
+
+
+def turned_content(photo: Image.Image) -> dict[str, list[Sample]]:
+    small = photo.resize((24, 16))
+    return {
+        split: [
+            Sample(f"{split}_{label}_{number}.JPEG", label, encode(small.rotate(7 * label), number))
+            for label in range(3)
+            for number in EIGHT
+        ]
+        for split in ("train", "val")
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(LAYOUTS))
+def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, kind: str) -> None:
+    """By the decoder of the key; without the key they are not, and a worker gets a copy of the decoder."""
+    content = turned_content(photo)
+    source = open_layout(kind, tmp_path / kind, content)["val"]
+    size = ["data.image_size=16", "augment.eval_crop=squash", "augment.eval_crop_ratio=1.0", "data.num_workers=0"]
+    scored: list[torch.Tensor] = []
+    for keys in ([], ["data.exif_orientation=true"]):
+        config = build.for_scoring(load_config("vit_digits", [*size, *keys, "speed.decode=pillow"]))
+        loader = build.eval_loader(config, source, ALONE, build.switches(config, torch.device("cpu")))
+        dataset = loader.dataset
+        assert isinstance(dataset, ImageDataset)
+        pickle.loads(pickle.dumps(dataset._open_picture))
+        scored.append(torch.cat([batch.images_BHWC for batch in loader]))
+    transform = EvalTransform(image_size=16, crop="squash", crop_ratio=1.0)
+    for found_BHWC, upright in zip(scored, (False, True), strict=True):
+        for found_HWC, sample in zip(found_BHWC, content["val"], strict=True):
+            image = as_seen(sample.data) if upright else Image.open(io.BytesIO(sample.data))
+            np.testing.assert_array_equal(found_HWC, transform(PillowPicture(image), 0).image_HWC)
+
+
+def opened_by_key(decode_name: str, **keys: str) -> Decoder:
+    values = [f"data.{key}={value}" for key, value in keys.items()]
+    config = load_config("vit_digits", [f"speed.decode={decode_name}", *values])
+    return build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_key_chooses(name: str) -> None:
+    assert opened_by_key(name) is DECODERS[name]
+    assert opened_by_key(name, exif_orientation="true") == Upright(DECODERS[name])
+
+
+@pytest.mark.parametrize("experiment", ["finetune", "linear_probe"])
+def test_own_photographs_are_turned(experiment: str) -> None:
+    assert load_config(experiment, ["data.root=x", "weights=y"]).data.exif_orientation
+    assert not load_config("resnet50", ["data.root=x"]).data.exif_orientation
+
+
+def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str) -> list[bytes | np.ndarray]:
+    """The eight orientations as a class folder, packed."""
+    folder = tmp_path / "folders" / "class"
+    folder.mkdir(parents=True)
+    for orientation in EIGHT:
+        (folder / f"{orientation}.{kind.lower()}").write_bytes(encode(photo, orientation, kind))
+    pack(scan_classes(tmp_path / "folders"), tmp_path / "packed", settings, workers=0, title="")
+    source = open_packed_split(tmp_path / "packed")
+    return [source.read(index)[0] for index in range(8)]
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "TIFF"])
+def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Image, tmp_path: Path, kind: str) -> None:
+    for orientation, data in zip(EIGHT, packed(photo, tmp_path, PackSettings(64), kind), strict=True):
+        assert isinstance(data, bytes)
+        assert jpeg_orientation(data) == (1 if kind == "TIFF" else orientation)
+        seen = decode(data, upright=True)
+        wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
+        assert min(seen.size) == 64
+        assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("short_side", [None, 1000])
+def test_packing_copies_what_is_small_enough(
+    photo: Image.Image, tmp_path: Path, kind: str, short_side: int | None
+) -> None:
+    found = packed(photo, tmp_path, PackSettings(short_side), kind)
+    assert found == [encode(photo, orientation, kind) for orientation in EIGHT]
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_raw_pixels_are_turned_when_packed(photo: Image.Image, tmp_path: Path, upright: bool) -> None:
+    for orientation, pixels in zip(
+        EIGHT, packed(photo, tmp_path, PackSettings(store="raw", upright=upright), "JPEG"), strict=True
+    ):
+        data = encode(photo, orientation)
+        np.testing.assert_array_equal(pixels, as_seen(data) if upright else Image.open(io.BytesIO(data)))
