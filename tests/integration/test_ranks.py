@@ -100,7 +100,7 @@ def test_weights_that_the_hub_does_not_have_are_one_line(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments = command("weights=hf:nobody/nothing", f"data.root={digits}", tool=tool, config_name=config_name)
-    done = run_process(under_torchrun([*arguments, "run_dir=run"], 2), cwd=tmp_path, expect=None)
+    done = run_process(under_torchrun([*arguments, "run_dir=run"], 3), cwd=tmp_path, expect=None)
     assert done.returncode != 0
     assert "rank 1 lost" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
