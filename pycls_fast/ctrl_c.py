@@ -1,19 +1,21 @@
 """Ctrl-C while a tool is importing: one line and status 130.
 
-Each tool imports this first. Imports take seconds. A KeyboardInterrupt in one of them would be a traceback if
-`config/command_line.py` cannot report it yet; in torch it may be lost, or abort the process.
+Each tool that is the main program imports this first. Imports take seconds. A KeyboardInterrupt in one of them would be
+a traceback if `config/reporting.py` cannot report it yet; in torch it may be lost, or abort the process.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 from pycls_fast.exit_status import INTERRUPTED
 
 _IMPORTS = "<frozen importlib._bootstrap>"
-_REPORTS = "pycls_fast/config/command_line.py"
+# All tools call it, whatever reads their command line.
+_REPORTS = "pycls_fast/config/reporting.py"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -27,7 +29,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         signal.default_int_handler(number, frame)
     # Once per node. Not `print`: the signal may have interrupted another one.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        os.write(2, b"interrupted: Ctrl-C ended this at once\n")
+        # The terminal may be gone.
+        with suppress(OSError):
+            os.write(2, b"interrupted: Ctrl-C ended this at once\n")
     os._exit(INTERRUPTED)
 
 

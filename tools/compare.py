@@ -9,7 +9,8 @@ finished.
     images=24    images shown per kind of disagreement
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated
 

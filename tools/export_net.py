@@ -10,19 +10,21 @@
     which=     auto (the average of the weights if there is one), model or ema
     dtype=     float32, bfloat16 or float16 for all floating-point tensors (default: as saved); safetensors and timm
     overwrite= true: overwrite an existing file; of a folder, only the files of the export
+    imports=   if weights= is an exported file of a model of your own: the modules that register it ([MODULE])
 
 All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
 strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
 also has the model's settings and the whole configuration.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import Section, options_line
+from pycls_fast.config import ModuleNames, Section, options_line
 
 
 class Options(Section):
@@ -34,13 +36,16 @@ class Options(Section):
     which: Literal["auto", "model", "ema"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     overwrite: bool = False
+    imports: ModuleNames = ()
 
 
 def main(options: Options) -> int:
     """Export and print what was written."""
     # torch takes seconds to import; mistakes on the command line are reported before that.
+    from pycls_fast.build.imports import import_modules
     from pycls_fast.train.export import export
 
+    import_modules(options.imports)
     return export(
         options.weights,
         options.output,

@@ -16,7 +16,8 @@ over it
     device=          auto, cpu or cuda
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated, Literal
 

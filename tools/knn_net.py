@@ -4,7 +4,8 @@ Compares features before the head; the k=20 nearest training images vote with ex
 configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated
 

@@ -15,7 +15,8 @@ mode=numerics        logit and gradient errors of one setting against float64, a
 `check` exits with 1 if a rung has lost speed or accuracy; absolute=false compares only speed-ups.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 import sys
 from pathlib import Path

@@ -5,7 +5,8 @@ fastest and where it diverges. Writes lr_find.json and lr_find.png into output=F
 Compiles nothing unless speed.compile is set: there are too few steps to make up for it.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated
 

@@ -5,7 +5,8 @@ Published numbers are in `pycls_fast/published.py`, numbers measured here in `do
 
 from __future__ import annotations
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

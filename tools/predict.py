@@ -13,17 +13,19 @@ IMAGES       files, folders (searched recursively), patterns in quotes ('cats/*.
     precision=   fp32, amp_bf16, amp_fp16, bf16 or fp16
     batch_size=  images at a time (64)
     num_workers= processes that read and decode (none for few images, else one per core)
+    imports=     for an exported file of a model of your own: the modules that register it ([MODULE])
 
 Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import Section, options_line
+from pycls_fast.config import ModuleNames, Section, options_line
 from pycls_fast.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -42,6 +44,7 @@ class Options(Section):
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
     batch_size: Positive | None = None
     num_workers: Annotated[int, Field(ge=0)] | None = None
+    imports: ModuleNames = ()
 
 
 def main(options: Options) -> int:
@@ -49,9 +52,12 @@ def main(options: Options) -> int:
     if not options.images:
         raise UserError("images: none were given; give files, folders or patterns after the run")
     # torch takes seconds to import; mistakes on the command line are reported before that.
+    from pycls_fast.build.imports import import_modules
     from pycls_fast.inference.predict import predict
 
-    return predict(**dict(options))
+    given = dict(options)
+    import_modules(given.pop("imports"))
+    return predict(**given)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ index    list the files of a large dataset once and keep the list, so that runs 
 All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 import sys
 from typing import Annotated, Literal

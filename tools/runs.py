@@ -12,7 +12,8 @@ everything saved), failed (ended by an error), or running or killed. Damaged and
 end, with the reason. Exit status: 0, or 2 when no run could be read.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Literal
 

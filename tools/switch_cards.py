@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -7,7 +7,8 @@ configuration's instead. `predictions=FILE.csv` lists every image with its class
 probability, and the loss, the worst image first.
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 from typing import Literal
 

@@ -11,7 +11,8 @@ Variants are timed in turns and compared with the first, which shows differences
         "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
 """
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 import shlex
 from typing import Annotated, Literal

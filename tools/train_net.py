@@ -1,6 +1,7 @@
 """Train a network: `python tools/train_net.py --config-name vit_digits [key=value ...]`."""
 
-import pycls_fast.ctrl_c  # noqa: F401  # isort: skip
+if __name__ == "__main__":
+    import pycls_fast.ctrl_c  # noqa: F401
 
 import shlex
 import sys

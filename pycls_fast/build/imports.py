@@ -12,7 +12,7 @@ from pycls_fast.errors import UserError, first_line
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by their names; the current folder is searched first, as `python -m` does.
+    """Import modules by their names; the current folder is searched, too: first, unless PYTHONPATH has it.
 
     Raises:
         UserError: there is no such module, or it fails.

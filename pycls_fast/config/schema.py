@@ -74,6 +74,9 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+ModuleNames = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+
+
 def _bare_off(value: Any) -> Any:
     """Accept a bare `off` (and `on` below), which YAML reads as false (true)."""
     return "off" if value is False else value
@@ -565,8 +568,8 @@ class RunConfig(Section):
 
     `imports` names Python modules that are imported before anything is built, from the current folder or where Python
     looks: they can register models with timm (`timm.models.register_model`) for `model=timm`. They are saved with a
-    run, so every tool that loads a run's folder or checkpoint imports them: load only those that you trust. Exported
-    files never import anything.
+    run, so every tool that builds the network of a run's folder or checkpoint imports them: load only those that you
+    trust. Exported files never import anything.
     """
 
     config_name: Text
@@ -576,7 +579,7 @@ class RunConfig(Section):
     weights: Text | None = None
     weights_allow: tuple[Text, ...] = ()
     needs_weights: bool = False
-    imports: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
+    imports: ModuleNames = ()
     model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from pycls_fast import build
 from pycls_fast.exit_status import MISTAKE, OUT_OF_MEMORY
 
 _PR_SET_PDEATHSIG = 1
+# From SIGTERM to SIGKILL.
+_SAVING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,19 @@ class Process:
         assert ended is not None
         return ended
 
-    def stop(self) -> None:
-        """Ask it to save and exit; kill it if it has not within 30 s."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    @staticmethod
+    def stop(processes: Iterable[Process]) -> None:
+        """Ask all of them to save and exit, then kill those that have not within 30 s."""
+        stopping = [process._process for process in processes]
+        for process in stopping:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _SAVING_SECONDS
+        for process in stopping:
+            try:
+                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 # Part of torchrun's final message; its own status is 1 whatever the ranks' statuses are.

@@ -78,7 +78,7 @@ def run_ladder(
     if config.resume != "auto":
         raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
     if config.runtime.tracker != "none":
-        # Its many short trainings are measurements. Not always: a rung's older checkout may not know the key.
+        # The trainings are measurements. Added only if a tracker is set: a rung's older checkout may not know the key.
         base = base[0], [*base[1], "runtime.tracker=none"]
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:

@@ -201,7 +201,7 @@ class Ledger:
             while (finished := self._finished(process)) is None:
                 time.sleep(_POLLING_SECONDS)
         except BaseException:
-            process.stop()
+            Process.stop([process])
             raise
         self._report(what, finished)
         if blame and finished.status != 0:
@@ -269,8 +269,7 @@ class Ledger:
                                 self.say(f"nothing to compare with: no training is started without '{reference}'")
                 time.sleep(_POLLING_SECONDS if running else 0)
         except BaseException:
-            for _, _, process in running:
-                process.stop()
+            Process.stop(process for _, _, process in running)
             raise
 
     def _start_training(self, arm: Arm, seed: int) -> Process:

@@ -32,7 +32,7 @@ class About:
         classes: names of the outputs, in their order.
         image_size: side of the square images in pixels.
         mean, std: per channel, as fractions of 255.
-        crop_ratio: side of the crop as a fraction of the resized image's side, at evaluation.
+        crop_ratio: side of the crop as a fraction of the resized side, at evaluation.
         crop: the resized side: "center": the short one, "squash": both, "border": the long one (timm's `crop_mode`).
         interpolation: that of the resizing.
         exif_orientation: whether images are turned first as their EXIF orientation says.

@@ -64,11 +64,14 @@ class TimmModel(Network):
         self.network = self._create()
         if not hasattr(self.network, "default_cfg"):
             raise UserError(
-                f"model.name: {name} has no default_cfg; set it in the model, such as self.default_cfg = "
-                "{'classifier': 'head'}, the name of its last linear layer"
+                f"model.name: {name} has no default_cfg; set it in the model to name its last linear layer, for "
+                "example self.default_cfg = {'classifier': 'head'}"
             )
         if not isinstance(self._head(), nn.Linear):
-            raise UserError(f"model.name: {name} has no single linear classifier; choose another model")
+            raise UserError(
+                f"model.name: {name} has no single linear classifier (default_cfg['classifier'] is "
+                f"{self.network.default_cfg.get('classifier')!r}); choose another model, or correct that in your own"
+            )
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = attention == "sdpa"
@@ -135,7 +138,7 @@ class TimmModel(Network):
 
     def _head(self) -> nn.Module | None:
         name = self.network.default_cfg.get("classifier")
-        return self.network.get_submodule(name) if isinstance(name, str) else None
+        return dict(self.network.named_modules(remove_duplicate=False)).get(name) if isinstance(name, str) else None
 
     def _create(self) -> Any:
         import timm
@@ -193,8 +196,8 @@ def _built_for_one_size(name: str) -> bool:
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "python -c 'import timm; print(timm.list_models())'"
         raise UserError(
-            f"model.name: timm {timm.__version__} has no model {name}; {hint}; a model of your own is "
-            "registered by a module in imports=[MODULE]"
+            f"model.name: timm {timm.__version__} has no model {name}; {hint}; if it is your own, name the module that "
+            "registers it: imports=[MODULE] (in Python: import it first)"
         )
     try:
         config = timm.get_pretrained_cfg(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycls_fast.config.schema import RunConfig
+from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         resumed_from: the checkpoint from which a run resumes, which does not load `weights`; it has the commit.
 
     Raises:
-        UserError: no such repository or revision.
+        UserError: on all ranks: no such repository or revision.
     """
     source = config.weights
     if source is None or not source.startswith(foreign.HUGGING_FACE):
@@ -27,8 +28,24 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         saved = str(resumed_from.plain["config"]["weights"])
         pinned = saved if saved.partition("@")[0] == source.partition("@")[0] else source
     else:
-        pinned = world.from_main(foreign.pinned(source) if world.is_main else source)
-        if world.local_rank == 0 and not world.is_main:
-            foreign.pinned(pinned)
-        world.barrier()
+        pinned = _pinned_by_all(source, world)
     return config.model_copy(update={"weights": pinned})
+
+
+def _pinned_by_all(source: str, world: World) -> str:
+    pinned, mistakes = world.from_main(_asked(source) if world.is_main else (source, ()))
+    if not mistakes and world.local_rank == 0 and not world.is_main:
+        _, mistakes = _asked(pinned)
+    # A rank that raised its own error would leave the others waiting for it.
+    for found in world.gather(mistakes):
+        if found:
+            raise UserError(*found)
+    return pinned
+
+
+def _asked(source: str) -> tuple[str, tuple[str, ...]]:
+    """The pinned source, or the source as it is and what is wrong."""
+    try:
+        return foreign.pinned(source), ()
+    except UserError as error:
+        return source, tuple(error.lines)

@@ -85,7 +85,7 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
 
 
-def test_sigterm_leaves_a_report_and_the_same_command_resumes(ladder: Path, digits: Path, tmp_path: Path) -> None:
+def test_sigterm_leaves_the_record_and_the_same_command_resumes(ladder: Path, digits: Path, tmp_path: Path) -> None:
     ladder.write_text(
         "description: one change\nbaseline: {name: plain}\nrungs: [{name: wide, overrides: [model.width=48]}]"
     )

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import pycls_fast
+from pycls_fast import build
 from pycls_fast.build.imports import import_modules
-from pycls_fast.config import load_config, load_run_config
+from pycls_fast.config import RunConfig, load_config, load_run_config
 from pycls_fast.config.saved import of_weights
 from pycls_fast.errors import UserError
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
-from tests.integration.runs import command, run_process, under_torchrun
+from tests.integration.runs import ROOT, command, run_process, under_torchrun
 
 MODEL = """
 from torch import nn
@@ -69,12 +71,60 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     # A file names no modules: nothing is imported when somebody else loads it.
     export("run", "net.safetensors", which="auto", dtype=None, overwrite=False)
     assert not timm.is_model("tiny_of_this_test")
-    with pytest.raises(UserError, match=r"^model.name: timm .* has no model tiny_of_this_test; .*imports=\[MODULE\]$"):
+    own = r"^model.name: timm .* has no model tiny_of_this_test; .*: imports=\[MODULE\] \(in Python: import it first\)$"
+    with pytest.raises(UserError, match=own):
         pycls_fast.load("net.safetensors")
     image = np.zeros((8, 8, 3), np.uint8)
     logits = pycls_fast.load("run").logits(image)
     assert logits.shape == (1, 10)
     assert torch.equal(pycls_fast.load("net.safetensors").logits(image), logits)
+
+
+def of_own_model(here: Path, text: str) -> RunConfig:
+    """Write `my_nets.py` and import it here. timm forgets no model: each test has its own name for it."""
+    name = f"tiny_of_{here.name}"
+    (here / "my_nets.py").write_text(text.replace("tiny_of_this_test", name))
+    import_modules(["my_nets"])
+    return load_config("vit_digits", ["model=timm", f"model.name={name}"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "output"),
+    [
+        ("predict", ["net.safetensors", "image.png"], "told.json"),
+        ("export_net", ["weights=net.safetensors", "format=program"], "net.pt2"),
+    ],
+)
+def test_the_tools_take_the_modules_of_an_exported_file(here: Path, tool: str, words: list[str], output: str) -> None:
+    config = of_own_model(here, MODEL)
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save("image.png")
+    about = {"config": config.model_dump_json(), "classes": json.dumps(list("0123456789"))}
+    save_file(
+        build.model(config, 10, build.switches(config, torch.device("cpu"))).state_dict(), "net.safetensors", about
+    )
+    arguments = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *words, f"output={output}"]
+    run_process([*arguments, "imports=my_nets"], cwd=here)
+    assert (here / output).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            "pass",
+            r"^model.name: tiny_of_.* has no default_cfg; set it .* self.default_cfg = {'classifier': 'head'}$",
+        ),
+        (
+            "self.default_cfg = {'classifier': 'haed'}",
+            r"no single linear classifier \(default_cfg\['classifier'\] is 'haed'\)",
+        ),
+        ("self.default_cfg = {}", r"no single linear classifier \(default_cfg\['classifier'\] is None\)"),
+    ],
+)
+def test_a_model_that_does_not_name_its_last_layer(here: Path, config: str, line: str) -> None:
+    chosen = of_own_model(here, MODEL.replace('self.default_cfg = {"classifier": "head"}', config))
+    with pytest.raises(UserError, match=line):
+        build.model(chosen, 10, build.switches(chosen, torch.device("cpu")))
 
 
 def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:

@@ -168,14 +168,22 @@ def test_imagenets_ids() -> None:
 
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     timm_folder(tmp_path / "larger", crop_pct=1.15)
-    with pytest.raises(UserError, match=r"asks for crop_mode=center and crop_pct=1.15, .*preprocessing=config"):
+    with pytest.raises(UserError, match=r"asks for crop_mode=center with crop_pct=1.15, .*preprocessing=config"):
         foreign.described(tmp_path / "larger" / "model.safetensors")
     timm_folder(tmp_path / "oblong", input_size=[3, 1024, 768])
-    with pytest.raises(UserError, match=r"asks for images of 1024 x 768 pixels, and here they are square"):
+    with pytest.raises(UserError, match=r"asks for images of 1024 x 768 pixels, but only square ones are supported"):
         foreign.described(tmp_path / "oblong" / "model.safetensors")
     timm_folder(tmp_path / "lanczos", interpolation="lanczos")
-    with pytest.raises(UserError, match=r"interpolation=lanczos, and here are bilinear and bicubic"):
+    with pytest.raises(UserError, match=r"interpolation=lanczos, but only bilinear and bicubic are supported"):
         foreign.described(tmp_path / "lanczos" / "model.safetensors")
+    for name, size in (("short", [224]), ("text", [3, "big", 224]), ("number", 224)):
+        timm_folder(tmp_path / name, input_size=size)
+        with pytest.raises(UserError, match=r"^weights: input_size in .*config.json is .*; correct it to \[channels, "):
+            foreign.described(tmp_path / name / "model.safetensors")
+    timm_folder(tmp_path / "without_channels", input_size=[100, 100])
+    about = foreign.described(tmp_path / "without_channels" / "model.safetensors")
+    assert about is not None
+    assert about.image_size == 100
     timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
     about = foreign.described(tmp_path / "odd" / "model.safetensors")
     assert about is not None

@@ -94,6 +94,22 @@ command_line(main)
 """
 
 
+@pytest.mark.parametrize(("tool", "config_name"), [("train_net", "vit_digits"), ("test_net", None)])
+def test_weights_that_the_hub_does_not_have_are_one_line(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, tool: str, config_name: str | None
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = command("weights=hf:nobody/nothing", f"data.root={digits}", tool=tool, config_name=config_name)
+    done = run_process(under_torchrun([*arguments, "run_dir=run"], 3), cwd=tmp_path, expect=None)
+    assert done.returncode != 0
+    assert "rank 1 lost" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: weights: hf:nobody/nothing could not be downloaded")
+    # Only that of torchrun.
+    assert done.stderr.count("Traceback") == 1
+
+
 def test_mistake_of_one_rank_alone_is_told_by_it(tmp_path: Path) -> None:
     """The first rank of the node hears nothing of it, nor would the user."""
     (tmp_path / "alone.py").write_text(ALONE)

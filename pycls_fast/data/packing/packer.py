@@ -171,7 +171,12 @@ def _write(
 
 def _first_readable(source: Source, settings: PackSettings, indices: list[int]) -> int | None:
     """The first of these images, which were left out, that can be stored now."""
-    return next((index for index in indices if not _make(source, index, settings=settings).reason), None)
+    with progress("retry images that were left out", len(indices), "images") as advance:
+        for index in indices:
+            if not _make(source, index, settings=settings).reason:
+                return index
+            advance(1)
+    return None
 
 
 def _sync(*files: BinaryIO) -> None:

@@ -19,7 +19,8 @@ class Preprocessing:
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size, resized_side: the side of the crop, and the resized image's side that `crop` says, in pixels.
+        image_size: side of the crop in pixels.
+        resized_side: length in pixels to which the side or sides that `crop` names are resized.
         interpolation: that of the resizing.
         mean, std: per channel, as fractions of 255.
         crop: "center" resizes the short side, "squash" both, "border" the long one (timm's `crop_mode`).
@@ -87,7 +88,7 @@ def _of_timm_name(name: str) -> Preprocessing | None:
 
 def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     """The preprocessing as `timm.data.create_transform` reads it, at the size meant for testing."""
-    _, height, size = kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224)
+    height, size = _height_and_width(kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))
     ratio = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
     crop = kept.get("crop_mode") or "center"
     interpolation = str(kept.get("interpolation", "bicubic"))
@@ -101,6 +102,14 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
         crop=crop,
         unknown=_unknown_crop(crop, ratio, height, size) or _unknown(interpolation),
     )
+
+
+def _height_and_width(size: Any) -> tuple[int, int]:
+    """Height and width of an input size in pixels, (C, height, width), or without C as some files have it."""
+    match size:
+        case (*_, int(height), int(width)):
+            return height, width
+    raise UserError(f"weights: input_size in their config.json is {size}; correct it to [channels, height, width]")
 
 
 def torchvision_weights(name: str) -> tuple[str, Any]:
@@ -134,15 +143,17 @@ def _of_torchvision_name(name: str) -> Preprocessing:
 
 def _unknown_crop(crop: str, ratio: float, height: int, width: int) -> str:
     if height != width:
-        return f"images of {height} x {width} pixels, and here they are square"
+        return f"images of {height} x {width} pixels, but only square ones are supported"
     if crop not in ("center", "squash", "border") or ratio > 1:
-        return f"crop_mode={crop} and crop_pct={ratio:g}, and here are center, squash and border of at most 1"
+        return (
+            f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
+        )
     return ""
 
 
 def _unknown(interpolation: str) -> str:
     has_it = interpolation in ("bilinear", "bicubic")
-    return "" if has_it else f"interpolation={interpolation}, and here are bilinear and bicubic"
+    return "" if has_it else f"interpolation={interpolation}, but only bilinear and bicubic are supported"
 
 
 def rgb_triple(values: Any) -> tuple[float, float, float]:

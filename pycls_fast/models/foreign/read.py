@@ -139,7 +139,7 @@ def pinned(source: str) -> str:
 
 
 def _snapshot(source: str, *files: str) -> Path:
-    """The cache's folder, named by the commit, with those of these files that the repository has."""
+    """The folder of the cache that is named by the commit; it holds those of `files` that the repository has."""
     from huggingface_hub import snapshot_download
 
     name, _, revision = source.removeprefix(HUGGING_FACE).partition("@")

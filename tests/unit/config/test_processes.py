@@ -129,23 +129,41 @@ def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path, name: str) -> None:
     assert (other_rank.returncode, other_rank.stderr) == (130, "")
 
 
+def test_a_tool_that_is_imported_leaves_ctrl_c_as_it_is(tmp_path: Path) -> None:
+    """As in the packing's workers, which import the tool."""
+    code = "import signal; " + "".join(f"import tools.{file.stem}; " for file in (ROOT / "tools").glob("*.py"))
+    code += "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_ctrl_c_while_importing_after_the_terminal_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text(
+        "import os, signal\nos.close(2)\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n"
+    )
+    done = tool("train_net", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("reads", ["command_line(lambda config, _: main(config))", "options_line(main, Keys)"])
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIG_IGN", 3)])
-def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int) -> None:
-    """An import inside of the tool ends at once, as torch's; an ignored signal stays ignored."""
+def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int, reads: str) -> None:
+    """Ctrl-C during an import in the tool, such as torch's, ends it at once; an ignored signal stays ignored."""
     script = tmp_path / "tool.py"
     (tmp_path / "slow.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
     script.write_text(
         "import os, signal, sys\n"
         f"if {number == 'SIG_IGN'}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "import pycls_fast.ctrl_c\n"
-        "from pycls_fast.config import command_line\n"
-        "def main(config, options):\n"
+        "from pycls_fast.config import Section, command_line, options_line\n"
+        "class Keys(Section): seed: int = 0\n"
+        "def main(options):\n"
         "    try:\n"
-        "        if config.seed: import slow\n"
+        "        if options.seed: import slow\n"
         "        else: os.kill(os.getpid(), signal.SIGINT)\n"
         "    finally: print('cleaned up', flush=True)\n"
         "    return 3\n"
-        "command_line(main)\n"
+        f"{reads}\n"
     )
     said = "interrupted: Ctrl-C ended this at once\n" if status == 130 else ""
     for seed, printed in ((0, "cleaned up\n"), (1, "" if status == 130 else "cleaned up\n")):

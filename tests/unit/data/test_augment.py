@@ -253,11 +253,16 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
     for transform in (
         EvalTransform(image_size=224),
         EvalTransform(image_size=224, crop="squash"),
-        EvalTransform(image_size=224, crop="border", fill=(10, 20, 30)),
         TrainTransform(image_size=224, crop="none"),
         TrainTransform(image_size=224),
     ):
         assert (transform(PillowPicture(line), 0).image_HWC == [10, 20, 30]).all()
+    bordered = EvalTransform(image_size=224, crop="border", fill=(0, 0, 0))(PillowPicture(line), 0).image_HWC
+    drawn = (bordered == [10, 20, 30]).all(2)
+    # One line of pixels through the middle; around it is only the border.
+    assert drawn.sum() == 224
+    assert (drawn.any(0) if size[0] < size[1] else drawn.any(1)).nonzero()[0].tolist() in ([111], [112])
+    assert (bordered[~drawn] == 0).all()
 
 
 def test_unknown_crop() -> None:

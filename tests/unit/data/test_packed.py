@@ -306,15 +306,23 @@ def test_a_resumed_packing_tries_again_what_could_not_be_read(
     assert noted in capsys.readouterr().err
 
 
-def test_what_still_cannot_be_read_costs_no_work(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_still_cannot_be_read_is_tried_only_once_more(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     Path(source.name(1)).unlink()
     interrupt_after(source, out, 9)
     made: list[int] = []
     real = packer._make
     monkeypatch.setattr(packer, "_make", lambda own, index, **more: made.append(index) or real(own, index, **more))
-    pack(source, out, PackSettings(), workers=0, title="")
+    shown: list[tuple[str, int | None]] = []
+    bar = packer.progress
+    monkeypatch.setattr(
+        packer, "progress", lambda what, total, unit: shown.append((what, total)) or bar(what, total, unit)
+    )
+    pack(source, out, PackSettings(), workers=0, title="pack")
     assert made == [1, *range(9, len(source))]
+    assert shown == [("retry images that were left out", 1), ("pack", len(source))]
 
 
 def test_a_folder_that_another_process_packs_into(tmp_path: Path, folder: Path) -> None:

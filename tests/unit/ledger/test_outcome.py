@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from pycls_fast.build import cpu_cores
 from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.ledger import processes
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.processes import Finished, Process, _environment
@@ -110,6 +112,36 @@ def test_a_tool_imports_the_package_of_its_checkout(tmp_path: Path, monkeypatch:
     tool.write_text("import other, pycls_fast; print(pycls_fast.__file__)")
     finished = Process(tool, [], ranks=1, log=log, tree=tmp_path).wait()
     assert (finished.status, log.read_text().strip()) == (0, str(tmp_path / "pycls_fast" / "__init__.py"))
+
+
+def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SAVING_SECONDS", 1.0)
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    pathlib.Path(sys.argv[1] + '_asked').touch()\n"
+        "    if sys.argv[2] == 'saves': sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path(sys.argv[1] + '_started').touch()\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    names = ["0", "1", "2"]
+    what = ["never", "never", "saves"]
+    started = [
+        Process(tool, [str(tmp_path / name), does], ranks=1, log=tmp_path / f"{name}.txt")
+        for name, does in zip(names, what, strict=True)
+    ]
+    while len(list(tmp_path.glob("*_started"))) < len(names):
+        time.sleep(0.01)
+    asked = time.monotonic()
+    Process.stop(started)
+    # One time limit for all of them.
+    assert time.monotonic() - asked < 1.9
+    assert len(list(tmp_path.glob("*_asked"))) == len(names)
+    assert [process.wait().status for process in started] == [-9, -9, 3]
 
 
 class Ended:
