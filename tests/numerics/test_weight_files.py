@@ -821,6 +821,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
     with pytest.raises(UserError, match=r"code.pth holds more than tensors and plain values, .*print"):
         foreign.read_weights(str(tmp_path / "code.pth"))
+    (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
+    with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file; give a file of weights"):
+        foreign.read_weights(str(tmp_path / "text.pth"))
     for name in ("half.pth", "half.npz", "half.safetensors"):
         (tmp_path / name).write_bytes(b"half a file")
         with pytest.raises(UserError, match=f"weights: .*{name}"):
