@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pycls_fast.config.model_overrides import model_overrides
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
@@ -36,6 +37,17 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     ]
     if wrong:
         raise UserError(*wrong)
+
+
+def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
+    """The line of an error that names the model of saved weights; none if it is not known.
+
+    Args:
+        model: the section `model` of the configuration they were trained with, which may be empty.
+        source: where the weights come from.
+    """
+    overrides = model_overrides(model)
+    return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
 
 
 def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:

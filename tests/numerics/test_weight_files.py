@@ -792,7 +792,7 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
         load(small(), tmp_path / "vit.pth")
     fitted = load(small(), tmp_path / "vit.pth", "*.scale?.value")
     assert set(fitted.left_out.values()) == {"allowed"}
-    with pytest.raises(UserError, match=r"missing: blocks.0.attention.query_norm.weight, .* and 3 more"):
+    with pytest.raises(UserError, match=r"missing: blocks.0.attention.query_norm.weight, .* and 5 more"):
         load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth")
     fitted = load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth", "*_norm.*")
     assert len(fitted.fresh) == 8
