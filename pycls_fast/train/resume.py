@@ -233,8 +233,9 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     if wrong and "config_name" in changed:
         keys = first_few([line.partition(":")[0] for line in wrong], 3)
         old, new = changed["config_name"]
+        source = "run_dir" if _named(run.config) is None else "resume"
         raise UserError(
-            f"run_dir: {path} is of the experiment {old}, and this is {new}, which differs in {keys}; use "
+            f"{source}: {path} is of the experiment {old}, and this is {new}, which differs in {keys}; use "
             f"--config-name {old}, or another run_dir"
         )
     if wrong:

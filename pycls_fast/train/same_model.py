@@ -35,6 +35,9 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
         for key in now
         if key in before and before[key] != now[key]
     ]
+    if wrong and _other_size(network, model):
+        # The tensors differ, too.
+        raise UserError(*(belongs_to(model, source) or wrong))
     if wrong:
         raise UserError(*wrong)
 
@@ -48,6 +51,12 @@ def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
     """
     overrides = model_overrides(model)
     return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
+
+
+def _other_size(network: Network, model: Mapping[str, Any]) -> bool:
+    if not isinstance(network, VisionTransformer):
+        return False
+    return (model.get("depth"), model.get("width")) != (len(network.blocks), network.norm.weight.numel())
 
 
 def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:
