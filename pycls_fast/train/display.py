@@ -235,3 +235,8 @@ def human(value: float, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.2f} {prefix}{unit}"
     return f"{value:g} {unit}".rstrip()
+
+
+def epochs(value: float) -> str:
+    """A number of epochs with at most two decimals: 50, 0.25."""
+    return f"{round(value, 2):g}"

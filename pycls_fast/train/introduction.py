@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pycls_fast import build
 from pycls_fast.parallel import footprint
 from pycls_fast.speed import CATALOGUE, SwitchName
-from pycls_fast.train.display import human
+from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def introduce(run: Run) -> None:
         for switch in CATALOGUE
         if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
     )
+    # A finished run may have more than are asked for now.
+    asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
     rows = [
         ("model", f"{config.model.kind}, {human(run.complexity.parameters)} parameters"),
         (
@@ -48,7 +50,7 @@ def introduce(run: Run) -> None:
         *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
-        ("steps", f"{run.total_steps:,} ({config.schedule.epochs} epochs of {run.steps_per_epoch:,})"),
+        ("steps", f"{run.total_steps:,} ({asked} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
         ("preprocessing", build.preprocessing(config)),
         ("memory per rank", f"{human(memory_per_rank(run), 'B')} for weights, gradients and optimizer"),

@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycls_fast import build
+from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_few
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import CATALOGUE
 from pycls_fast.train import checkpoint
-from pycls_fast.train.display import Display
+from pycls_fast.train.best import early_stop
+from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
+
+Changed = dict[str, tuple[Any, Any]]
+"""Old and new values by key."""
 
 # Settings that must equal the checkpoint's: the position in the data and the saved tensors depend on them.
 _SAME_ON_RESUME = (
@@ -112,7 +117,10 @@ def find_start(
         if opened is not None:
             display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
     if opened is None and named is not None:
-        opened = checkpoint.open_checkpoint(named, world)
+        try:
+            opened = checkpoint.open_checkpoint(named, world)
+        except UserError as error:
+            raise UserError(*(f"resume: {line}" for line in error.lines)) from error
     return opened
 
 
@@ -129,7 +137,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
             run.folder.forget_after(0)
         return
     path = opened.path
-    _check_resumable(run, path, opened.plain)
+    changed = _check_resumable(run, path, opened.plain)
     run.load_state(opened)
     run.start_step = opened.plain["step"]
     if path.resolve().parent == run.folder.checkpoints.resolve():
@@ -141,6 +149,13 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
         for aside in checkpoint.set_aside(run.folder.checkpoints, run.start_step):
             run.display.warn(f"{aside.name}: a later checkpoint than the one resumed from; set aside")
         run.folder.forget_after(run.start_step)
+    nothing_left = run.world.from_main(_nothing_left(run) if run.world.is_main else None)
+    if nothing_left is not None:
+        run.total_steps = run.start_step
+    if run.finished:
+        run.display.note(f"nothing to train: {nothing_left}; the run's settings and records stay as they are")
+        return
+    if run.world.is_main:
         run.folder.add_record(
             "event",
             run.start_step,
@@ -149,8 +164,26 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
             path=str(path),
             asked=str(_named(run.config) or run.config.resume),
             world_size=run.world.size,
+            changed=changed,
         )
+    _print_changes(run, changed, opened.plain["world_size"])
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
+
+
+def _nothing_left(run: Run) -> str | None:
+    """Why no step follows the checkpoint; None if some do. On the main rank."""
+    done, asked = run.start_step, run.total_steps
+    stopped = early_stop(run, list(run.folder.records("eval")))
+    if done < asked and stopped is None:
+        return None
+    text = f"{epochs(run.epoch(done))} epochs ({done:,} steps) are done"
+    if done < asked and stopped is not None:
+        best, _ = stopped
+        metric = run.config.schedule.early_stopping_metric
+        return f"{text}, after which early stopping ended the run ({metric} was best at epoch {epochs(best['epoch'])})"
+    # Fewer do not undo steps.
+    only = "only " if done > asked else ""
+    return f"{text}, and {only}{epochs(run.epoch(asked))} ({asked:,}) were asked for"
 
 
 def _named(config: RunConfig) -> Path | None:
@@ -165,17 +198,26 @@ def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
     return world.from_main(world.is_main and str(named) in asked)
 
 
-def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
+def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
+    """The settings that differ from the checkpoint's and affect the result: its value and this run's by key.
+
+    Raises:
+        UserError: some must not differ.
+    """
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     ordered = state.get("order")
     # The order that results matters, not how it was chosen; older checkpoints do not have it.
     same = tuple(key for key in _SAME_ON_RESUME if ordered is None or key != "data.shuffle")
+    # A key that was added after the checkpoint was saved is not compared.
+    fixed = {key: pair for key, pair in sorted(changed.items()) if _under(key, same) and key in before}
+    if "model.kind" in fixed:
+        # The other kind's settings follow from it.
+        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
     wrong = [
-        f"{key}: {new} now, but {old} when {path} was saved; set it back, or start again in another run_dir"
-        for key, (old, new) in sorted(changed.items())
-        # A key that was added after the checkpoint was saved is not compared.
-        if _under(key, same) and key in before
+        f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
+        "another run_dir"
+        for key, (old, new) in fixed.items()
     ]
     if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
         wrong.append(
@@ -188,13 +230,26 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> None:
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
             "start again in another run_dir"
         )
+    if wrong and "config_name" in changed:
+        keys = first_few([line.partition(":")[0] for line in wrong], 3)
+        old, new = changed["config_name"]
+        source = "run_dir" if _named(run.config) is None else "resume"
+        raise UserError(
+            f"{source}: {path} is of the experiment {old}, and this is {new}, which differs in {keys}; use "
+            f"--config-name {old}, or another run_dir"
+        )
     if wrong:
         raise UserError(*wrong)
-    for key, (old, new) in sorted(changed.items()):
-        if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT:
-            run.display.note(f"changed since the checkpoint: {key} {old} -> {new}")
-    if state["world_size"] != run.world.size:
-        run.display.note(f"changed since the checkpoint: ranks {state['world_size']} -> {run.world.size}")
+    return {
+        key: pair for key, pair in sorted(changed.items()) if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT
+    }
+
+
+def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
+    for key, (old, new) in changed.items():
+        run.display.note(f"changed since the checkpoint: {key} {as_typed(old)} -> {as_typed(new)}")
+    if world_size != run.world.size:
+        run.display.note(f"changed since the checkpoint: ranks {world_size} -> {run.world.size}")
 
 
 def _under(key: str, names: tuple[str, ...]) -> bool:

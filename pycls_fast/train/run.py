@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +50,11 @@ class Run(TrainingParts):
         """What checkpoints hold and the optimizer owns: the master weights of a network in a half format, the flat
         shards of a flattened one, else the network."""
         return self.step.wrapped.weights or self.step.masters or self.network
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder already held the last step: then its settings and records stay as they are."""
+        return self.saved_step is not None and self.start_step >= self.total_steps
 
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
@@ -186,19 +189,18 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
             stack.callback(folder.remove_if_unused)
         # The lock is released if starting fails.
         stack.enter_context(folder)
-        _occupy(folder, world)
+        _occupy(folder, world, display)
         had_run = world.from_main(folder.has_run)
         opened = find_start(config, folder, world, display, restarted=restarted)
         run = _build(config, world, display, folder, opened)
         if not had_run:
-            _check_still_new(folder, world)
+            _check_still_new(folder, world, display)
         resume(run, opened)
-        # A lower schedule.max_steps does not undo steps.
-        run.total_steps = max(run.total_steps, run.start_step)
         if world.is_main:
             folder.create()
-        _occupy(folder, world)
-        if world.is_main:
+        _occupy(folder, world, display)
+        # Settings with which nothing is trained are not the run's.
+        if world.is_main and not run.finished:
             folder.write_config(run.settings(), command)
             folder.write_json("environment.json", environment(world.device, world.size, command))
         introduce(run)
@@ -224,54 +226,35 @@ def _build(
     return Run(**vars(parts), world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
 
 
-def _occupy(folder: RunFolder, world: World) -> None:
+def _occupy(folder: RunFolder, world: World, display: Display) -> None:
     """Lock the folder against other runs, if it exists.
 
     Raises:
         UserError: another run uses it, or it cannot be written to; the same on all ranks.
     """
-    problem = world.from_main(_problem(folder) if world.is_main else None)
+    problem = world.from_main(_problem(folder, display) if world.is_main else None)
     if problem is not None:
         raise UserError(problem)
 
 
-def _check_still_new(folder: RunFolder, world: World) -> None:
+def _check_still_new(folder: RunFolder, world: World, display: Display) -> None:
     """Check that no other process began a run in the folder, which may not have existed, while this one was built.
 
     Raises:
         UserError: there is one; the same on all ranks.
     """
-    _occupy(folder, world)
+    _occupy(folder, world, display)
     if world.from_main(folder.has_run):
         raise UserError(
             f"run_dir: another run began in {folder.path} while this one started; give each run a folder of its own"
         )
 
 
-def _problem(folder: RunFolder) -> str | None:
+def _problem(folder: RunFolder, display: Display) -> str | None:
     try:
-        holder = folder.occupy()
+        holder = folder.occupy(on_wait=display.note)
     except UserError as error:
         return str(error)
     if holder is None:
         return None
     return f"run_dir: {folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
-
-
-def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations that count: those of the average if there is one, else of the model."""
-    weights = "ema" if run.step.ema is not None else "model"
-    return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
-
-
-def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    """Index of the first best evaluation; None without any.
-
-    Args:
-        evaluations: records of `metrics.jsonl`.
-        metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
-    """
-    sign = 1 if metric == "loss" else -1
-    values = [record.get(metric) for record in evaluations]
-    scores = [math.inf if value is None or math.isnan(value) else sign * value for value in values]
-    return scores.index(min(scores)) if scores else None

@@ -71,21 +71,22 @@ class RunFolder:
     def _cannot_be_written(self, error: OSError) -> UserError:
         return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
 
-    def occupy(self, wait_seconds: float = 30.0) -> str | None:
+    def occupy(self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None) -> str | None:
         """Lock an existing folder until the context ends; returns the process that already holds it, or None.
 
         The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
-        run that is about to end, saving its last step.
+        run that is about to end, saving its last step; `on_wait` gets a line that says so.
 
         Raises:
             UserError: the folder cannot be written to.
         """
         try:
-            return self._occupy(time.monotonic() + wait_seconds)
+            return self._occupy(wait_seconds, on_wait)
         except OSError as error:
             raise self._cannot_be_written(error) from error
 
-    def _occupy(self, until: float) -> str | None:
+    def _occupy(self, wait_seconds: float, on_wait: Callable[[str], None]) -> str | None:
+        until, waiting = time.monotonic() + wait_seconds, False
         while self._lock is None and self.path.is_dir():
             file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -103,10 +104,13 @@ class RunFolder:
                 os.truncate(file, 0)
                 os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
                 break
-            holder = os.read(file, 200).decode(errors="replace")
+            holder = os.read(file, 200).decode(errors="replace") or "another process"
             os.close(file)
             if time.monotonic() > until:
-                return holder or "another process"
+                return holder
+            if not waiting:
+                on_wait(f"run_dir: {self.path} is in use; waiting up to {wait_seconds:g} s for {holder}")
+                waiting = True
             time.sleep(0.2)
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pycls_fast.config.model_overrides import model_overrides
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
@@ -34,8 +35,28 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
         for key in now
         if key in before and before[key] != now[key]
     ]
+    if wrong and _other_size(network, model):
+        # The tensors differ, too.
+        raise UserError(*(belongs_to(model, source) or wrong))
     if wrong:
         raise UserError(*wrong)
+
+
+def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
+    """The line of an error that names the model of saved weights; none if it is not known.
+
+    Args:
+        model: the section `model` of the configuration they were trained with, which may be empty.
+        source: where the weights come from.
+    """
+    overrides = model_overrides(model)
+    return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
+
+
+def _other_size(network: Network, model: Mapping[str, Any]) -> bool:
+    if not isinstance(network, VisionTransformer):
+        return False
+    return (model.get("depth"), model.get("width")) != (len(network.blocks), network.norm.weight.numel())
 
 
 def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from pycls_fast.train.best import best_evaluation, primary_records
+from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.metrics import Clock
-from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 
 # How the best evaluation is printed, by the metric that chose it.
@@ -38,8 +41,9 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
     step_seconds, rate = clock.medians()
     values = summary_values(run, evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
-    run.folder.write_json("summary.json", values)
-    evaluations.board.summarise(values)
+    if not (run.finished and _has_summary(run)):
+        run.folder.write_json("summary.json", values)
+        evaluations.board.summarise(values)
     evaluations.draw(whole=True)
     final, best = values["final"], values["best"]
     if final is not None and best is not None:
@@ -47,10 +51,19 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         shown = {**best, "class_top1": best.get("class_top1") or 0.0}
         which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
         run.display.note(
-            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {best['epoch']:.0f})"
+            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
         )
     run.display.note(f"run folder: {run.folder.path}")
     return None if best is None else objective(best, run.config.schedule.early_stopping_metric)
+
+
+def _has_summary(run: Run) -> bool:
+    """Whether an earlier process wrote the summary of all the run's steps."""
+    try:
+        summary = json.loads((run.folder.path / "summary.json").read_text(encoding="utf-8"))
+        return summary["steps"] == run.total_steps and summary["final"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def summary_values(

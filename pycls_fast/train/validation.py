@@ -12,11 +12,13 @@ from pycls_fast import build
 from pycls_fast.data import to_device
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
+from pycls_fast.train.best import best_evaluation, early_stop, primary_records
 from pycls_fast.train.by_class import class_scores, confusion
 from pycls_fast.train.confusion import draw_confusion
 from pycls_fast.train.curves import draw_curves
+from pycls_fast.train.display import epochs
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
-from pycls_fast.train.run import Run, best_evaluation, primary_records
+from pycls_fast.train.run import Run
 from pycls_fast.train.run_folder import writing
 from pycls_fast.train.trackers import Board
 
@@ -63,17 +65,14 @@ class Evaluations:
         run, schedule = self.run, self.run.config.schedule
         if schedule.early_stopping_evals is None:
             return False
-        evaluations = primary_records(run, self.records()) if run.world.is_main else []
-        metric = schedule.early_stopping_metric
-        best = best_evaluation(evaluations, metric)
-        waited = run.world.from_main(0 if best is None else len(evaluations) - 1 - best)
-        if waited < schedule.early_stopping_evals or done >= run.total_steps:
+        found = run.world.from_main(early_stop(run, self.records()) if run.world.is_main else None)
+        if found is None or done >= run.total_steps:
             return False
         if run.world.is_main:
-            assert best is not None
-            at = evaluations[best]["epoch"]
+            best, waited = found
+            metric, at = schedule.early_stopping_metric, best["epoch"]
             run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
-            run.display.note(f"stopped early: {metric} was best at epoch {at:g}, {waited} evaluations ago")
+            run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
     def take(self, done: int) -> dict[str, str]:

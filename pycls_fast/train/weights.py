@@ -20,7 +20,7 @@ from pycls_fast.paths import user_path, weights_file
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint_tensors import Spec
 from pycls_fast.train.pretrained import fit_weights, other_class
-from pycls_fast.train.same_model import check_same_model, norm_place
+from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Loaded(Origin):
     """Where the weights of a network came from, and what was done to make them fit."""
 
     fitted: foreign.Fitted
+    image_size: int | None
+    """`data.image_size` of the run that they come from, in pixels; None if the source does not say."""
 
 
 def load_weights(
@@ -95,13 +97,17 @@ def load_weights(
     else:
         read = _read_whole(ours) if ours is not None and Path(found).is_dir() else foreign.read_weights(str(found))
         read = replace(read, norm=norm_place(model) or read.norm)
-        fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
+        try:
+            fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
+        except foreign.Mismatch as error:
+            raise UserError(*belongs_to(model, str(found)), *error.lines) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
-    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted)
+    data = {} if ours is None or ours.config is None else ours.config.get("data", {})
+    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, data.get("image_size"))
 
 
 def find_weights(source: str | Path) -> Path | str:

@@ -204,9 +204,12 @@ def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: py
     assert finetune(images, run, *IMPATIENT) == 0
     assert "stopped early: top1 was best at epoch 1, 2 evaluations ago" in capsys.readouterr().out
     assert_stopped_early(run)
-    # Started again it is still over; with more patience it goes on.
+    # Started again it is still over, and its records stay as they are; with more patience it continues.
+    before = (run / "metrics.jsonl").read_text()
     assert finetune(images, run, *IMPATIENT) == 0
     assert_stopped_early(run)
+    assert (run / "metrics.jsonl").read_text() == before
+    assert "nothing to train: 3 epochs (18 steps) are done, after which early stopping" in capsys.readouterr().out
     assert finetune(images, run, *IMPATIENT, "schedule.early_stopping_evals=3") == 0
     assert [record["step"] for record in records(run, "eval")] == [6, 12, 18, 24]
     assert json.loads((run / "summary.json").read_text())["steps"] == 24

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
@@ -217,23 +218,35 @@ def test_truncated_checkpoint_is_passed_over(
 def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
     assert train(load_config("vit_digits", overrides)) == 0
-    before = (records(tmp_path, "train"), records(tmp_path, "eval"))
+    files = ("metrics.jsonl", "summary.json", "config.yaml", "environment.json")
+    before = {name: (tmp_path / name).read_text() for name in files}
     summary = json.loads((tmp_path / "summary.json").read_text())
     capsys.readouterr()
-    # Fewer steps than there are take nothing back.
-    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=2"])) == 0
-    assert (records(tmp_path, "train"), records(tmp_path, "eval")) == before
-    # The times are those of the steps, not of a process that took none.
+    # Fewer steps than there are do not undo any, and settings with which no step is trained are not the run's.
+    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=2", "optim.lr=1e-5"])) == 0
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    printed = capsys.readouterr().out
+    assert "nothing to train: 0.14 epochs (3 steps) are done, and only 0.09 (2) were asked for; the run's" in printed
+    assert "done: top-1" in printed
+    assert "changed since" not in printed
+    assert train(load_config("vit_digits", overrides)) == 0
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert "nothing to train: 0.14 epochs (3 steps) are done, and 0.14 (3) were asked for; " in capsys.readouterr().out
+    # A summary that a kill has prevented has the times of the steps, not of a process that trained none.
+    (tmp_path / "summary.json").unlink()
+    assert train(load_config("vit_digits", overrides)) == 0
     measured = {"wall_seconds", "memory_peak_bytes"}
     again = json.loads((tmp_path / "summary.json").read_text())
     assert {k: v for k, v in again.items() if k not in measured} == {
         k: v for k, v in summary.items() if k not in measured
     }
-    assert again["memory_peak_bytes"] == max(record["memory_peak_bytes"] for record in before[0])
-    assert "done: top-1" in capsys.readouterr().out
-    # More steps than before: it goes on from where it ended.
-    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5"])) == 0
+    assert again["memory_peak_bytes"] == max(record["memory_peak_bytes"] for record in records(tmp_path, "train"))
+    # More steps than before: it continues from where it ended, and the records say with which changes.
+    assert train(load_config("vit_digits", [*overrides[:-1], "schedule.max_steps=5", "optim.lr=1e-5"])) == 0
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5]
+    (resumed,) = records(tmp_path, "event")
+    assert (resumed["event"], resumed["step"], resumed["changed"]) == ("resumed", 3, {"optim.lr": [0.002, 1e-5]})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["optim"]["lr"] == 1e-5
 
 
 def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,9 +346,14 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
         "data.split_seed: 1 now, but 0",
         "seed: 5 now, but 0",
     ]
+    with pytest.raises(
+        UserError, match=rf"run_dir: {tmp_path}/.* is of the experiment vit_digits, and this is resnet"
+    ) as one:
+        train(load_config("resnet_digits", [f"data.root={digits}", f"run_dir={tmp_path}"]))
+    assert len(one.value.lines) == 1
     with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
         train(load_config("vit_digits", [*overrides, "resume=never"]))
-    with pytest.raises(UserError, match=r"no such checkpoint"):
+    with pytest.raises(UserError, match=r"^resume: .*nothing: no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
     for path in checkpoint.checkpoints(tmp_path / "checkpoints"):
         (path / "state.json").unlink()

@@ -295,10 +295,16 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     assert done.stderr == "error: split: the data has train, val; got tset\n"
 
 
-def test_starts_from_weights(tmp_path: Path, digits: Path) -> None:
+def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "first", digits)
     run(tmp_path / "second", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1")
+    assert "px here" not in capsys.readouterr().out
+    run(tmp_path / "larger", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1", "data.image_size=16")
+    note = "data.image_size: 16 px here, but the weights were trained with 8 px; data.image_size=8 keeps that size"
+    assert note in capsys.readouterr().out
     first, second = (records(tmp_path / name, "train") for name in ("first", "second"))
     assert second[0]["loss"] < first[0]["loss"] - 0.2
-    with pytest.raises(UserError, match=r"weights: .* does not fit the model: other shapes: "):
+    with pytest.raises(UserError, match=r"weights: .* does not fit the model: other shapes: ") as caught:
         run(tmp_path / "third", digits, f"weights={tmp_path / 'first'}", "model.width=64")
+    own = "model=vit_digits model.patch_size=2 model.width=32 model.depth=2 model.mlp_width=32"
+    assert caught.value.lines[0].endswith(f"belongs to another model; {own} builds it")

@@ -792,7 +792,7 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
         load(small(), tmp_path / "vit.pth")
     fitted = load(small(), tmp_path / "vit.pth", "*.scale?.value")
     assert set(fitted.left_out.values()) == {"allowed"}
-    with pytest.raises(UserError, match=r"missing: blocks.0.attention.query_norm.weight, .* and 3 more"):
+    with pytest.raises(UserError, match=r"missing: blocks.0.attention.query_norm.weight, .* and 5 more"):
         load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth")
     fitted = load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth", "*_norm.*")
     assert len(fitted.fresh) == 8
@@ -821,6 +821,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
     with pytest.raises(UserError, match=r"code.pth holds more than tensors and plain values, .*print"):
         foreign.read_weights(str(tmp_path / "code.pth"))
+    (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
+    with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file; give a file of weights"):
+        foreign.read_weights(str(tmp_path / "text.pth"))
     for name in ("half.pth", "half.npz", "half.safetensors"):
         (tmp_path / name).write_bytes(b"half a file")
         with pytest.raises(UserError, match=f"weights: .*{name}"):

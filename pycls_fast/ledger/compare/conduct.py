@@ -18,7 +18,7 @@ from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.ledger.compare.images import compare_images, why_not_paired
 from pycls_fast.ledger.compare.page import page
 from pycls_fast.ledger.compare.runs import RunFiles, read_run
-from pycls_fast.ledger.compare.settings import differences, environment_differences
+from pycls_fast.ledger.compare.settings import changes, differences, environment_differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
 from pycls_fast.paths import user_path
@@ -109,6 +109,7 @@ def _run(run: RunFiles) -> Record:
         **{
             k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
         },
+        "changes": changes(run.records),
         "curve": curve(train),
         "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
     }

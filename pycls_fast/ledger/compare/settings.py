@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pycls_fast import speed
@@ -53,6 +53,18 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
         for key in dict.fromkeys((*first, *second))
         if key not in _NOT_TOLD and first.get(key, NOT_SET) != second.get(key, NOT_SET)
     ]
+
+
+def changes(records: Sequence[Record]) -> list[Record]:
+    """The settings that were changed when a run was resumed, as `{step, epoch, changed}`, without undone steps."""
+    found: list[Record] = []
+    for record in records:
+        if record.get("event") == "resumed":
+            # Steps after a checkpoint are trained again.
+            found = [earlier for earlier in found if earlier["step"] < record["step"]]
+            if record.get("changed"):
+                found.append({key: record[key] for key in ("step", "epoch", "changed")})
+    return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pycls_fast.config.quoting import as_typed
 from pycls_fast.ledger.table import duration
-from pycls_fast.train.display import human, plain_table, wide_console
+from pycls_fast.train.display import epochs, human, plain_table, wide_console
 
 Record = Mapping[str, Any]
 
@@ -47,6 +48,16 @@ def settings(record: Record) -> list[tuple[str, str, str, str]]:
         a, b = (row["a"], row["b"]) if a == b else (a, b)
         rows.append((row["key"], a, b, row["class"] or ""))
     return rows
+
+
+def changes(record: Record) -> list[str]:
+    """A line for each time that a run was resumed with changed settings; its table has the latest ones."""
+    lines = []
+    for name in ("a", "b"):
+        for found in record[name]["changes"]:
+            pairs = (f"{key} {as_typed(old)} -> {as_typed(new)}" for key, (old, new) in found["changed"].items())
+            lines.append(f"{name.upper()} changed after epoch {epochs(found['epoch'])}: {', '.join(pairs)}")
+    return lines
 
 
 def environment(record: Record) -> list[tuple[str, str, str]]:
@@ -126,6 +137,8 @@ def print_comparison(record: Record) -> None:
         table(SETTINGS, settings(record))
     else:
         console.print("Their settings are the same.")
+    for line in changes(record):
+        console.print(line, markup=False)
     if record["environment"]:
         console.print()
         table(ENVIRONMENT, environment(record))

@@ -1,6 +1,6 @@
 """Converts other projects' checkpoints to our names, and ours to theirs."""
 
-from pycls_fast.models.foreign.fit import Fitted, fit
+from pycls_fast.models.foreign.fit import Fitted, Mismatch, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
 from pycls_fast.models.foreign.read import (
     HUGGING_FACE,
@@ -23,6 +23,7 @@ __all__ = [
     "HUGGING_FACE",
     "OURS",
     "Fitted",
+    "Mismatch",
     "NormPlace",
     "Preprocessing",
     "ReadWeights",

@@ -24,6 +24,10 @@ from pycls_fast.network import Network
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class Mismatch(UserError):
+    """Tensors have other names or shapes than the network's."""
+
+
 @dataclass
 class Fitted:
     """Tensors for a network, and how they were adapted.
@@ -81,7 +85,8 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
             shape: such tensors of the network keep their values, such tensors of the file are not used.
 
     Raises:
-        UserError: mismatches, one line for each kind, with the names to allow.
+        Mismatch: one line for each kind of mismatch, with the names to allow.
+        UserError: the weights are of another kind of model, or have settings that the network lacks.
     """
     _check_shortcut(network, read.shortcut, read.source)
     check_kind(network, read.traits, read.source)
@@ -262,10 +267,10 @@ def _resolve(
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped)):
         if names:
             lines.append(
-                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: {first_few(names)}"
+                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: {first_few(names, 3)}"
             )
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
-        raise UserError(
+        raise Mismatch(
             *lines, f"weights: choose the model that they belong to{kept}, or name the tensors to skip in weights_allow"
         )

@@ -236,6 +236,10 @@ def _read_torch(path: Path) -> Any:
     harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
     harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
     try:
+        with path.open("rb") as file:
+            start = file.read(len(_ZIP))
+        if not start.startswith((_ZIP, _PICKLE)):
+            raise UserError(f"weights: {path} is not a PyTorch file; give a file of weights (.safetensors, .npz, .pth)")
         with torch.serialization.safe_globals(harmless):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -244,10 +248,14 @@ def _read_torch(path: Path) -> Any:
             f"weights: {path} holds more than tensors and plain values, and is not read because that could run its "
             f"code ({reason.strip() or 'damaged'})"
         ) from error
+    except UserError:
+        raise
     except Exception as error:  # torch raises many kinds for a file that is not its own
         raise UserError(f"weights: {path} cannot be read as a PyTorch file ({first_line(error)})") from error
 
 
+# The first bytes of PyTorch's files: archives, and pickles before version 1.6.
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 

@@ -195,6 +195,22 @@ def test_settings_are_those_in_force() -> None:
     assert on_cuda["speed.input_copy"] == "prefetch"
 
 
+def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(b)
+    for step, changed in ((6, {"optim.lr": [1, 2]}), (4, {"optim.lr": [0.002, 0.001], "loss.threshold": [None, 0.5]})):
+        folder.add_record("event", step, step / 2, event="resumed", changed=changed)
+    # Of an earlier version.
+    folder.add_record("event", 8, 4.0, event="resumed")
+    compare(str(a), str(b), output=str(b / "out"), images=0)
+    line = "B changed after epoch 2: optim.lr 0.002 -> 0.001, loss.threshold null -> 0.5"
+    shown = capsys.readouterr().out
+    assert shown.count("changed after") == 1
+    assert line in shown
+    page = Page()
+    page.feed((b / "out" / "index.html").read_text())
+    assert line in page.text
+
+
 def ran_with(run: Path, torch: str, commit: str, processor: str, cores: int = 2) -> None:
     RunFolder(run).write_json("environment.json", {
         "command": f"python tools/train_net.py run_dir=<{run.name}>", "versions": {"python": "3.12.1", "torch": torch},

@@ -11,7 +11,7 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint
-from pycls_fast.train.run import best_evaluation
+from pycls_fast.train.best import best_evaluation
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import summary_values
 from pycls_fast.train.trackers import Board

@@ -128,6 +128,20 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
             load_weights(network, file, classes=classes)
 
 
+def test_weights_of_another_size_name_their_model(tmp_path: Path) -> None:
+    """Not their heads: other heads would not help."""
+    saved, config = of_kind("vit", {**SIZES, "classifier": "pooled"}, 2)
+    file = tmp_path / "theirs.safetensors"
+    save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()})
+    network, _ = of_kind("vit", {**SIZES, "width": 24, "heads": 2}, 2)
+    with pytest.raises(
+        UserError, match=r"theirs\.safetensors belongs to another model; model=\S+ .*builds it"
+    ) as caught:
+        load_weights(network, file, classes=AB)
+    assert len(caught.value.lines) == 1
+    assert "model=vit_digits model.patch_size=8 model.width=12" in str(caught.value)
+
+
 def test_no_such_weights(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is neither a weights file nor a run folder .* or hf:ORG/NAME"):
         load_weights(vit(2), tmp_path / "nowhere", classes=("a", "b"))

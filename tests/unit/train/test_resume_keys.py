@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train.building import _with_saved_batch
-from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable
+from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable, _print_changes
 
 # A change of each, and the key that the line begins with.
 CHANGES = {
@@ -77,9 +77,9 @@ def go_on(
         classes=("cat", "dog"),
         display=SimpleNamespace(note=said.append),
     )
-    state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"], "world_size": 2}
+    state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"]}
     state |= {} if order is None else {"order": order}
-    _check_resumable(run, Path("step_000000003"), state)
+    _print_changes(run, _check_resumable(run, Path("step_000000003"), state), 2)
     return said
 
 
@@ -98,6 +98,12 @@ def test_what_must_stay(name: str) -> None:
     assert all("when step_000000003 was saved; set it back, or start again" in line for line in caught.value.lines)
 
 
+def test_another_kind_of_model_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^model\.kind: resnet now, but vit when ") as caught:
+        go_on("model=resnet_digits")
+    assert len(caught.value.lines) == 1
+
+
 def test_other_images() -> None:
     with pytest.raises(UserError, match=r"^data\.root: 8 training images in 2 classes now, but 7 in 2 "):
         go_on(images=8)
@@ -114,7 +120,7 @@ def test_what_changes_the_result_is_told() -> None:
 def test_what_ranks_and_switches_change_is_told() -> None:
     assert go_on("parallel.compression=powersgd", "speed.activation_compression=8bit", ranks=3) == [
         "changed since the checkpoint: parallel.compression none -> powersgd",
-        "changed since the checkpoint: speed.activation_compression None -> 8bit",
+        "changed since the checkpoint: speed.activation_compression null -> 8bit",
         "changed since the checkpoint: ranks 2 -> 3",
     ]
 

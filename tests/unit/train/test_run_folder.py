@@ -368,3 +368,14 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
     assert [path.name for path in paths] == ["2026-01-02_03-04-05", "2026-01-02_03-04-05~2"]
     assert choose_run_dir(load_config("vit_digits", ["run_dir=mine"]), ALONE) == (Path("mine"), False)
     assert not Path("mine").exists()
+
+
+def test_who_waits_is_told_once_for_whom(tmp_path: Path) -> None:
+    with _hold(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        lines: list[str] = []
+        assert RunFolder(tmp_path).occupy(wait_seconds=0.5, on_wait=lines.append) is not None
+        who = f"process {first.pid} on {platform.node()}"
+        assert lines == [f"run_dir: {tmp_path} is in use; waiting up to 0.5 s for {who}"]
+        first.communicate("\n", timeout=60)
