@@ -13,6 +13,9 @@ from types import FrameType
 from pycls_fast.config import scheduler
 from pycls_fast.errors import UserError
 
+# The module of the tools' own handler. Importing it would set the handler.
+_CTRL_C = "pycls_fast.ctrl_c"
+
 
 class StopRequest:
     """Whether a signal has asked this process to stop; `name` is the first signal's.
@@ -68,8 +71,8 @@ def stop_requests() -> Iterator[StopRequest]:
         former = before[signal.Signals(number)]
         if not request.training:
             if callable(former):
-                if number == signal.SIGINT:
-                    # Not the tools' own handler, which may end the process without the cleanup (`ctrl_c.py`).
+                if former.__module__ == _CTRL_C:
+                    # The tools' own handler may end the process without the cleanup.
                     raise KeyboardInterrupt
                 former(number, frame)
             elif former != signal.SIG_IGN:
