@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.exit_status import FAULT, STOPPED, Finished
+from pycls_fast.exit_status import DONE, FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
@@ -71,9 +71,8 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
         on_start(run.folder.path)
         with run.folder, _open_board(run, named=config.run_dir is not None) as board, display, run.saver:
             status = board.status = Loop(run, stop, board).run_to_end()
-            # A finished run may wait for its tracker: then a signal ends the process at once. One that was stopped
-            # has its launcher still to call.
-            stop.training = status == STOPPED
+            # It may still wait for its tracker.
+            stop.finished = status == DONE
     if status == STOPPED:
         stop.call_launcher()
     return status

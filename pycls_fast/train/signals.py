@@ -20,12 +20,14 @@ _CTRL_C = "pycls_fast.ctrl_c"
 class StopRequest:
     """Whether a signal has asked this process to stop; `name` is the first signal's.
 
-    Set `training` as soon as there is something to save. Before that a signal ends the process at once.
+    Set `training` as soon as there is something to save. Before that a signal ends the process at once. Set `finished`
+    when the training is done: then Ctrl-C does so again, and other signals are ignored.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.training = False
+        self.finished = False
         self.launcher_handler: Callable[[], object] | None = None
 
     def __bool__(self) -> bool:
@@ -79,8 +81,10 @@ def stop_requests() -> Iterator[StopRequest]:
                 # Exit as the bare signal would, but run the cleanup.
                 raise SystemExit(128 + number)
             return
-        if request and number == signal.SIGINT:
+        if number == signal.SIGINT and (request or request.finished):
             raise KeyboardInterrupt
+        if request.finished:
+            return
         if number == warning and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:

@@ -33,12 +33,13 @@ class Background:
 
     def __init__(self, opened: Callable[[], Tracker], name: str, way_out: str, warn: Callable[[str], None]) -> None:
         self._open, self._name, self._way_out, self._warn = opened, name, way_out, warn
-        self._started, self._ended = Event(), Event()
+        self._started = Event()
         self._failure: str | None = None
         self._reported = False
         self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         # A daemon, so that Python does not wait for a server that does not answer. W&B's own process still may.
-        Thread(target=self._work, name=name, daemon=True).start()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def wait_for_start(self) -> str | None:
         """Wait until the tracker is open; returns why it cannot be opened, which is then not a warning."""
@@ -57,8 +58,10 @@ class Background:
         self._calls.put(lambda tracker: tracker.end(status, final))
         self._calls.put(None)
         seconds = _END_SECONDS.get(status, _END_SECONDS_ELSE)
-        if self._failure is None and not self._ended.wait(seconds):
-            self._failure = self._failure or self._failed(_no_answer(seconds))
+        if self._failure is None:
+            self._thread.join(seconds)
+        if self._failure is None and self._thread.is_alive():
+            self._failure = self._failed(_no_answer(seconds))
         self._report("not everything was sent")
 
     def _work(self) -> None:
@@ -78,7 +81,6 @@ class Background:
                     call(tracker)
                 except Exception as error:  # noqa: BLE001
                     self._failure = self._failed(_reason(error))
-        self._ended.set()
 
     def _cannot_start(self, reason: str) -> str:
         return f"runtime.tracker: {self._name} cannot start ({reason}); {self._way_out}"

@@ -135,8 +135,9 @@ def open_board(run: Run) -> Board:
         # Ends those that are open if a later one fails.
         stack.push(board)
         problem = None
-        if run.world.is_main and runtime.tracker != "none":
+        if runtime.tracker != "none":
             run.world.at("starting the tracker")
+        if run.world.is_main and runtime.tracker != "none":
             way_out = _TRACKERS[runtime.tracker].way_out
             background = Background(partial(_open, run), runtime.tracker, way_out, run.display.warn)
             board.include(background)

@@ -64,6 +64,15 @@ def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
         send(signal.SIGINT)
 
 
+def test_a_finished_training_ends_only_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_requests() as stop:
+        stop.training = stop.finished = True
+        send(signal.SIGTERM)
+        assert (stop.name, capfd.readouterr().err) == (None, "")
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
 def test_ctrl_c_before_the_training_calls_the_handler_of_a_calling_program() -> None:
     seen = []
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -379,18 +380,17 @@ def test_how_a_run_ended(error: BaseException | None, status: int) -> None:
 @pytest.mark.parametrize(("status", "seconds"), [(DONE, 60), (MISTAKE, 60), (STOPPED, 5), (INTERRUPTED, 1), (FAULT, 1)])
 def test_a_tracker_that_hangs_is_left(status: int, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answered, waited, warnings = threading.Event(), list[float | None](), list[str]()
-    wait = threading.Event.wait
+    join = threading.Thread.join
 
-    def briefly(self: threading.Event, timeout: float | None = None) -> bool:
-        if timeout is not None:
-            waited.append(timeout)
-        return wait(self, timeout and 0.05)
+    def briefly(self: threading.Thread, timeout: float | None = None) -> None:
+        waited.append(timeout)
+        join(self, 0.05)
 
     tracker = Noted()
-    monkeypatch.setattr(tracker, "add", lambda step, values: wait(answered))
+    monkeypatch.setattr(tracker, "add", lambda step, values: answered.wait())
     sender = Background(lambda: tracker, "mlflow", "check it", warnings.append)
     sender.add(1, {})
-    monkeypatch.setattr(threading.Event, "wait", briefly)
+    monkeypatch.setattr(threading.Thread, "join", briefly)
     sender.end(status, {})
     answered.set()
     assert waited == [seconds]
@@ -408,7 +408,23 @@ def test_all_trackers_are_ended_although_one_fails() -> None:
     assert [tracker.status for tracker in others] == [DONE, DONE]
 
 
-def test_a_signal_ends_a_finished_run_that_waits_for_its_tracker(service: Service, tmp_path: Path) -> None:
+def test_a_start_that_fails_at_last_ends_the_wait_for_it() -> None:
+    ending, warnings = threading.Event(), list[str]()
+
+    def fail() -> Noted:
+        ending.wait()
+        raise ConnectionError("refused")
+
+    sender = Background(fail, "mlflow", "check it", warnings.append)
+    threading.Timer(0.1, ending.set).start()
+    begun = time.monotonic()
+    sender.end(DONE, {})
+    assert time.monotonic() - begun < 30.0
+    what = "runtime.tracker: mlflow cannot start (ConnectionError: refused); check it; not everything was sent"
+    assert warnings == [what]
+
+
+def test_ctrl_c_ends_a_finished_run_that_waits_for_its_tracker(service: Service, tmp_path: Path) -> None:
     service.on_end = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(service, tmp_path)
@@ -417,7 +433,7 @@ def test_a_signal_ends_a_finished_run_that_waits_for_its_tracker(service: Servic
 
 def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
     config = load_config("vit_digits", [*SMALL, f"runtime.tracker={service.package}", "runtime.tensorboard=true"])
-    world = SimpleNamespace(is_main=False, from_main=lambda value: None)
+    world = SimpleNamespace(is_main=False, from_main=lambda value: None, at=lambda doing: None)
     board = open_board(SimpleNamespace(config=config, world=world))  # type: ignore[arg-type]
     with board:
         board.add({"kind": "train", "step": 1, "loss": 1.0})
