@@ -15,13 +15,17 @@ def import_modules(names: Iterable[str]) -> None:
     """Import modules by their names; the current folder is searched, too: first, unless PYTHONPATH has it.
 
     Raises:
-        UserError: there is no such module, or it fails.
+        UserError: there is no such module, it fails, or its name is relative.
     """
     here = str(Path.cwd())
     for name in names:
         # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
         if here not in sys.path:
             sys.path.insert(0, here)
+        if name.startswith("."):
+            raise UserError(
+                f"imports: {name} is relative, but to no package; write the whole name, without leading dots"
+            )
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:

@@ -153,6 +153,11 @@ class TimmModel(Network):
             elif unknown is not None and unknown[1] in self.options:
                 key = f"model.options.{unknown[1]}"
                 line = f"{key}: timm's {self.name} does not take it; leave it out (~{key})"
+            elif unknown is not None and unknown[1] not in self.arguments:
+                line = (
+                    f"model.name: {self.name} does not take {unknown[1]}, which timm passes; let the function that is "
+                    "registered under this name take **options, and pass on only what its model takes"
+                )
             elif self.options or isinstance(error, AssertionError):
                 key = "model.options" if self.options else "data.image_size"
                 line = f"{key}: timm's {self.name} refuses {self.arguments} ({_told(error)}); correct what it names"

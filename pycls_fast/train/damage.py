@@ -1,4 +1,4 @@
-"""Images that a training cannot read: each rank notes its own, and they are reported once."""
+"""Images that cannot be read during training: each rank notes its own, and they are reported once."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
-from pycls_fast.exit_status import FAULT, STOPPED, Finished
+from pycls_fast.exit_status import DONE, FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
@@ -69,11 +69,25 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
         run = start_run(config, world, display, command)
         stop.training = True
         on_start(run.folder.path)
-        with run.folder, open_board(run) as board, display, run.saver:
+        with run.folder, _open_board(run, named=config.run_dir is not None) as board, display, run.saver:
             status = board.status = Loop(run, stop, board).run_to_end()
+            # It may still wait for its tracker.
+            stop.finished = status == DONE
     if status == STOPPED:
         stop.call_launcher()
     return status
+
+
+def _open_board(run: Run, *, named: bool) -> Board:
+    """`open_board`. If that fails, the folder is removed, unless its user has named it."""
+    with ExitStack() as stack:
+        if run.world.is_main and not named:
+            stack.callback(run.folder.remove_if_unused)
+        # Its lock is released first.
+        stack.enter_context(run.folder)
+        board = open_board(run)
+        stack.pop_all()
+    return board
 
 
 def _too_large(run: Run) -> str:
@@ -110,9 +124,11 @@ class Loop:
             with enough_memory(_too_large(self.run)):
                 return self._run_to_end()
         except UserError:
-            # The checkpoint that is still being written may be the best so far. If that fails, the first error counts.
-            with suppress(UserError):
-                self._finish_saving()
+            # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.
+            with suppress(Exception):
+                self.run.finish_saving()
+                if self.run.world.is_main:
+                    self.evaluations.keep_if_best()
             raise
 
     def _run_to_end(self) -> int:

@@ -13,16 +13,21 @@ from types import FrameType
 from pycls_fast.config import scheduler
 from pycls_fast.errors import UserError
 
+# The module of the tools' own handler. Importing it would set the handler.
+_CTRL_C = "pycls_fast.ctrl_c"
+
 
 class StopRequest:
     """Whether a signal has asked this process to stop; `name` is the first signal's.
 
-    Set `training` as soon as there is something to save. Before that a signal ends the process at once.
+    Set `training` as soon as there is something to save. Before that a signal ends the process at once. Set `finished`
+    when the training is done: then Ctrl-C does so again, and other signals are ignored.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.training = False
+        self.finished = False
         self.launcher_handler: Callable[[], object] | None = None
 
     def __bool__(self) -> bool:
@@ -68,16 +73,18 @@ def stop_requests() -> Iterator[StopRequest]:
         former = before[signal.Signals(number)]
         if not request.training:
             if callable(former):
-                if number == signal.SIGINT:
-                    # Not the tools' own handler, which may end the process without the cleanup (`ctrl_c.py`).
+                if former.__module__ == _CTRL_C:
+                    # The tools' own handler may end the process without the cleanup.
                     raise KeyboardInterrupt
                 former(number, frame)
             elif former != signal.SIG_IGN:
                 # Exit as the bare signal would, but run the cleanup.
                 raise SystemExit(128 + number)
             return
-        if request and number == signal.SIGINT:
+        if number == signal.SIGINT and (request or request.finished):
             raise KeyboardInterrupt
+        if request.finished:
+            return
         if number == warning and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:

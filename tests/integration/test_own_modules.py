@@ -20,6 +20,7 @@ from pycls_fast.build.imports import import_modules
 from pycls_fast.config import RunConfig, load_config, load_run_config
 from pycls_fast.config.saved import of_weights
 from pycls_fast.errors import UserError
+from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
@@ -177,3 +178,20 @@ def test_the_command_reports_a_missing_module(here: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: imports: there is no module of_nobody in ")
     assert not (here / "runs").exists()
+
+
+def test_a_relative_name_is_one_line(here: Path) -> None:
+    with pytest.raises(UserError, match=r"^imports: \.own_mod is relative, .* without leading dots$"):
+        import_modules([".own_mod"])
+
+
+def test_a_function_that_takes_no_options_is_one_line(here: Path) -> None:
+    text = MODEL.replace("tiny_of_this_test", "strict_of_this_test").replace(", **others", "")
+    (here / "strict_mod.py").write_text(text)
+    import_modules(["strict_mod"])
+    for options in ({}, {"depth": 2}):
+        line = (
+            "^model.name: strict_of_this_test does not take pretrained_cfg.*, which timm passes; .* take \\*\\*options,"
+        )
+        with pytest.raises(UserError, match=line):
+            TimmModel(name="strict_of_this_test", num_classes=10, options=options)

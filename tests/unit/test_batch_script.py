@@ -52,7 +52,7 @@ def test_only_a_stopped_run_is_queued_again(
     if earlier:
         record(run, earlier)
     line = "true" if event is None else f"echo '{record(tmp_path / 'new', event)}' >> {run}/metrics.jsonl"
-    executable(tmp_path / "bin" / "srun", f"{line}\nexit 1")
+    executable(tmp_path / "bin" / "srun", f"{line}\n[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT = 150 ] && exit 1")
     executable(tmp_path / "bin" / "scontrol", f"[ $1 = requeue ] && echo $2 > {tmp_path}/queued; true")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1"}
     done = subprocess.run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -34,6 +36,7 @@ _EVAL = ("top1", "top5", "class_top1", "loss")
 
 # By `runtime.tracker`, which is also the name of the package.
 _TRACKERS: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
+_STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 
 class Tracker(Protocol):
@@ -54,7 +57,7 @@ class Board:
 
     def __init__(self, *trackers: Tracker) -> None:
         self.status = FAULT
-        self._trackers = trackers
+        self._trackers = list(trackers)
         self._final: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -64,9 +67,17 @@ class Board:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.status = next((status for of, status in _STATUS.items() if issubclass(kind, of)), FAULT)
-        for tracker in self._trackers:
-            tracker.end(int(self.status), self._final)
+            self.status = next(
+                (status for error_type, status in _STATUS.items() if issubclass(kind, error_type)), FAULT
+            )
+        # All of them, although the end of one may fail.
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.end, int(self.status), self._final)
+
+    def include(self, tracker: Tracker) -> None:
+        """Call this tracker, too."""
+        self._trackers.append(tracker)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a `train` or `eval` record."""
@@ -83,30 +94,34 @@ class Board:
             self._final |= _scores(place, summary[place] or {})
 
 
-_STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
-
-
 def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
     return {f"{place}/{name}": record[name] for name in _EVAL if record.get(name) is not None}
 
 
 def check_installed(config: RunConfig, world: World) -> None:
-    """Check that rank 0 has the package of `runtime.tracker`; all ranks call this.
+    """Check that rank 0 can import the package of `runtime.tracker`; all ranks call this.
 
     Raises:
-        UserError: it has not.
+        UserError: it cannot.
     """
     name = config.runtime.tracker
-    if name != "none" and not world.from_main(world.is_main and _is_installed(name)):
-        raise UserError(f"runtime.tracker: {name} is not installed: pip install -e '.[{name}]'")
+    if name == "none":
+        return
+    problem = world.from_main(_import_problem(name) if world.is_main else None)
+    if problem is not None:
+        raise UserError(f"runtime.tracker: {problem}")
 
 
-def _is_installed(name: str) -> bool:
+def _import_problem(name: str) -> str | None:
+    missing = f"{name} is not installed: pip install -e '.[{name}]'"
     try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
+        module = importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001  # versions that do not fit each other fail in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return missing
+        return f"{name} cannot be imported ({type(error).__name__}: {first_line(error)}); correct its installation"
+    # Python takes any folder of this name, such as the one that W&B writes to, for a package, which has no file.
+    return None if getattr(module, "__file__", None) else missing
 
 
 def open_board(run: Run) -> Board:
@@ -115,22 +130,26 @@ def open_board(run: Run) -> Board:
     Raises:
         UserError: the tracker cannot start the run. A resumed run continues without it.
     """
-    runtime, trackers = run.config.runtime, list[Tracker]()
-    problem = None
-    if run.world.is_main and runtime.tensorboard:
-        trackers.append(TensorBoard(run.folder.path, run.start_step))
-    if run.world.is_main and runtime.tracker != "none":
-        try:
-            trackers.append(Background(_open(run), runtime.tracker, run.display.warn))
-        except Exception as error:  # noqa: BLE001  # the network's, the server's or the package's own
-            why, way_out = f"{type(error).__name__}: {first_line(error)}", _TRACKERS[runtime.tracker].way_out
-            problem = f"runtime.tracker: {runtime.tracker} cannot start ({why}); {way_out}"
-    problem = run.world.from_main(problem)
-    if problem is not None and run.start_step == 0:
-        raise UserError(problem)
-    if problem is not None:
-        run.display.warn(f"{problem}; the run continues without it")
-    return Board(*trackers)
+    board, runtime = Board(), run.config.runtime
+    with ExitStack() as stack:
+        # Ends those that are open if a later one fails.
+        stack.push(board)
+        problem = None
+        if runtime.tracker != "none":
+            run.world.at("starting the tracker")
+        if run.world.is_main and runtime.tracker != "none":
+            way_out = _TRACKERS[runtime.tracker].way_out
+            background = Background(partial(_open, run), runtime.tracker, way_out, run.display.warn)
+            board.include(background)
+            problem = background.wait_for_start() if run.start_step == 0 else None
+        problem = run.world.from_main(problem)
+        if problem is not None:
+            raise UserError(problem)
+        # Last: it leaves files in the folder of a run that does not start.
+        if run.world.is_main and runtime.tensorboard:
+            board.include(TensorBoard(run.folder.path, run.start_step))
+        stack.pop_all()
+    return board
 
 
 def _open(run: Run) -> Tracker:

@@ -28,21 +28,44 @@ class MLflow:
 
     def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], id: str | None) -> None:  # noqa: A002
         import mlflow
-        from mlflow.entities import Param
 
-        # Not `mlflow.start_run`: the process may have an active run of its own.
+        # Not `mlflow.start_run` and `mlflow.set_experiment`: the process may have a run and an experiment of its own.
         self._client = mlflow.MlflowClient()
         if id is None:
-            experiment = mlflow.set_experiment(project).experiment_id
-            run = self._client.create_run(experiment, run_name=run_dir.name)
+            run = self._client.create_run(self._experiment(project), run_name=run_dir.name)
         else:
             self._client.update_run(id, status="RUNNING")
             run = self._client.get_run(id)
         self.id: str = run.info.run_id
-        new = [Param(key, str(value)) for key, value in settings.items() if key not in run.data.params]
+        self._step = 0
+        try:
+            self._log_settings({key: value for key, value in settings.items() if key not in run.data.params})
+        except Exception:
+            # The run would stay active there.
+            self._client.set_terminated(self.id, status="FAILED")
+            raise
+
+    def _experiment(self, name: str) -> str:
+        """The id of an experiment, which is created if it does not exist."""
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return self._client.create_experiment(name)
+            except MlflowException:
+                # Another run may have created it since.
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return found.experiment_id
+
+    def _log_settings(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        new = [Param(key, str(value)) for key, value in settings.items()]
         for start in range(0, len(new), _PARAMETERS):
             self._client.log_batch(self.id, params=new[start : start + _PARAMETERS])
-        self._step = 0
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""

@@ -96,6 +96,21 @@ def test_the_best_is_linked_although_damaged_images_end_the_run(
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_the_best_is_linked_although_damaged_images_end_its_evaluation(
+    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Evaluations.take
+
+    def damaged(self: Evaluations, done: int) -> dict[str, str]:
+        return {**take(self, done), "1.png": "broken"}
+
+    monkeypatch.setattr(Evaluations, "take", damaged)
+    with pytest.raises(UserError, match=r"^data\.max_damaged"):
+        run(tmp_path, "data.max_damaged=0", f"runtime.checkpoint_async={asynchronous}")
+    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
+
+
 def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint was still being written."""
     write, failed = checkpoint.write, threading.Event()
@@ -116,12 +131,15 @@ def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monke
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
-def test_the_first_error_counts_if_the_last_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [UserError("no space left"), RuntimeError("a rank is lost")])
+def test_the_first_error_counts_if_the_last_checkpoint_fails(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = threading.Event()
 
     def full(*arguments: Any, **named: Any) -> Path:
         failed.wait(60.0)
-        raise UserError("no space left")
+        raise failure
 
     def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
         if done == 4:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -51,9 +54,37 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
 
 def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
     """The tools' own handler may end the process at once."""
-    signal.signal(signal.SIGINT, lambda number, frame: pytest.fail("called"))
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        pytest.fail("called")
+
+    interrupt.__module__ = "pycls_fast.ctrl_c"
+    signal.signal(signal.SIGINT, interrupt)
     with pytest.raises(KeyboardInterrupt), stop_requests():
         send(signal.SIGINT)
+
+
+def test_a_finished_training_ends_only_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_requests() as stop:
+        stop.training = stop.finished = True
+        send(signal.SIGTERM)
+        assert (stop.name, capfd.readouterr().err) == (None, "")
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_ctrl_c_before_the_training_calls_the_handler_of_a_calling_program() -> None:
+    seen = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    with stop_requests():
+        send(signal.SIGINT)
+    assert seen == [signal.SIGINT]
+
+
+def test_the_tools_handler_is_known_by_its_module() -> None:
+    code = "import signal, pycls_fast.ctrl_c; print(signal.getsignal(signal.SIGINT).__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "pycls_fast.ctrl_c\n"
 
 
 @pytest.mark.parametrize("alone", [True, False])
