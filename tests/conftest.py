@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from pycls_fast.data import write_digits
 
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)
+
+# Under nohup it is ignored, by the processes that tests start, too; some tests send it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def is_about_cuda(markers: str) -> bool:

@@ -237,7 +237,9 @@ def test_a_signal_while_preparing(
     tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_folder(tmp_path / "folder", CONTENT)
-    monkeypatch.setattr(prepare_data, f"{mode}_splits", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        prepare_data, f"{mode}_splits", lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGTERM)
+    )
     config = load_config("resnet50", ["data.num_workers=0", f"data.root={root}"])
     with pytest.raises(SystemExit) as ended:
         prepare_data.main(config, prepare_data.Options(mode=mode, output="packed"))  # type: ignore[arg-type]

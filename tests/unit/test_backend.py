@@ -38,6 +38,9 @@ def test_torch_does_not_report_a_cuda_home_without_cuda(
 
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # Once torch has compiled anything, its loggers no longer propagate.
+    monkeypatch.setattr(cpp_extension.logger, "propagate", False)
+    monkeypatch.setattr(cpp_extension.logger, "handlers", [caplog.handler])
     set_backend()
     assert cpp_extension._find_cuda_home() == "/opt/cuda"
     cpp_extension.logger.warning("another")
