@@ -15,8 +15,11 @@ from pycls_fast.data import write_digits
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)
 
-# Under nohup it is ignored, by the processes that tests start, too; some tests send it.
+# Under nohup and in the background of a shell's script these are ignored, by the processes that tests start, too; some
+# tests send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_about_cuda(markers: str) -> bool:

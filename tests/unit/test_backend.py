@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -38,7 +39,9 @@ def test_torch_does_not_report_a_cuda_home_without_cuda(
 
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # Once torch has compiled anything, its loggers no longer propagate.
+    # Other tests change torch's loggers: compiling ends their propagation, and Hydra disables those that exist.
+    caplog.set_level(logging.WARNING, logger=cpp_extension.logger.name)
+    monkeypatch.setattr(cpp_extension.logger, "disabled", False)
     monkeypatch.setattr(cpp_extension.logger, "propagate", False)
     monkeypatch.setattr(cpp_extension.logger, "handlers", [caplog.handler])
     set_backend()
