@@ -157,7 +157,7 @@ def _open(run: Run) -> Tracker:
     runtime, file = run.config.runtime, run.folder.path / "tracker.json"
     ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     tracker = _TRACKERS[runtime.tracker](
-        run.folder.path, project=runtime.tracker_project, settings=flat(run.settings()), id=ids.get(runtime.tracker)
+        run.folder.path, project=runtime.tracker_project, settings=flat(run.settings()), run_id=ids.get(runtime.tracker)
     )
     run.folder.write_json(file.name, {**ids, runtime.tracker: tracker.id})
     return tracker

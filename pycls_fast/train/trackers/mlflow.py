@@ -21,21 +21,21 @@ class MLflow:
         run_dir: the run folder, whose name is the run's.
         project: the experiment; created if it does not exist.
         settings: the configuration, with dotted keys. MLflow keeps the first value of each, also of a resumed run.
-        id: of the run to continue; None for a new one.
+        run_id: of the run to continue; None for a new one.
     """
 
     way_out = "check MLFLOW_TRACKING_URI"
 
-    def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], id: str | None) -> None:  # noqa: A002
+    def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], run_id: str | None) -> None:
         import mlflow
 
         # Not `mlflow.start_run` and `mlflow.set_experiment`: the process may have a run and an experiment of its own.
         self._client = mlflow.MlflowClient()
-        if id is None:
+        if run_id is None:
             run = self._client.create_run(self._experiment(project), run_name=run_dir.name)
         else:
-            self._client.update_run(id, status="RUNNING")
-            run = self._client.get_run(id)
+            self._client.update_run(run_id, status="RUNNING")
+            run = self._client.get_run(run_id)
         self.id: str = run.info.run_id
         self._step = 0
         try:

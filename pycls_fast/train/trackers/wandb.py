@@ -15,16 +15,16 @@ class WandB:
         run_dir: the run folder, whose name is the run's.
         project: created if it does not exist.
         settings: the configuration, with dotted keys.
-        id: of the run to continue; None for a new one.
+        run_id: of the run to continue; None for a new one.
     """
 
     way_out = "log in with `wandb login`, or set WANDB_MODE=offline"
 
-    def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], id: str | None) -> None:  # noqa: A002
+    def __init__(self, run_dir: Path, *, project: str, settings: Mapping[str, Any], run_id: str | None) -> None:
         import wandb
 
         # Not W&B's own: WANDB_RUN_ID would give every run of a sweep the same.
-        self.id = id or secrets.token_hex(8)
+        self.id = run_id or secrets.token_hex(8)
         self._run = wandb.init(
             project=project,
             name=run_dir.name,

@@ -290,7 +290,7 @@ def test_another_run_creates_the_experiment_at_the_same_time(
         return create(self, name)
 
     monkeypatch.setattr(Client, "create_experiment", second)
-    MLflow(tmp_path, project="shared", settings={}, id=None)
+    MLflow(tmp_path, project="shared", settings={}, run_id=None)
     assert [seen.project for seen in service.runs.values()] == ["shared"]
 
 
