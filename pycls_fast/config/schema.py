@@ -6,87 +6,28 @@ refused (`extra="forbid"`, `strict=True`); checks that involve several keys are 
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from pycls_fast.config.values import (
+    Betas,
+    Deviation,
+    Hue,
+    LossScale,
+    Mean,
+    ModuleNames,
+    NonNegativeFloat,
+    Off,
+    OffOn,
+    PositiveFloat,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Probability,
+    Seed,
+    Text,
+)
 from pycls_fast.speed import SwitchName
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-# For pixels in 0..1.
-Mean = Annotated[float, Field(ge=0.0, le=1.0)]
-Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-Hue = Annotated[float, Field(ge=0.0, le=0.5)]
-Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-# Not empty: an unset shell variable (`data.root=$DATA`) must not become the current folder.
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _loss_scale(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == "dynamic":
-        return value
-    if is_number and 0 < value < math.inf:
-        return float(value)
-    raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
-
-
-# A plain validator gives one line for a bad value; a union of types would give one for each type.
-LossScale = Annotated[
-    Literal["dynamic"] | float,
-    PlainValidator(_loss_scale),
-    Field(description="dynamic, or a number greater than 0"),
-]
-
-
-AUTO = 0
-"""The value that stands for `auto` until the number of training images is known (`build.resolve_auto`)."""
-
-
-def _or_auto(value: Any) -> Any:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value == "auto":
-        return AUTO
-    if is_number and value > 0:
-        return value
-    raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
-
-
-# Typed as the number that it becomes in every run.
-PositiveIntOrAuto = Annotated[
-    int,
-    PlainValidator(_or_auto),
-    PlainSerializer(lambda value: "auto" if value == AUTO else value),
-    Field(description="auto, or a whole number greater than 0"),
-]
-
-
-def _as_tuple(value: Any) -> Any:
-    """Accept a single text as a list of one."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-ModuleNames = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
-
-
-def _bare_off(value: Any) -> Any:
-    """Accept a bare `off` (and `on` below), which YAML reads as false (true)."""
-    return "off" if value is False else value
-
-
-def _bare_off_on(value: Any) -> Any:
-    return "on" if value is True else _bare_off(value)
-
-
-_Off, _OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
 
 
 class Section(BaseModel):
@@ -198,7 +139,7 @@ class Data(Section):
     image_column: Text | None = None
     label_column: Text = "label"
     hub_config: Text | None = None
-    index_cache: Annotated[Text, _Off] = "auto"
+    index_cache: Annotated[Text, Off] = "auto"
     shard_cache: Text | None = None
     shard_cache_gib: PositiveFloat | None = None
     shuffle: Literal["auto", "full", "blocks"] = "auto"
@@ -319,7 +260,7 @@ class _Optim(Section):
     clip_norm: PositiveFloat | None = None
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     accumulation_steps: PositiveInt = 1
-    trainable: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = ("all",)
+    trainable: Annotated[ModuleNames, Field(min_length=1)] = ("all",)
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     ema_warmup: bool = True
     ema_every_steps: PositiveInt = 1
@@ -492,10 +433,10 @@ class Speed(Section):
     patches: Literal["convolution", "product"] | None = None
     convolution: Literal["torch", "products"] | None = None
     allocator: Literal["default", "keep"] | None = None
-    compile: Annotated[Literal["off", "blocks", "model"] | None, _Off] = None
+    compile: Annotated[Literal["off", "blocks", "model"] | None, Off] = None
     compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
     optimizer: Literal["loop", "foreach", "fused"] | None = None
-    optimizer_compile: Annotated[Literal["off", "on"] | None, _OffOn] = None
+    optimizer_compile: Annotated[Literal["off", "on"] | None, OffOn] = None
     ema: Literal["loop", "foreach"] | None = None
     clip: Literal["loop", "foreach"] | None = None
     decode: Literal["pillow", "simplejpeg", "region"] | None = None
@@ -507,8 +448,8 @@ class Speed(Section):
     metrics: Literal["step", "interval"] | None = None
     sequence_padding: Literal["none", "8", "64"] | None = None
     cross_entropy: Literal["plain", "fused"] | None = None
-    cuda_graphs: Annotated[Literal["off", "on"] | None, _OffOn] = None
-    recompute: Annotated[Literal["off", "full", "selective"] | None, _Off] = None
+    cuda_graphs: Annotated[Literal["off", "on"] | None, OffOn] = None
+    recompute: Annotated[Literal["off", "full", "selective"] | None, Off] = None
     activation_offload: Literal["none", "cpu"] | None = None
     activation_compression: Literal["none", "8bit"] | None = None
     param_offload: Literal["none", "cpu"] | None = None

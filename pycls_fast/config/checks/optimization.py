@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
-from pycls_fast.config.schema import AUTO, RunConfig, ViTModel
+from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.config.values import AUTO
 
 
 def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.packing import PackSettings, pack, packer, verify, workers
+from pycls_fast.data.packing import PackSettings, draft, pack, packer, verify, workers
+from pycls_fast.data.packing.stored_image import StoredImage
 from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import ENTRY, open_packed_split
@@ -157,7 +158,7 @@ def test_a_killed_packing_goes_on(tmp_path: Path, folder: Path, damage: str, mon
     """Whatever was written when it was killed, the result is that of an undisturbed run."""
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     made: list[int] = []
-    real = packer._make
+    real = packer.store
 
     def failing(own: object, index: int, *, settings: PackSettings) -> object:
         made.append(index)
@@ -165,7 +166,7 @@ def test_a_killed_packing_goes_on(tmp_path: Path, folder: Path, damage: str, mon
             raise KeyboardInterrupt
         return real(source, index, settings=settings)
 
-    monkeypatch.setattr(packer, "_make", failing)
+    monkeypatch.setattr(packer, "store", failing)
     with pytest.raises(KeyboardInterrupt):
         pack(source, out, PackSettings(), workers=0, title="")
     with pytest.raises(UserError, match="is unfinished; run the same"):
@@ -244,21 +245,21 @@ def test_images_that_were_lost_since_the_last_sync_are_written_again(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those before it, on which a power cut had no effect, are not read."""
-    monkeypatch.setattr(packer, "_DURABLE_EVERY", 4)
+    monkeypatch.setattr(draft, "DURABLE_EVERY", 4)
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     interrupt_after(source, out, 11)
     entries = np.fromfile(out / "table.part", dtype=ENTRY)
     with (out / "images.bin.part").open("r+b") as file:
         file.seek(int(entries[9]["offset"]))
         file.write(bytes(int(entries[9]["size"])))
-    assert packer._whole_entries(out / "images.bin.part", out / "table.part", {}) == (9, int(entries[9]["offset"]))
+    assert draft.whole_entries(out / "images.bin.part", out / "table.part", {}) == (9, int(entries[9]["offset"]))
     pack(source, out, PackSettings(), workers=0, title="")
     assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
 
 
 def interrupt_after(source: Source, out: Path, count: int) -> None:
     """A packing of `count` images that Ctrl-C ends."""
-    real = packer._make
+    real = packer.store
 
     def failing(own: Source, index: int, *, settings: PackSettings) -> object:
         if index == count:
@@ -266,7 +267,7 @@ def interrupt_after(source: Source, out: Path, count: int) -> None:
         return real(own, index, settings=settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packer, "_make", failing)
+        patch.setattr(packer, "store", failing)
         with pytest.raises(KeyboardInterrupt):
             pack(source, out, PackSettings(), workers=0, title="")
 
@@ -313,8 +314,8 @@ def test_what_still_cannot_be_read_is_tried_only_once_more(
     Path(source.name(1)).unlink()
     interrupt_after(source, out, 9)
     made: list[int] = []
-    real = packer._make
-    monkeypatch.setattr(packer, "_make", lambda own, index, **more: made.append(index) or real(own, index, **more))
+    real = packer.store
+    monkeypatch.setattr(packer, "store", lambda own, index, **more: made.append(index) or real(own, index, **more))
     shown: list[tuple[str, int | None]] = []
     bar = packer.progress
     monkeypatch.setattr(
@@ -433,14 +434,14 @@ def test_one_other_label_or_name_is_another_packing(tmp_path: Path, monkeypatch:
     other_names, other_labels = names.copy(), labels.copy()
     other_names[1501], other_labels[1501] = "new.png", 1 - labels[1501]
     others = (source(other_names, labels), source(names, other_labels))
-    picture = packer._Image(b"picture", 0, 0, 0)
+    picture = StoredImage(b"picture", 0, 0, 0)
 
-    def make(source: object, index: int, *, settings: PackSettings, stop: int = 2000) -> packer._Image:
+    def make(source: object, index: int, *, settings: PackSettings, stop: int = 2000) -> StoredImage:
         if index == stop:
             raise RuntimeError
         return picture
 
-    monkeypatch.setattr(packer, "_make", partial(make, stop=9))
+    monkeypatch.setattr(packer, "store", partial(make, stop=9))
     with pytest.raises(RuntimeError):
         pack(source(names, labels), tmp_path / "out", PackSettings(), workers=0, title="")
     for other in others:
@@ -448,7 +449,7 @@ def test_one_other_label_or_name_is_another_packing(tmp_path: Path, monkeypatch:
             UserError, match=r"beginning of another packing .*: names, labels or settings differ; remove"
         ):
             pack(other, tmp_path / "out", PackSettings(), workers=0, title="")
-    monkeypatch.setattr(packer, "_make", make)
+    monkeypatch.setattr(packer, "store", make)
     assert pack(source(names, labels), tmp_path / "out", PackSettings(), workers=0, title="").is_new
     for other in others:
         with pytest.raises(UserError, match=r"already holds other packed .*: names, labels or settings differ; remove"):

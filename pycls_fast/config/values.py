@@ -1,0 +1,83 @@
+"""Types of single values in the configuration: ranges, `auto`, and what YAML reads as something else."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic_core import PydanticCustomError
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+# For pixels in 0..1.
+Mean = Annotated[float, Field(ge=0.0, le=1.0)]
+Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Hue = Annotated[float, Field(ge=0.0, le=0.5)]
+Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# Not empty: an unset shell variable (`data.root=$DATA`) must not become the current folder.
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _loss_scale(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value == "dynamic":
+        return value
+    if is_number and 0 < value < math.inf:
+        return float(value)
+    raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
+
+
+# A plain validator gives one line for a bad value; a union of types would give one for each type.
+LossScale = Annotated[
+    Literal["dynamic"] | float,
+    PlainValidator(_loss_scale),
+    Field(description="dynamic, or a number greater than 0"),
+]
+
+
+AUTO = 0
+"""The value that stands for `auto` until the number of training images is known (`build.resolve_auto`)."""
+
+
+def _or_auto(value: Any) -> Any:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value == "auto":
+        return AUTO
+    if is_number and value > 0:
+        return value
+    raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
+
+
+# Typed as the number that it becomes in every run.
+PositiveIntOrAuto = Annotated[
+    int,
+    PlainValidator(_or_auto),
+    PlainSerializer(lambda value: "auto" if value == AUTO else value),
+    Field(description="auto, or a whole number greater than 0"),
+]
+
+
+def _as_tuple(value: Any) -> Any:
+    """Accept a single text as a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+ModuleNames = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+
+
+def _bare_off(value: Any) -> Any:
+    """Accept a bare `off` (and `on` below), which YAML reads as false (true)."""
+    return "off" if value is False else value
+
+
+def _bare_off_on(value: Any) -> Any:
+    return "on" if value is True else _bare_off(value)
+
+
+Off, OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
