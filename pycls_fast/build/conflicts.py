@@ -102,11 +102,10 @@ def _compiled(chosen: Switches) -> Iterator[str]:
 
 def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
     """Yield one line for each stage on the host after one on the device: images are normalised, erased, then mixed."""
-    augment = config.augment
     stages = [(SwitchName.NORMALIZE_ON, "normalised")]
-    if augment.erase_probability > 0:
+    if config.augment.erase_probability > 0:
         stages.append((SwitchName.ERASE_ON, "erased"))
-    if augment.mixup_alpha > 0 or augment.cutmix_alpha > 0:
+    if config.augment.mixes:
         stages.append((SwitchName.MIX_ON, "mixed"))
     for (before, done), (after, doing) in itertools.pairwise(stages):
         if (chosen[before], chosen[after]) == ("device", "cpu"):

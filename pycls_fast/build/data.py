@@ -233,7 +233,7 @@ def check_mixing(config: RunConfig, world: World) -> None:
     Raises:
         UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
     """
-    if mixer(config) is None:
+    if not config.augment.mixes:
         return
     images, batch = microbatch_size(config, world), config.data.global_batch_size
     parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.accumulation_steps}"
@@ -312,7 +312,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
 def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
     """Mixup and CutMix, or None when both are off. Batches that were mixed on the host are left unchanged."""
     augment = config.augment
-    if augment.mix_probability == 0 or (augment.mixup_alpha == 0 and augment.cutmix_alpha == 0):
+    if not augment.mixes:
         return None
     shares = {
         "mixup_alpha": augment.mixup_alpha,

@@ -226,6 +226,11 @@ class Augment(Section):
     eval_crop: Literal["center", "squash", "border"] = "center"
     eval_crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
 
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed with each other (mixup, CutMix)."""
+        return self.mix_probability > 0 and (self.mixup_alpha > 0 or self.cutmix_alpha > 0)
+
 
 class Loss(Section):
     """The training loss; `bce` is binary cross-entropy, summed over classes as in big_vision or averaged as in timm.

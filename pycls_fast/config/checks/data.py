@@ -55,9 +55,7 @@ def image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     if augment.scale[1] > 1:
         yield "augment.scale", f"an area cannot be larger than the image's (1.0); got {augment.scale[1]}"
     yield from _policies(config)
-    microbatch = data.global_batch_size // steps
-    if (augment.mixup_alpha or augment.cutmix_alpha) and microbatch == 1:
-        yield "augment.mixup_alpha", "mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1"
+    yield from _mixing(config)
     epochs = [epoch for epoch, _ in data.image_size_schedule]
     if epochs != sorted(set(epochs)):
         yield "data.image_size_schedule", f"epochs must increase; got {epochs}"
@@ -72,8 +70,24 @@ def image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.image_size_schedule", f"{small[0]} is too small for model.stem=imagenet (32 at least)"
 
 
+def _mixing(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong on any number of ranks; `build.check_mixing` knows how many there are."""
+    augment, batch, steps = config.augment, config.data.global_batch_size, config.optim.accumulation_steps
+    if not augment.mixes:
+        return
+    if batch == steps:
+        yield (
+            f"augment.{'mixup_alpha' if augment.mixup_alpha else 'cutmix_alpha'}",
+            f"mixing needs at least 2 images in a microbatch; data.global_batch_size={batch} with "
+            f"optim.accumulation_steps={steps} leaves 1; use data.global_batch_size={2 * batch}, or "
+            "augment.mix_probability=0",
+        )
+    elif augment.mix_mode == "pair" and batch // steps % 2:
+        yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
+
+
 def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
-    data, augment = config.data, config.augment
+    augment = config.augment
     # Each with the value that turns it off.
     policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
     chosen = [name for name in policies if getattr(augment, name)]
@@ -91,5 +105,3 @@ def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"augment.rand_augment.{name}", "only timm's has it; use augment.rand_augment.library=timm"
     if policy is not None and policy.library == "timm" and policy.magnitude > 10:
         yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {policy.magnitude}"
-    if augment.mix_mode == "pair" and data.global_batch_size // config.optim.accumulation_steps % 2:
-        yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"

@@ -215,7 +215,13 @@ ONE_MISTAKE = [
     (["augment.scale=[0.5,1.1]"], f"augment.scale: an area cannot be larger than the image's (1.0); got 1.1 {HERE}"),
     (
         ["data.global_batch_size=1", "augment.mixup_alpha=0.2"],
-        f"augment.mixup_alpha: mixing needs at least 2 images in a microbatch; got data.global_batch_size of 1 {HERE}",
+        "augment.mixup_alpha: mixing needs at least 2 images in a microbatch; data.global_batch_size=1 with "
+        "optim.accumulation_steps=1 leaves 1; use data.global_batch_size=2, or augment.mix_probability=0 " + HERE,
+    ),
+    (
+        ["data.global_batch_size=4", "optim.accumulation_steps=4", "augment.cutmix_alpha=1"],
+        "augment.cutmix_alpha: mixing needs at least 2 images in a microbatch; data.global_batch_size=4 with "
+        "optim.accumulation_steps=4 leaves 1; use data.global_batch_size=8, or augment.mix_probability=0 " + HERE,
     ),
     (["data.fold=1"], f"data.fold: chooses one of data.folds, which is not set; give data.folds=5, say {HERE}"),
     (
@@ -360,6 +366,8 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
     assert load_config("vit_digits", ['data.root="3"']).data.root == "3"
     assert load_config("vit_digits", ["optim.betas=[0.9,0.95]"]).optim.model_dump()["betas"] == (0.9, 0.95)
+    # Nothing is mixed, so the pairs do not matter.
+    load_config("vit_digits", ["augment.mix_mode=pair", "data.global_batch_size=15"])
 
 
 @pytest.mark.parametrize(
@@ -376,6 +384,7 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
         ("vit_s16", ["parallel.sync_batchnorm=true"], "parallel.sync_batchnorm=false"),
         ("vit_s16", ["parallel=ddp", "parallel.shard_degree=2"], "parallel.shard_degree=null"),
         ("vit_s16", ["parallel=ddp", "parallel.reshard_after_forward=false"], "parallel.reshard_after_forward=true"),
+        ("vit_s16", ["data.global_batch_size=1"], "augment.mix_probability=0"),
     ],
 )
 def test_what_a_file_has_set_can_be_undone_as_the_line_says(name: str, overrides: list[str], ways: str) -> None:
