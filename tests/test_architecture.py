@@ -155,7 +155,7 @@ def test_the_order_has_no_cycle() -> None:
         ("train/run.py", "from pycls_fast.ledger import spread", "1: train imports ledger"),
         ("train/run.py", "from pycls_fast import inference", "1: train imports inference"),
         ("ledger/timing.py", "from tools.train_net import main", "1: ledger imports tools"),
-        ("config/schema.py", "from pycls_fast.models import ResNet", "1: config imports models"),
+        ("config/schema/data.py", "from pycls_fast.models import ResNet", "1: config imports models"),
         ("speed/presets.py", "from pycls_fast.config import RunConfig", "1: speed imports config"),
         ("errors.py", "from pycls_fast.counter import counter_seed", "1: errors imports counter"),
         ("data/mix.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
@@ -177,7 +177,7 @@ def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
     for file, text in {
         "pycls_fast/models/vit.py": "import torch\nfrom pycls_fast.models.layers import Mlp\nfrom . import layers",
         "pycls_fast/data/mix.py": "from pycls_fast.errors import UserError\nfrom ..counter import counter_seed",
-        "pycls_fast/config/schema.py": "import hydra\nfrom omegaconf import OmegaConf\nfrom pycls_fast import speed",
+        "pycls_fast/config/compose.py": "import hydra\nfrom omegaconf import OmegaConf\nfrom pycls_fast import speed",
         "pycls_fast/train/run.py": "from pycls_fast import __version__, build\nfrom pycls_fast.config import RunConfig",
         "pycls_fast/parallel/wrap.py": "from pycls_fast.optim import Ema",
         "tools/x.py": "from pycls_fast.ledger import spread\nfrom pycls_fast import config",

@@ -25,15 +25,22 @@ MODES = ("pack", "verify", "index")
 
 
 class Options(Section):
-    """Keys of this tool only; `output` is a folder for `pack`, a JSON file for `verify`."""
+    """Keys of this tool only."""
 
     mode: Literal["pack", "verify", "index"] | None = None
+    """What to do; the first word of the command."""
     output: str | None = None
+    """pack: the folder to write; verify: a JSON file for the list of damaged images."""
     split: str | None = None
+    """Only this split; null: all."""
     short_side: Annotated[int, Field(gt=0)] | None = None
+    """pack: scale larger images down to this many pixels on the short side; null: keep them as they are."""
     quality: Annotated[int, Field(ge=1, le=100)] = 95
+    """pack: JPEG quality of the scaled images."""
     store: Literal["encoded", "raw"] = "encoded"
+    """pack: store JPEGs, or decoded pixels."""
     filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+    """pack: the filter that scales images down."""
 
 
 def main(config: RunConfig, options: Options) -> int:

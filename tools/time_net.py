@@ -24,15 +24,22 @@ from pycls_fast.errors import UserError
 
 
 class Options(Section):
-    """Keys of this tool only: `repeats` turns of `steps` timed steps each; JSON goes to `output`."""
+    """Keys of this tool only."""
 
     mode: Literal["model", "loader", "both", "all"] = "all"
+    """What is timed: the network, the input pipeline, training fed by it, or all three."""
     steps: Annotated[int, Field(gt=0)] = 5
+    """Timed steps in each turn."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps before the first turn."""
     repeats: Annotated[int, Field(gt=0)] = 10
+    """Turns of each variant."""
     matmul_size: Annotated[int, Field(gt=0)] | None = None
+    """The side of the matrices whose product is timed for comparison; null: by the device."""
     compare: tuple[str, ...] = ()
+    """Variants, each a text of overrides; they are timed in turns and compared with the first."""
     output: str | None = None
+    """A JSON file; null: timings/<experiment>-<time>.json."""
 
 
 def needs_data(options: Options) -> bool:

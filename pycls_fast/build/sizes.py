@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.values import AUTO
+from pycls_fast.config.schema.values import AUTO
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 

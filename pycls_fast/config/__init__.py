@@ -6,7 +6,7 @@ from pycls_fast.config.options_line import options_line
 from pycls_fast.config.reporting import cleanup_at_signals
 from pycls_fast.config.saved import load_run_config, saved_config
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.values import ModuleNames
+from pycls_fast.config.schema.values import ModuleNames
 from pycls_fast.config.variants import command_alone, is_command, variant
 
 __all__ = [

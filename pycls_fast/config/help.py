@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pycls_fast.config.help_keys import help_of_key
+from pycls_fast.config.help_keys import filled, help_of_key
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import Section
 from pycls_fast.errors import UserError
@@ -87,15 +86,9 @@ def _lines(description: str, options: type[Section], folders: Sequence[Path], wi
         yield f"\n{inspect.cleandoc(options.__doc__ or '').replace('`', '')}"
         for name, field in options.model_fields.items():
             choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
-            yield f"  {name}={as_typed(field.default)}" + (f"  one of {', '.join(choices)}" if choices else "")
+            one_of = f"  (one of {', '.join(choices)})" if choices else ""
+            yield filled(f"{name}={as_typed(field.default)}  {field.description or ''}{one_of}", width, "  ", " " * 6)
 
 
 def _paragraph(names: Iterable[str], width: int, first: str, rest: str) -> str:
-    return textwrap.fill(
-        ", ".join(names),
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return filled(", ".join(names), width, first, rest)

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.schema.values import Wording
 from pycls_fast.config.suggestions import USUAL_KEYS, did_you_mean, section_keys
 from pycls_fast.errors import UserError
 from pycls_fast.speed import CATALOGUE
@@ -46,13 +47,22 @@ def help_of_key(word: str, options: type[Section], width: int) -> str:
     if not named and not group:
         raise UserError(f"--help {word}: unknown key{_suggestion(word, {key.name for key in keys})}")
     lines: dict[str, list[str]] = {}
+    meanings: dict[str, dict[str, None]] = {}
     for key in group or named:
         lines.setdefault(_line(key), []).extend(_kind(key))
-    texts = _texts(group or named, only=None if group else word.rpartition(".")[2])
-    return "\n\n".join([
-        "\n".join(f"{line}{_restriction(line, kinds)}" for line, kinds in lines.items()),
-        *(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) for text in texts),
-    ])  # fmt: skip
+        meanings.setdefault(_line(key), {})[_description(key)] = None
+    entries: list[str] = []
+    for line, kinds in lines.items():
+        entries.append(f"{line}{_restriction(line, kinds)}")
+        entries += [filled(text, width, "  ", "  ") for text in meanings[line] if text]
+    return "\n\n".join([*(filled(text, width) for text in _texts(group)), "\n".join(entries)])
+
+
+def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
+    """The text in lines of at most so many characters, indented by `first` and `rest`; no word is broken."""
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _keys(schema: type[Section], prefix: str = "") -> Iterator[_Key]:
@@ -71,21 +81,17 @@ def _suggestion(word: str, names: set[str]) -> str:
     return did_you_mean(word, names) or "; --help without a key lists the groups"
 
 
-def _texts(keys: Sequence[_Key], only: str | None) -> list[str]:
-    """The docstrings of the keys' sections, by paragraph, and the notes on switches.
-
-    Args:
-        keys: what they are about.
-        only: take the sentences that mention this name.
-    """
+def _texts(keys: Sequence[_Key]) -> list[str]:
+    """The docstrings of these keys' sections, by paragraph."""
     sections = dict.fromkeys(base for key in keys for base in key.section.__mro__ if _is_documented(base))
     texts = [text for section in sections for text in re.split(r"\n\n+", inspect.cleandoc(section.__doc__ or ""))]
-    if only is not None:
-        sentences = (sentence for text in texts for sentence in re.split(r"(?<=\.)\s+(?=[A-Z`])", text))
-        texts = [sentence for sentence in sentences if re.search(rf"`{re.escape(only)}\b", sentence)]
-    notes = {f"speed.{switch.name}": switch.note for switch in CATALOGUE}
-    texts += [f"{key.name}: {notes[key.name]}" for key in keys if key.name in notes]
     return [" ".join(text.replace("`", "").split()) for text in texts]
+
+
+def _description(key: _Key) -> str:
+    """What the key means; a switch's is its card's note."""
+    notes = {f"speed.{switch.name}": switch.note for switch in CATALOGUE}
+    return " ".join(notes.get(key.name, key.field.description or "").replace("`", "").split())
 
 
 def _is_documented(base: type) -> bool:
@@ -124,12 +130,15 @@ def _line(key: _Key) -> str:
     if key.name == _tag(key):
         kinds = [kind for section in _sections_of(key.name.partition(".")[0]) for kind in _choices(section, key.name)]
         return f"{key.name}  one of {', '.join(kinds)}"
-    what = key.field.description or _type(key.field.annotation, key.field.metadata)
+    what = _type(key.field.annotation, key.field.metadata)
     return f"{key.name}  {what}" if key.field.is_required() else f"{key.name}={as_typed(key.field.default)}  {what}"
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The type of a value in words, with its range."""
+    for part in metadata:
+        if isinstance(part, Wording):
+            return part.text
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type(parts[0], [*metadata, *(limit for part in parts[1:] for limit in _limits_of(part))])

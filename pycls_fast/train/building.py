@@ -11,7 +11,7 @@ import numpy as np
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.values import AUTO
+from pycls_fast.config.schema.values import AUTO
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity

@@ -40,7 +40,9 @@ def test_contributing_names_what_the_code_has() -> None:
         "train/same_model.py": ["_now("],
         "train/introduction.py": ["_STATE_COPIES"],
         "speed/presets.py": ["OPTIMIZERS", "COMPILABLE", "SHARDABLE"],
-        "config/schema.py": ["class _Optim(", "Optim = ", "class Speed("],
+        "config/schema/network.py": ["class _Model("],
+        "config/schema/optimization.py": ["class _Optim(", "Optim = "],
+        "config/schema/execution.py": ["class Speed("],
         "network.py": ["class Network(", "def units(", "def initialisers(", "def head_name(", "def first_conv_name("],
     }
     for file, names in places.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig, ViTModel
-from pycls_fast.config.values import AUTO
+from pycls_fast.config.schema.values import AUTO
 
 
 def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:

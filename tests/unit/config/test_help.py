@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import subprocess
+import typing
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from pycls_fast.config.command_line import NoOptions
 from pycls_fast.config.help import help_text
 from pycls_fast.config.help_keys import help_of_key
 from pycls_fast.config.locations import CONFIGS
-from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.suggestions import known_keys
+from pycls_fast.config.schema import RunConfig, Section, Speed
+from pycls_fast.config.suggestions import known_keys, section_keys
+from pycls_fast.speed import SwitchName
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
+
+TOOLS = ["knn_net", "ledger", "lr_find", "prepare_data", "test_net", "time_net"]
 
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
@@ -30,12 +34,12 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
     assert "split=val" in text
     assert "Evaluate a checkpoint" in text
     # The tool's own keys are what remains on the screen.
-    assert text.splitlines()[-1].startswith("  preprocessing=")
+    assert re.search(r"^  preprocessing=weights  \S", text.partition("adds a folder")[2], flags=re.MULTILINE)
     assert len(text.splitlines()) < 60
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["knn_net", "ledger", "lr_find", "prepare_data", "test_net", "time_net"])
+@pytest.mark.parametrize("name", TOOLS)
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
     options = importlib.import_module(f"tools.{name}").Options
@@ -49,7 +53,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
 @pytest.mark.parametrize(
     ("word", "lines"),
     [
-        ("optim.lr", ["optim.lr  number greater than 0"]),
+        ("optim.lr", ["optim.lr  number greater than 0\n  The learning rate after the warm-up.$"]),
         ("momentum", [
             "optim.momentum=0.9  number at least 0 and less than 1  (only sgd, adafactor)",
             "optim.momentum=0.95  number at least 0 and less than 1  (only muon)",
@@ -57,23 +61,24 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
         ("model.kind", ["model.kind  one of vit, resnet, timm"]),
         ("schedule.epochs", [
             "schedule.epochs=100  auto, or a whole number greater than 0",
-            "epochs: auto depends on the number of training images (build.resolve_auto).",
+            "  The length of the run; auto: by the number of training images.",
         ]),
         ("precision.loss_scale", ["precision.loss_scale=dynamic  dynamic, or a number greater than 0"]),
         ("augment.scale", ["augment.scale=[0.08,1.0]  list of 2: number greater than 0"]),
         ("augment.rand_augment", ["augment.rand_augment.num_ops=2  whole number greater than 0"]),
         ("runtime.watchdog", [
-            "watchdog names the first module whose output or gradient is not finite; it makes every step slower.",
+            "  Name the first module whose output or gradient is not finite; makes every step slower.",
         ]),
-        ("speed.qkv", ["speed.qkv=null  one of separate, fused, or null", "speed.qkv: Queries, keys and values by"]),
+        ("speed.qkv", ["speed.qkv=null  one of separate, fused, or null", "  Queries, keys and values by"]),
         ("seed", ["seed=0  whole number at least 0 and less than 2147483648"]),
-        ("schedule", ["Learning rate per step: linear warm-up, then a curve.", "schedule.max_steps=null  whole"]),
+        ("schedule", ["Learning rate per step: a linear warm-up, then a curve.", "schedule.max_steps=null  whole"]),
     ],
 )  # fmt: skip
 def test_a_key_is_described(word: str, lines: list[str]) -> None:
     text = help_of_key(word, NoOptions, 120)
     for line in lines:
-        assert re.search(rf"^{re.escape(line)}", text, flags=re.MULTILINE), text
+        pattern = re.escape(line.removesuffix("$")) + ("$" if line.endswith("$") else "")
+        assert re.search(rf"^{pattern}", text, flags=re.MULTILINE), text
 
 
 def test_every_key_is_described() -> None:
@@ -81,7 +86,20 @@ def test_every_key_is_described() -> None:
         text = help_of_key(key, NoOptions, 80)
         # `None` and types of Python are not what is typed.
         assert not re.search(r"None|<class|typing|Annotated", text), text
-        assert text.startswith(key)
+        assert text.startswith(key) or f"\n{key}." in text
+
+
+@pytest.mark.parametrize("name", [None, *TOOLS])
+def test_every_key_has_a_description(name: str | None) -> None:
+    """The string after a field, which `--help KEY` prints; a switch has its card instead."""
+    sections: list[type[Section]] = [RunConfig if name is None else importlib.import_module(f"tools.{name}").Options]
+    for section in sections:
+        for key, field in section.model_fields.items():
+            inner = section_keys(section)[key]
+            sections += [typing.cast(type[Section], kind) for kind in inner]
+            if not inner and not (section is Speed and key in set(SwitchName)):
+                assert field.description, f"{section.__name__}.{key}"
+                assert field.description.endswith("."), f"{section.__name__}.{key}"
 
 
 def test_help_of_words(tool: Tool) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
+
+@dataclass(frozen=True)
+class Wording:
+    """The type in words, where the annotation does not say what can be typed."""
+
+    text: str
+
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 # For pixels in 0..1.
 Mean = Annotated[float, Field(ge=0.0, le=1.0)]
 Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Hue = Annotated[float, Field(ge=0.0, le=0.5)]
-Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+Betas = tuple[Rate, Rate]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Not empty: an unset shell variable (`data.root=$DATA`) must not become the current folder.
 Text = Annotated[str, Field(min_length=1)]
@@ -35,7 +45,7 @@ def _loss_scale(value: Any) -> Any:
 LossScale = Annotated[
     Literal["dynamic"] | float,
     PlainValidator(_loss_scale),
-    Field(description="dynamic, or a number greater than 0"),
+    Wording("dynamic, or a number greater than 0"),
 ]
 
 
@@ -57,7 +67,7 @@ PositiveIntOrAuto = Annotated[
     int,
     PlainValidator(_or_auto),
     PlainSerializer(lambda value: "auto" if value == AUTO else value),
-    Field(description="auto, or a whole number greater than 0"),
+    Wording("auto, or a whole number greater than 0"),
 ]
 
 

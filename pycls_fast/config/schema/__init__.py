@@ -1,0 +1,92 @@
+"""The typed configuration of a run: strict, frozen, and the only list of keys that exist.
+
+YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
+refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks/`, by the same
+subjects as the modules here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from pycls_fast.config.schema.data import Augment, Data, RandAugment
+from pycls_fast.config.schema.execution import Parallel, Precision, Runtime, Speed
+from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
+from pycls_fast.config.schema.optimization import (
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Loss,
+    Muon,
+    Optim,
+    Schedule,
+)
+from pycls_fast.config.schema.section import Section
+from pycls_fast.config.schema.values import AUTO, ModuleNames, Text
+
+
+class RunConfig(Section):
+    """The complete configuration of a run."""
+
+    config_name: Text
+    """The experiment."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """The seed of initial values, order, augmentation and mixing."""
+    run_dir: Text | None = None
+    """The run's folder; null: runs/<config_name>/<time>."""
+    resume: Text = "auto"
+    """auto: from the newest intact checkpoint in run_dir, if there is one; never; or the path of a checkpoint."""
+    weights: Text | None = None
+    """What the weights are taken from: a run folder, a checkpoint, a file of another project, timm:NAME,
+    torchvision:NAME or hf:ORG/NAME[@REVISION], which a run records with the commit."""
+    weights_allow: tuple[Text, ...] = ()
+    """Tensors, with * for any part of a name, that may be missing, unexpected or of another shape in the weights."""
+    needs_weights: bool = False
+    """Training does not start without weights: the recipe is for fine-tuning."""
+    imports: ModuleNames = ()
+    """Python modules that are imported before anything is built, from the current folder or where Python looks: they
+    can register models with timm (timm.models.register_model) for model=timm. They are saved with a run, so every tool
+    that builds the network of a run's folder or checkpoint imports them: load only those that you trust. Exported files
+    never import anything."""
+    model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
+    data: Data = Data()
+    augment: Augment = Augment()
+    loss: Loss = Loss()
+    optim: Annotated[Optim, Field(discriminator="name")]
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    speed: Speed = Speed()
+    runtime: Runtime = Runtime()
+
+
+__all__ = [
+    "AUTO",
+    "LAMB",
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "AdamW8bit",
+    "Augment",
+    "Data",
+    "Lion",
+    "Loss",
+    "ModuleNames",
+    "Muon",
+    "Parallel",
+    "Precision",
+    "RandAugment",
+    "ResNetModel",
+    "RunConfig",
+    "Runtime",
+    "Schedule",
+    "Section",
+    "Speed",
+    "TimmModel",
+    "ViTModel",
+]

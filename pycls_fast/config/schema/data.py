@@ -1,0 +1,190 @@
+"""Keys of the images: `data` and `augment`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.config.schema.section import Section
+from pycls_fast.config.schema.values import (
+    Deviation,
+    Hue,
+    Mean,
+    NonNegativeFloat,
+    Off,
+    PositiveFloat,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Probability,
+    Seed,
+    Text,
+)
+
+
+class Data(Section):
+    """Where images come from and how they are batched; `data/README.md` describes the layouts."""
+
+    source: Literal["auto", "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", "digits", "synthetic"] = (
+        "auto"
+    )
+    """The layout of the data; auto: recognised from what is in root."""
+    root: Text | None = None
+    """A path; for tar possibly a URL, for hub the dataset's name."""
+    train: Text | None = None
+    """The training files, or the hub's split, if they do not have the usual name."""
+    val: Text | None = None
+    """The validation files, or the hub's split, if they do not have the usual name."""
+    path_column: Text = "path"
+    """The column of a table that holds the images' paths, relative to root."""
+    image_column: Text | None = None
+    """The column of a Parquet file that holds the images; null: the only one that can be."""
+    label_column: Text = "label"
+    """The column of a table that holds the classes."""
+    hub_config: Text | None = None
+    """The configuration of a hub dataset that has several."""
+    index_cache: Annotated[Text, Off] = "auto"
+    """Where lists of large datasets are kept: beside the data or in the user's cache (auto), in a folder, or nowhere
+    (off)."""
+    shard_cache: Text | None = None
+    """A local folder for copies of remote shards; null: images are read from the remote shards one by one."""
+    shard_cache_gib: PositiveFloat | None = None
+    """The most that the shard cache holds, in GiB; the least recently used shards are deleted."""
+    shuffle: Literal["auto", "full", "blocks"] = "auto"
+    """The order of training images: a permutation of all, or shard by shard (blocks); auto: blocks for remote data."""
+    shuffle_buffer: PositiveInt = 16384
+    """The number of images within which shuffle=blocks mixes."""
+    sampling: Literal["uniform", "square_root", "balanced"] = "uniform"
+    """How often a class appears in an epoch: by its number of images, by the square root of it, or all equally
+    often."""
+    eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
+    """What `tools/test_net.py` scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch."""
+    eval_root: Text | None = None
+    """The folder with the files of eval_set."""
+    wnids: Text | None = None
+    """A file with ImageNet's 1,000 WordNet ids in the order of the outputs, if the classes are not named by them."""
+    exif_orientation: bool = False
+    """Turn images as their EXIF orientation says, as viewers do. torchvision, timm and published numbers ignore it;
+    photographs of phones need it. Saved and exported weights carry the setting."""
+    image_size: PositiveInt = 224
+    """The side of the square images that the network gets, in pixels."""
+    image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
+    """Pairs of a first epoch and the size of training images from then on; before the first pair, and in evaluation, it
+    is image_size."""
+    global_batch_size: PositiveIntOrAuto = 256
+    """Images per step over all ranks and microbatches; auto: by the number of training images."""
+    eval_batch_size: PositiveInt | None = None
+    """Images per rank in evaluation; null: as in training, in tools that only score at most 128."""
+    num_workers: Annotated[int, Field(ge=0)] | None = None
+    """Loader processes per rank; null: the rank's share of the CPU cores, at most 16."""
+    prefetch_factor: PositiveInt = 2
+    """Batches that each loader process prepares ahead."""
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The share of each class that is held out at random for validation, if there is no validation split."""
+    split_seed: Seed = 0
+    """The seed of that random choice."""
+    folds: Annotated[int, Field(ge=2)] | None = None
+    """Cross-validation: cut each class into so many parts, one of which is held out, instead of val_fraction."""
+    fold: Annotated[int, Field(ge=0)] = 0
+    """The part that is held out, counted from 0."""
+    normalization: Literal["configured", "weights"] = "configured"
+    """Where mean and standard deviation come from: mean and std, or what `weights` names, if that has them."""
+    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
+    """The means of red, green and blue, on the scale 0 to 1, that are subtracted."""
+    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
+    """The standard deviations of red, green and blue, on the scale 0 to 1."""
+    max_damaged: Annotated[int, Field(ge=0)] = 100
+    """Damaged images are reported and skipped; more than so many end the run."""
+    synthetic_train_images: PositiveInt = 4096
+    """The number of training images of source=synthetic."""
+    synthetic_val_images: PositiveInt = 512
+    """The number of validation images of source=synthetic."""
+    synthetic_classes: Annotated[int, Field(ge=2)] = 1000
+    """The number of classes of source=synthetic."""
+
+    @property
+    def training_image_sizes(self) -> dict[int, int]:
+        """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
+        return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
+
+
+class RandAugment(Section):
+    """RandAugment (Cubuk et al., 2020) as torchvision or timm (and DeiT) parameterise it."""
+
+    library: Literal["torchvision", "timm"] = "torchvision"
+    """Whose operations and strengths: torchvision's or timm's."""
+    num_ops: PositiveInt = 2
+    """Operations per image."""
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """The strength of the operations: 0 to 30 for torchvision, 0 to 10 for timm."""
+    magnitude_std: NonNegativeFloat = 0.0
+    """timm: the standard deviation of a normal noise on the magnitude."""
+    increasing: bool = False
+    """timm: every operation's strength increases with the magnitude."""
+    probability: Probability | None = None
+    """timm: the probability of each operation; null: 0.5."""
+
+
+class Augment(Section):
+    """Training-time augmentation, and the crop used for evaluation.
+
+    The order is crop, flips, quarter turns, at most one of `rand_augment`, `auto_augment`, `trivial_augment` and
+    `three_augment`, then `color_jitter`, erasing and mixing.
+    """
+
+    crop: Literal["random_resized", "pad", "none"] = "random_resized"
+    """The training crop: a random area and shape, resized; padding, then a random crop of image_size; or only the
+    resize."""
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
+    """crop=random_resized: the smallest and the largest area, as a share of the image's."""
+    ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
+    """crop=random_resized: the smallest and the largest ratio of width to height."""
+    pad: Annotated[int, Field(ge=0)] = 4
+    """crop=pad: pixels added on each side."""
+    pad_mode: Literal["constant", "reflect"] = "constant"
+    """crop=pad: add black, or the mirrored image."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """The filter that resizes images, with antialiasing."""
+    hflip: Probability = 0.5
+    """The probability of a horizontal flip."""
+    vflip: Probability = 0.0
+    """The probability of a vertical flip."""
+    quarter_turns: bool = False
+    """Rotate by 0, 90, 180 or 270 degrees at random."""
+    rand_augment: RandAugment | None = None
+    """RandAugment; null: off."""
+    auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
+    """AutoAugment (Cubuk et al., 2019) of torchvision, by the dataset that its policy was found on; null: off."""
+    trivial_augment: bool = False
+    """TrivialAugment (Müller and Hutter, 2021)."""
+    three_augment: bool = False
+    """3-Augment of DeiT III: grayscale, solarisation or blur, one of them for each image."""
+    color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] | None = None
+    """The largest changes of brightness, contrast, saturation and hue; null: off."""
+    repeats: PositiveInt = 1
+    """Repeated augmentation (Hoffer et al., 2020): each image of an epoch appears so many times, augmented differently;
+    an epoch has as many times fewer images."""
+    erase_probability: Probability = 0.0
+    """The probability that a random box of an image is erased (Zhong et al., 2020)."""
+    erase_value: Literal["mean", "noise"] = "mean"
+    """What erased boxes are filled with: data.mean, or normal noise."""
+    mixup_alpha: NonNegativeFloat = 0.0
+    """Mixup (Zhang et al., 2018): its share is drawn from Beta(alpha, alpha); 0: off."""
+    cutmix_alpha: NonNegativeFloat = 0.0
+    """CutMix (Yun et al., 2019): its area is drawn from Beta(alpha, alpha); 0: off."""
+    mix_probability: Probability = 1.0
+    """The probability that a batch (with mix_mode=pair or elem: a pair, an image) is mixed at all."""
+    mix_switch_probability: Probability = 0.5
+    """The probability of CutMix instead of mixup when both are on."""
+    mix_mode: Literal["batch", "pair", "elem"] = "batch"
+    """Draw one mixing ratio for the whole batch, for each pair of images, or for each image."""
+    eval_crop: Literal["center", "squash", "border"] = "center"
+    """Evaluation: the side that is resized to data.image_size / eval_crop_ratio before the centre is cut out: the short
+    one (center), both (squash), or the long one (border; what is missing gets the mean color)."""
+    eval_crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
+    """Evaluation: the side of the centre crop as a share of the resized side."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed with each other (mixup, CutMix)."""
+        return self.mix_probability > 0 and (self.mixup_alpha > 0 or self.cutmix_alpha > 0)

@@ -1,0 +1,161 @@
+"""Keys of how a run is computed: `precision`, `parallel`, `speed` and `runtime`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from pycls_fast.config.schema.section import Section
+from pycls_fast.config.schema.values import LossScale, Off, OffOn, PositiveFloat, PositiveInt, PositiveIntOrAuto, Text
+from pycls_fast.speed import SwitchName
+
+
+class Precision(Section):
+    """Number formats of the step (`pycls_fast/precision.py`, `docs/switches.md`).
+
+    The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
+    """
+
+    name: Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"] = "fp32"
+    """The level."""
+    loss_scale: LossScale = "dynamic"
+    """The factor on the loss: changed as gradients overflow or not, or a constant."""
+    loss_scale_start: PositiveFloat = 65536.0
+    """The dynamic factor at the start."""
+    loss_scale_growth: Annotated[float, Field(gt=1.0)] = 2.0
+    """Multiplies the dynamic factor after loss_scale_interval steps without an overflow."""
+    loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Multiplies the dynamic factor after an overflow; the step is skipped."""
+    loss_scale_interval: PositiveInt = 2000
+    """Steps without an overflow after which the dynamic factor grows."""
+    loss_scale_floor: PositiveFloat = 2.0**-14
+    """A dynamic factor that falls below this ends the run: the gradients are not finite at any scale."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's scaling: a factor for each tensor, for each row, or that with gradients of weights in high
+    precision."""
+    fp8_skip: tuple[Text, ...] = ("head", "pooling")
+    """Layers whose qualified name contains one of these stay in 16 bits, as do those with a side that is not a multiple
+    of 16."""
+    fp8_emulate: bool = False
+    """Round to float8 on hardware without it, slowly."""
+
+
+class Parallel(Section):
+    """How the ranks share the work."""
+
+    name: Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"] = "auto"
+    """The strategy; auto: ddp with more than one rank, else single."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
+    timeout_seconds: PositiveInt = 600
+    """How long a rank may make no progress before the run ends."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """ddp: exchange gradients in 16 bits, or as matrices of low rank (PowerSGD, Vogels et al., 2019)."""
+    powersgd_rank: PositiveInt = 1
+    """The rank of PowerSGD's matrices."""
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
+    """The first step that PowerSGD compresses."""
+    static_graph: bool = False
+    """ddp: promise torch that every step uses the same parameters in the same order."""
+    reshard_after_forward: bool = True
+    """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    prefetch_units: Annotated[int, Field(ge=0)] = 1
+    """fsdp and hsdp: the number of blocks whose weights are gathered ahead; 0: torch's default order."""
+    shard_degree: PositiveInt | None = None
+    """hsdp: the number of ranks that share one copy of the weights; null: those of a node."""
+    replicate_degree: PositiveInt | None = None
+    """hsdp: the number of such groups; null: as many as there are."""
+    sync_batchnorm: bool = False
+    """Compute batch norm's statistics over all ranks."""
+    recompute_every: PositiveInt = 1
+    """With speed.recompute on: recompute every so many-th block, starting with the first."""
+
+
+class Speed(Section):
+    """Performance switches; an unset one takes the preset's value for the device (`docs/switches.md`)."""
+
+    preset: Literal["reference", "fast", "meta2022"] = "reference"
+    """The values of the switches that are not set."""
+    memory_format: Literal["contiguous", "channels_last"] | None = None
+    attention: (
+        Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products"] | None
+    ) = None
+    layout: Literal["batch_first", "batch_second"] | None = None
+    qkv: Literal["separate", "fused"] | None = None
+    linear: Literal["torch", "products"] | None = None
+    gelu: Literal["torch", "polynomial"] | None = None
+    patches: Literal["convolution", "product"] | None = None
+    convolution: Literal["torch", "products"] | None = None
+    allocator: Literal["default", "keep"] | None = None
+    compile: Annotated[Literal["off", "blocks", "model"] | None, Off] = None
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
+    optimizer: Literal["loop", "foreach", "fused"] | None = None
+    optimizer_compile: Annotated[Literal["off", "on"] | None, OffOn] = None
+    ema: Literal["loop", "foreach"] | None = None
+    clip: Literal["loop", "foreach"] | None = None
+    decode: Literal["pillow", "simplejpeg", "region"] | None = None
+    decode_scale: Literal["full", "dct"] | None = None
+    input_copy: Literal["blocking", "prefetch"] | None = None
+    normalize_on: Literal["cpu", "device"] | None = None
+    erase_on: Literal["cpu", "device"] | None = None
+    mix_on: Literal["cpu", "device"] | None = None
+    metrics: Literal["step", "interval"] | None = None
+    sequence_padding: Literal["none", "8", "64"] | None = None
+    cross_entropy: Literal["plain", "fused"] | None = None
+    cuda_graphs: Annotated[Literal["off", "on"] | None, OffOn] = None
+    recompute: Annotated[Literal["off", "full", "selective"] | None, Off] = None
+    activation_offload: Literal["none", "cpu"] | None = None
+    activation_compression: Literal["none", "8bit"] | None = None
+    param_offload: Literal["none", "cpu"] | None = None
+    drop_path_compute: Literal["multiply", "skip"] | None = None
+
+    @field_validator("sequence_padding", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        # 8 is a number on the command line and in YAML, but a switch's values are names.
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def chosen(self) -> dict[SwitchName, str]:
+        """The switches set by hand."""
+        values = self.model_dump(exclude={"preset"}, exclude_none=True)
+        return {SwitchName(name): value for name, value in values.items()}
+
+
+class Runtime(Section):
+    """The device, and how often to log, evaluate and save."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda if there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads; null: torch's choice, but at most a container's CPU limit; with speed.param_offload under torchrun,
+    the rank's share of the cores."""
+    log_every_steps: PositiveInt = 10
+    """Steps between two records of loss and speed."""
+    eval_every_epochs: PositiveIntOrAuto = 1
+    """Epochs between two evaluations; auto: at most 20 evaluations in a run."""
+    eval_every_steps: PositiveInt | None = None
+    """Steps between two evaluations, instead of epochs."""
+    checkpoint_every_steps: PositiveInt | None = None
+    """Steps between two checkpoints, besides those of the evaluations; null: only those."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """The number of newest checkpoints that are kept, besides the best."""
+    checkpoint_async: bool = True
+    """Continue training while a copy of the state is written; it takes as much host memory as a rank's share of the
+    state."""
+    deterministic: bool = False
+    """Only deterministic kernels: the same bits on the same hardware, slower on CUDA."""
+    watchdog: bool = False
+    """Name the first module whose output or gradient is not finite; makes every step slower."""
+    profile_step: PositiveInt | None = None
+    """The first of three steps, counted from 1, of which rank 0 writes a profile (profile/)."""
+    tensorboard: bool = True
+    """Write tensorboard/."""
+    tracker: Literal["none", "wandb", "mlflow"] = "none"
+    """Record the same numbers as TensorBoard, the configuration and how the run ended in Weights & Biases or MLflow. A
+    resumed run continues its run there. Entity, server and offline mode are set by the tracker's environment variables
+    (WANDB_ENTITY, WANDB_MODE, MLFLOW_TRACKING_URI)."""
+    tracker_project: Text = "pycls_fast"
+    """W&B's project, or MLflow's experiment."""
+    progress: Literal["auto", "bar", "plain"] = "auto"
+    """A live bar, or lines; auto: a bar on a terminal."""
