@@ -54,6 +54,11 @@ def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: Co
     variants = 2 * len(units) + 8
     torch._dynamo.config.recompile_limit += variants
     torch._dynamo.config.accumulated_recompile_limit += variants
+    if what == "blocks":
+        # torch would cut each block where DDP fills a bucket, and fail where drop-path's rate crosses a cut
+        # (pytorch/pytorch#196227). Between blocks DDP exchanges beside the computation without it. Once for all: a
+        # block is compiled in its first forward pass, when another network may have been built.
+        torch._dynamo.config.optimize_ddp = False
     modules = [model] if what == "model" else [unit for _, unit in units]
     # If only numbers such as drop-path's rate can differ, they may become dynamic; if shapes differ, torch would make
     # these dynamic too, with slower kernels.
