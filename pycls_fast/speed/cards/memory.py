@@ -35,8 +35,8 @@ MEMORY: tuple[Switch, ...] = (
         mathematics="None.",
         helps="When activations do not fit in device memory and the bus is idle. A ViT-B/16 of batch 32 holds nothing "
         "on the device in float32, and 7% in bf16 autocast: the weights' copies.",
-        hurts="Time: the copies run on the compute stream and do not overlap with it. torch pins memory in powers of two, so "
-        "the host needs up to twice the bytes. On a CPU it only copies.",
+        hurts="Time: the copies run on the compute stream and do not overlap with it. torch pins memory in powers "
+        "of two, so the host needs up to twice the bytes. On a CPU it only copies.",
         source="torch.autograd.graph.save_on_cpu, here with views of one storage copied once, strides kept and "
         "parameters left out.",
         ran="CPU (torch 2.11 and 2.15: as a copy). CUDA: not run.",
