@@ -246,7 +246,8 @@ class _Optim(Section):
     """Keys that all optimizers share.
 
     `ema_decay` is per step, whatever `ema_every_steps`; `layer_decay` is a layer's learning rate divided by the next
-    layer's. `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters,
+    layer's; a layer is a block, or with `layer_decay_groups` one of so many groups of consecutive blocks, if there are
+    more blocks. `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters,
     with * for any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state, and fully
     frozen modules stay in evaluation mode, so that batch norm keeps its statistics and nothing is dropped.
     """
@@ -259,6 +260,7 @@ class _Optim(Section):
     decay_embeddings: bool = False
     clip_norm: PositiveFloat | None = None
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    layer_decay_groups: PositiveInt | None = None
     accumulation_steps: PositiveInt = 1
     trainable: Annotated[ModuleNames, Field(min_length=1)] = ("all",)
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
