@@ -246,10 +246,10 @@ class _Optim(Section):
     """Keys that all optimizers share.
 
     `ema_decay` is per step, whatever `ema_every_steps`; `layer_decay` is a layer's learning rate divided by the next
-    layer's; a layer is a block, or with `layer_decay_groups` one of so many groups of consecutive blocks, if there are
-    more blocks. `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or parameters,
-    with * for any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state, and fully
-    frozen modules stay in evaluation mode, so that batch norm keeps its statistics and nothing is dropped.
+    layer's. A layer is a block; if there are more than `layer_decay_groups` blocks, it is one of that many groups of
+    consecutive blocks. `trainable` says what is trained: `all`, `head`, or a list of `head` and names of modules or
+    parameters, with * for any part (`[head, norm, "blocks.1*"]`). The rest is frozen: no gradient, no optimizer state,
+    and fully frozen modules stay in evaluation mode, so that batch norm keeps its statistics and nothing is dropped.
     """
 
     lr: PositiveFloat
