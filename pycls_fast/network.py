@@ -27,6 +27,10 @@ class Network(nn.Module):
         """The repeated blocks with their qualified names, in forward order."""
         raise NotImplementedError
 
+    def layers(self) -> Units:
+        """The blocks by which parameters are grouped, as in `units`; more if some of them take several arguments."""
+        return self.units()
+
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Every module that owns values, in the order of the random draws, with the function that fills it.
 

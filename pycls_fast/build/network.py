@@ -118,23 +118,10 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
         options=settings.options,
         attention="reference" if chosen[SwitchName.ATTENTION] == "reference" else "sdpa",
     )
-    by_hand = config.speed.chosen()
     wrong = []
-    if SwitchName.ATTENTION in by_hand and not network.has_fused_attention:
+    if SwitchName.ATTENTION in config.speed.chosen() and not network.has_fused_attention:
         wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; use speed.attention=null")
-    needs_units = {
-        "speed.recompute": ("off", by_hand.get(SwitchName.RECOMPUTE, "off")),
-        "speed.compile": ("model", by_hand.get(SwitchName.COMPILE, "off").replace("off", "model")),
-        "optim.layer_decay": ("null", "null" if config.optim.layer_decay is None else str(config.optim.layer_decay)),
-        "optim.name": ("adamw", "adamw" if config.optim.name != "muon" else "muon"),
-    }
-    if not network.units():
-        wrong += [
-            f"{key}: {value} works on repeated blocks that take one tensor, and timm's {settings.name} has none; use "
-            f"{key}={instead}"
-            for key, (instead, value) in needs_units.items()
-            if value != instead
-        ]
+    wrong += _without_blocks(config, network)
     refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
     if refused:
         wrong.append(
@@ -145,6 +132,29 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
     if wrong:
         raise UserError(*wrong)
     return network
+
+
+def _without_blocks(config: RunConfig, network: models.TimmModel) -> list[str]:
+    """A line for each setting that works on repeated blocks which the network does not have."""
+    by_hand = config.speed.chosen()
+    recompute = by_hand.get(SwitchName.RECOMPUTE, "off")
+    has_none = f"and timm's {network.name} has none; use"
+    lines = []
+    if not network.units():
+        works = f"works on repeated blocks that take one tensor, {has_none}"
+        if recompute != "off":
+            lines.append(f"speed.recompute: {recompute} {works} speed.recompute=off")
+        if by_hand.get(SwitchName.COMPILE) == "blocks":
+            lines.append(f"speed.compile: blocks {works} speed.compile=model")
+    if not network.layers():
+        works = f"works on repeated blocks, {has_none}"
+        if config.optim.layer_decay is not None:
+            # A rate for the last of many layers is too large for all of them.
+            way_out = "optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
+            lines.append(f"optim.layer_decay: {config.optim.layer_decay:g} {works} {way_out}")
+        if config.optim.name == "muon":
+            lines.append(f"optim.name: muon {works} optim=adamw")
+    return lines
 
 
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:

@@ -151,8 +151,9 @@ def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
         embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
         scales=(LayerScale,),
         scale_names=network.scale_names() if isinstance(network, TimmModel) else (),
-        units=network.units(),
+        units=network.layers(),
         layer_decay=settings.layer_decay,
+        layer_decay_groups=settings.layer_decay_groups,
         split_hidden=isinstance(settings, schema.Muon),
     )
 

@@ -1,8 +1,8 @@
 """Any image-classification model of timm, by name, with the interface of our models.
 
 The repeated blocks are found from timm's own grouping of a model's layers (`group_matcher`, which its layer-wise
-learning rates use), else from the module tree; only blocks that take and return one tensor count, because recomputation
-and compilation by blocks can handle no others.
+learning rates use), else from the module tree. All of them are `layers()`; `units()` are those that take and return one
+tensor, because recomputation and compilation by blocks can handle no others.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TimmModel(Network):
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = attention == "sdpa"
-        self._unit_names = self._units_met(num_classes)
+        self._layer_names, self._unit_names = self._blocks_met(num_classes)
 
     @property
     def head_name(self) -> str:
@@ -122,7 +122,14 @@ class TimmModel(Network):
 
     def units(self) -> Units:
         """The repeated blocks with their qualified names, in forward order; none if they take several arguments."""
-        return [(f"network.{name}", self.network.get_submodule(name)) for name in self._unit_names]
+        return self._named(self._unit_names)
+
+    def layers(self) -> Units:
+        """All repeated blocks, whatever arguments they take."""
+        return self._named(self._layer_names)
+
+    def _named(self, names: Sequence[str]) -> Units:
+        return [(f"network.{name}", self.network.get_submodule(name)) for name in names]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Images (B, C, H, W) -> logits_BK."""
@@ -165,10 +172,10 @@ class TimmModel(Network):
                 raise
             raise UserError(line) from error
 
-    def _units_met(self, num_classes: int) -> list[str]:
-        """Names of the units, from a forward pass, which also shows whether the model takes the images."""
+    def _blocks_met(self, num_classes: int) -> tuple[list[str], list[str]]:
+        """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
         try:
-            return [unit for unit, _ in _find_units(self.network, num_classes, self.image_size, self.in_channels)]
+            return _find_blocks(self.network, num_classes, self.image_size, self.in_channels)
         except Exception as error:
             what = f"timm's {self.name} does not take images of {self.image_size} pixels"
             if self.options:
@@ -211,23 +218,22 @@ def _built_for_one_size(name: str) -> bool:
     return bool(config is not None and config.fixed_input_size)
 
 
-def _find_units(network: Any, num_classes: int, image_size: int, in_channels: int) -> Units:
-    """The repeated blocks of a timm model, in the order of a forward pass on the meta device.
+def _find_blocks(network: Any, num_classes: int, image_size: int, in_channels: int) -> tuple[list[str], list[str]]:
+    """The repeated blocks of a timm model, and those that take one tensor, once, and return one.
+
+    Both in the order of a forward pass on the meta device.
 
     Raises:
         ValueError: the output is not one logit per class. Layers that the images do not fit raise other errors.
     """
     candidates = _outermost(_matched(network) or _repeated(network))
     copy = meta_copy(network).eval()
-    met: list[str] = []
-    unusable: set[str] = set()
+    is_unit: dict[str, bool] = {}
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             single = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor)
-            if not single or kwargs or name in met:
-                unusable.add(name)
-            met.append(name)
+            is_unit[name] = single and not kwargs and name not in is_unit
 
         return hook
 
@@ -236,7 +242,7 @@ def _find_units(network: Any, num_classes: int, image_size: int, in_channels: in
     logits = _run_without_memory(copy, image_size, in_channels)
     if logits.shape[1:] != (num_classes,):
         raise ValueError(f"the output of an image has shape {tuple(logits.shape[1:])}, not ({num_classes},)")
-    return [(name, network.get_submodule(name)) for name in met if name not in unusable]
+    return list(is_unit), [name for name, usable in is_unit.items() if usable]
 
 
 def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> Tensor:
@@ -251,7 +257,8 @@ def _matched(network: Any) -> list[str]:
     matcher = network.group_matcher(coarse=False) if hasattr(network, "group_matcher") else None
     if not isinstance(matcher, dict):
         return []
-    specs: list[Any] = [spec for group, spec in matcher.items() if group != "stem"]
+    # CoaT has stem1 to stem4.
+    specs: list[Any] = [spec for group, spec in matcher.items() if not group.startswith("stem")]
     pairs = [pair for spec in specs for pair in ([(spec, None)] if isinstance(spec, str) else spec)]
     # A pattern with a rank stands for layers between or after the blocks.
     patterns = [re.compile(pattern) for pattern, rank in pairs if rank is None]

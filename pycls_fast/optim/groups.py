@@ -32,6 +32,7 @@ def parameter_groups(
     scale_names: Collection[str] = (),
     units: Units = (),
     layer_decay: float | None = None,
+    layer_decay_groups: int | None = None,
     split_hidden: bool = False,
 ) -> list[Group]:
     """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
@@ -46,16 +47,17 @@ def parameter_groups(
         embedding_names: names of further embedding parameters, if tokens and positions are not separate modules.
         scales: further module types that count as normalisations.
         scale_names: names of further such parameters, if layer scales are not separate modules.
-        units: the model's repeated blocks in forward order (`model.units()`).
+        units: the model's repeated blocks in forward order (`model.layers()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
+        layer_decay_groups: see `groups` of `layers`.
         split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units but
             for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
     """
     flags = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}
-    layer_of = layers(model, units) if layer_decay is not None else {}
+    layer_of = layers(model, units, layer_decay_groups) if layer_decay is not None else {}
     inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
-    last = len(units) + 1
+    last = _last_layer(units, layer_decay_groups)
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales), scale_names):
         # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise.
@@ -82,13 +84,17 @@ def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
     return [{**group, "params": [name_of[parameter] for parameter in group["params"]]} for group in groups]
 
 
-def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
+def layers(model: nn.Module, units: Units, groups: int | None = None) -> dict[nn.Parameter, int]:
     """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
 
     Everything before the first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, everything after
     the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units belongs to the
     layer of the one before it. "Before" refers to the order in which the model holds its modules.
+
+    If there are more units than `groups`, that many groups of consecutive units take the place of the units, as
+    ConvNeXt divides its 36 blocks into 12 (Liu et al. 2022, `optim_factory.py` of its code).
     """
+    last = _last_layer(units, groups)
     unit_of = {id(p): index for index, (_, unit) in enumerate(units) for p in unit.parameters()}
     found: dict[nn.Parameter, int] = {}
     seen: set[int] = set()
@@ -97,11 +103,15 @@ def layers(model: nn.Module, units: Units) -> dict[nn.Parameter, int]:
         index = unit_of.get(id(parameter))
         if index is not None:
             seen.add(id(parameter))
-            layer = index + 1
+            layer = 1 + index * (last - 1) // len(units)
         elif len(seen) == len(unit_of):
-            layer = len(units) + 1
+            layer = last
         found[parameter] = layer
     return found
+
+
+def _last_layer(units: Units, groups: int | None) -> int:
+    return 1 + (len(units) if groups is None else min(groups, len(units)))
 
 
 def _kinds(

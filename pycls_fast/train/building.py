@@ -86,8 +86,8 @@ def build_parts(
         display.table("weights", origin.fitted.table())
         if origin.image_size not in (None, config.data.image_size):
             display.note(
-                f"data.image_size: {config.data.image_size} px here, but the weights were trained with "
-                f"{origin.image_size} px; data.image_size={origin.image_size} keeps that size"
+                f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
+                f"data.image_size={origin.image_size} keeps that size"
             )
 
     if not sharded:

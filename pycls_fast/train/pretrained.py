@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import foreign
+from pycls_fast.models import TimmModel, foreign
 from pycls_fast.network import Network
 
 
@@ -53,6 +53,33 @@ def fit_weights(
             "it cannot be scored; train first, or choose the model that it belongs to"
         )
     return fitted
+
+
+def of_timms_model(
+    error: foreign.Mismatch, network: Network, about: foreign.Preprocessing | None, source: str
+) -> Sequence[str]:
+    """The lines of a mismatch, with timm's model that the weights belong to, if they say it and the network is another.
+
+    Args:
+        error: from `fit_weights`.
+        network: the one that the weights do not fit.
+        about: the weights' description.
+        source: where they come from.
+    """
+    if about is None or not about.weights.startswith("timm:"):
+        return error.lines
+    name = _without_tag(about.weights.removeprefix("timm:"))
+    if not name or (isinstance(network, TimmModel) and _without_tag(network.name) == name):
+        return error.lines
+    use = f"use model=timm model.name={name}"
+    if isinstance(error, foreign.UnknownKind):
+        return [f"weights: {source} belongs to timm's {name}; {use}"]
+    *lines, last = error.lines
+    return [*lines, f"weights: {use}, or {last.removeprefix('weights: ')}"]
+
+
+def _without_tag(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:

@@ -19,7 +19,7 @@ from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.paths import user_path, weights_file
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint_tensors import Spec
-from pycls_fast.train.pretrained import fit_weights, other_class
+from pycls_fast.train.pretrained import fit_weights, of_timms_model, other_class
 from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
 
 
@@ -51,7 +51,7 @@ class Loaded(Origin):
 
     fitted: foreign.Fitted
     image_size: int | None
-    """`data.image_size` of the run that they come from, in pixels; None if the source does not say."""
+    """The side of the images that they were trained with, in pixels; None if the source does not say."""
 
 
 def load_weights(
@@ -84,30 +84,41 @@ def load_weights(
         UserError: no such source, or weights that do not fit the model or the data.
     """
     found = find_weights(source)
+    # A repository's name says more than the place of its copy on this machine.
+    name = str(source if str(source).startswith(foreign.HUGGING_FACE) else found)
     state = network.state_dict() if into is None else into.state_dict()
     ours = opened(found, world)
     model = {} if ours is None or ours.config is None else ours.config.get("model", {})
     if ours is not None:
-        check_same_model(network, model, str(found), fresh_head=not _has_head(ours, network, classes))
+        check_same_model(network, model, name, fresh_head=not _has_head(ours, network, classes))
     if ours is not None and _fits_as_it_is(ours, state, classes):
         with torch.no_grad():
             ours.fill(state)
         kind, step = ours.origin.kind, ours.origin.step
-        fitted = foreign.Fitted(str(found), foreign.OURS, kind, step, loaded=list(ours.specs))
+        fitted = foreign.Fitted(name, foreign.OURS, kind, step, loaded=list(ours.specs))
     else:
         read = _read_whole(ours) if ours is not None and Path(found).is_dir() else foreign.read_weights(str(found))
-        read = replace(read, norm=norm_place(model) or read.norm)
+        read = replace(read, source=name, norm=norm_place(model) or read.norm)
         try:
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         except foreign.Mismatch as error:
-            raise UserError(*belongs_to(model, str(found)), *error.lines) from error
+            about = foreign.described(found, for_scoring=False)
+            raise UserError(*belongs_to(model, name), *of_timms_model(error, network, about, name)) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
-    data = {} if ours is None or ours.config is None else ours.config.get("data", {})
-    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, data.get("image_size"))
+    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, _image_size(found, ours))
+
+
+def _image_size(found: Path | str, ours: Weights | None) -> int | None:
+    """The side of the images that weights were trained with, in pixels, if they say it."""
+    if ours is not None and ours.config is not None:
+        size: int | None = ours.config.get("data", {}).get("image_size")
+        return size
+    about = foreign.described(found, for_scoring=False)
+    return None if about is None else about.trained_size
 
 
 def find_weights(source: str | Path) -> Path | str:

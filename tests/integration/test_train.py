@@ -300,7 +300,7 @@ def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.Captur
     run(tmp_path / "second", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1")
     assert "px here" not in capsys.readouterr().out
     run(tmp_path / "larger", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1", "data.image_size=16")
-    note = "data.image_size: 16 px here, but the weights were trained with 8 px; data.image_size=8 keeps that size"
+    note = "data.image_size: 16 px here, but the weights are for 8 px; data.image_size=8 keeps that size"
     assert note in capsys.readouterr().out
     first, second = (records(tmp_path / name, "train") for name in ("first", "second"))
     assert second[0]["loss"] < first[0]["loss"] - 0.2

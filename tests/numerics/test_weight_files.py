@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
 from pycls_fast.models.foreign import Fitted
+from pycls_fast.models.foreign.read import detect_layout
+from pycls_fast.network import Network
 from tests.numerics.test_models_peers import images, like, relative_error
 from tests.random_weights import randomise
 
@@ -813,6 +815,28 @@ def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) ->
         load(small(), tmp_path / "other.pth")
 
 
+@pytest.mark.parametrize("name", ["convnext_atto", "efficientnet_b0", "swin_tiny_patch4_window7_224", "gernet_s"])
+def test_other_models_of_timm_are_not_taken_for_ours(name: str) -> None:
+    """Their names, too, begin with `stem.`, `stages.` and `patch_embed.`"""
+    with torch.device("meta"):
+        state = timm.create_model(name).state_dict()
+        layout, _, unknown = detect_layout(state)
+        assert (layout, unknown) == ("unknown", list(state))
+        with pytest.raises(foreign.UnknownKind, match="is of an unknown kind; its first names are "):
+            foreign.fit(foreign.ReadWeights(name, layout, {}, plain=state), small())
+
+
+@pytest.mark.parametrize("network", [small, lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=3)])
+@pytest.mark.parametrize("prefix", ["", "vit."])
+def test_the_form_of_transformers_is_refused(tmp_path: Path, network: Callable[[], Network], prefix: str) -> None:
+    names = ("embeddings.cls_token", "encoder.layer.0.attention.output.dense.weight", "layernorm.weight")
+    torch.save({f"{prefix}{name}": torch.rand(2) for name in names}, tmp_path / "dino.pth")
+    with pytest.raises(
+        UserError, match=r"dino\.pth is in the form of Hugging Face's transformers; use timm's \(timm:N"
+    ):
+        foreign.fit(foreign.read_weights(str(tmp_path / "dino.pth")), network())
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     class Code:
         def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -873,7 +897,7 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
     ours = TimmModel(name=name, num_classes=3, image_size=96, options=options).double().eval()
     fitted = load(ours, tmp_path / "vit.pth")
     assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
-    assert not fitted.adapted
+    assert fitted.adapted == {"network.pos_embed": "resized by timm from (1, 17, 192) to (1, 37, 192)"}
     expected = resample_abs_pos_embed(theirs.pos_embed, [6, 6])
     assert torch.equal(ours.network.pos_embed, expected)
     torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")

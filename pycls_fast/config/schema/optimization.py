@@ -55,6 +55,9 @@ class _Optim(Section):
     """Scale the gradients down to this norm over all parameters; null: no clipping."""
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """A layer's learning rate divided by the next layer's (BEiT, MAE); null: one rate for all."""
+    layer_decay_groups: PositiveInt | None = None
+    """The most layers of layer_decay: more blocks than that are joined to groups of consecutive ones (ConvNeXt); null:
+    each block is a layer."""
     accumulation_steps: PositiveInt = 1
     """The number of microbatches that a rank computes one after the other in each step."""
     trainable: Annotated[ModuleNames, Field(min_length=1)] = ("all",)

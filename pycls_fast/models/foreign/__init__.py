@@ -1,6 +1,6 @@
 """Converts other projects' checkpoints to our names, and ours to theirs."""
 
-from pycls_fast.models.foreign.fit import Fitted, Mismatch, fit
+from pycls_fast.models.foreign.fit import Fitted, Mismatch, UnknownKind, fit
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
 from pycls_fast.models.foreign.read import (
     HUGGING_FACE,
@@ -27,6 +27,7 @@ __all__ = [
     "NormPlace",
     "Preprocessing",
     "ReadWeights",
+    "UnknownKind",
     "described",
     "download",
     "fit",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.foreign import pycls, timm
 from pycls_fast.models.foreign.positions import fit_positions
-from pycls_fast.models.foreign.read import OTHER, OURS, ReadWeights
+from pycls_fast.models.foreign.read import OTHER, OURS, TRANSFORMERS, ReadWeights
 from pycls_fast.models.foreign.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_model import TimmModel
@@ -26,6 +26,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class Mismatch(UserError):
     """Tensors have other names or shapes than the network's."""
+
+
+class UnknownKind(Mismatch):
+    """No tensor has a name that is known here."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Fitted:
         """Rows (what, which) for the screen: what was loaded, adapted and left fresh."""
         what = self.layout + (f", {self.part}" if self.part else "")
         rows = [("file", f"{self.source} ({what})"), ("loaded", f"{len(self.loaded)} tensors")]
-        rows += [("adapted", f"{name}: {how}") for name, how in self.adapted.items()]
+        rows += [("adapted", line) for line in _grouped(self.adapted)]
         rows += [("left fresh", line) for line in _grouped(self.fresh)]
         rows += [("not used", line) for line in _grouped(self.left_out)]
         return rows
@@ -85,15 +89,20 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
             shape: such tensors of the network keep their values, such tensors of the file are not used.
 
     Raises:
-        Mismatch: one line for each kind of mismatch, with the names to allow.
+        Mismatch: one line for each kind of mismatch, with the names to allow; `UnknownKind` has only one line.
         UserError: the weights are of another kind of model, or have settings that the network lacks.
     """
+    if read.layout == TRANSFORMERS:
+        raise UserError(
+            f"weights: {read.source} is in the form of Hugging Face's transformers; use timm's (timm:NAME, or "
+            "hf:timm/NAME)"
+        )
     _check_shortcut(network, read.shortcut, read.source)
     check_kind(network, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
-    tensors, unknown = _in_names_of(network, read, shapes)
+    tensors, unknown = _in_names_of(network, read, shapes, fitted)
     if read.bgr:
         _turn_to_rgb(tensors, network, fitted)
     head: str = network.head_name
@@ -118,12 +127,14 @@ def _check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: s
         )
 
 
-def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple[dict[str, Tensor], list[str]]:
+def _in_names_of(
+    network: nn.Module, read: ReadWeights, shapes: Shapes, fitted: Fitted
+) -> tuple[dict[str, Tensor], list[str]]:
     """The file's tensors by the network's names, and the names of those without a counterpart."""
     if not isinstance(network, TimmModel):
         if read.layout == OTHER:
             names = ", ".join(list(read.plain)[:3])
-            raise UserError(f"weights: {read.source} is of an unknown kind; its first names are {names}")
+            raise UnknownKind(f"weights: {read.source} is of an unknown kind; its first names are {names}")
         return dict(read.tensors), list(read.unknown)
     if read.layout == OURS and any(name.startswith("network.") for name in read.tensors):
         return dict(read.tensors), []
@@ -138,7 +149,8 @@ def _in_names_of(network: nn.Module, read: ReadWeights, shapes: Shapes) -> tuple
     elif "s1.b1.f.a.weight" in state:
         state = pycls.regnet_in_timm_names(state)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
-        state = _filtered_by_timm(network, state)
+        before, state = state, _filtered_by_timm(network, state)
+        _note_resized(before, state, shapes, fitted)
     return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
 
 
@@ -155,6 +167,14 @@ def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mappin
     except Exception:  # noqa: BLE001  # of any kind: they assume the files of their own model
         # Then the file is of a different model, and `_resolve` reports what does not fit.
         return state
+
+
+def _note_resized(before: Mapping[str, Tensor], after: Mapping[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:
+    """Note which tensors timm's conversion has changed to the network's shape, such as positions and patches."""
+    for key, tensor in after.items():
+        name = f"network.{key}"
+        if key in before and before[key].shape != tensor.shape and tuple(tensor.shape) == shapes.get(name):
+            fitted.note(name, f"resized by timm from {tuple(before[key].shape)} to {tuple(tensor.shape)}")
 
 
 def _turn_to_rgb(tensors: dict[str, Tensor], network: Network, fitted: Fitted) -> None:

@@ -20,6 +20,7 @@ class Preprocessing:
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
         image_size: side of the crop in pixels.
+        trained_size: the same in training, for torchvision's weights in testing; None if the description lacks it.
         resized_side: length in pixels to which the side or sides that `crop` names are resized.
         interpolation: that of the resizing.
         mean, std: per channel, as fractions of 255.
@@ -35,6 +36,7 @@ class Preprocessing:
     std: tuple[float, float, float]
     crop: str = "center"
     unknown: str = ""
+    trained_size: int | None = None
 
 
 def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing | None:
@@ -88,7 +90,8 @@ def _of_timm_name(name: str) -> Preprocessing | None:
 
 def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     """The preprocessing as `timm.data.create_transform` reads it, at the size meant for testing."""
-    height, size = _height_and_width(kept.get("test_input_size") or kept.get("input_size") or (3, 224, 224))
+    trained = kept.get("input_size")
+    height, size = _height_and_width(kept.get("test_input_size") or trained or (3, 224, 224))
     ratio = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
     crop = kept.get("crop_mode") or "center"
     interpolation = str(kept.get("interpolation", "bicubic"))
@@ -101,6 +104,7 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
         std=rgb_triple(kept.get("std", (0.229, 0.224, 0.225))),
         crop=crop,
         unknown=_unknown_crop(crop, ratio, height, size) or _unknown(interpolation),
+        trained_size=_height_and_width(trained)[1] if trained else None,
     )
 
 
@@ -138,6 +142,7 @@ def _of_torchvision_name(name: str) -> Preprocessing:
         mean=rgb_triple(steps.mean),
         std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
+        trained_size=steps.crop_size[0],
     )
 
 

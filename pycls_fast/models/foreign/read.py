@@ -358,6 +358,7 @@ def _in_our_names(source: str, contents: Contents) -> ReadWeights:
 
 _JAX = "Google's vision transformer"
 OURS = "pycls_fast"
+TRANSFORMERS = "transformers"
 OTHER = "unknown"
 
 
@@ -369,14 +370,19 @@ def detect_layout(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], 
         ("encoder.block_0.ln_1.weight" in state, pycls.VIT, pycls.read_pycls_vit),
         (pycls_resnet, pycls.RESNET, pycls.read_pycls_resnet),
         ("conv_proj.weight" in state, torchvision.VIT, torchvision.read_torchvision_vit),
-        ("patch_embed.proj.weight" in state, timm.VIT, timm.read_timm_vit),
+        # Swin's patches have the same names, but not its blocks.
+        ({"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys(), timm.VIT, timm.read_timm_vit),
         ("bn1.weight" in state and "layer1.0.conv1.weight" in state, torchvision.RESNET, torchvision.read_resnet),
     )
     for is_it, layout, read in readers:
         if is_it:
             tensors, unknown = read(state)
             return layout, tensors, unknown
-    own = any(name.startswith(("stem.", "network.")) for name in state) and "s1.b1.f.a.weight" not in state
-    if own and any(name.startswith(("blocks.", "stages.", "network.")) for name in state):
+    # Other projects' names begin with `stem.`, `blocks.` and `stages.`, too.
+    own_block = "stages.0.0.conv1.weight" in state or any(name.startswith("blocks.0.attention.") for name in state)
+    if own_block or any(name.startswith("network.") for name in state):
         return OURS, dict(state), []
+    parts = {part for name in state for part in name.split(".")}
+    if "embeddings" in parts and parts & {"encoder", "layer"}:
+        return TRANSFORMERS, {}, list(state)
     return OTHER, {}, list(state)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import timm
+import timm.optim
 import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
@@ -36,11 +37,12 @@ def make(name: str, **kwargs: Any) -> TimmModel:
         ("vit_tiny_patch16_224", 12, "blocks.0", "blocks.11"),
         # Members of a block see all features before them: no block takes one tensor.
         ("densenet121", 0, "", ""),
+        ("coat_lite_tiny", 0, "", ""),
     ],
 )
 def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, last: str) -> None:
     with torch.device("meta"):
-        model = make(name, image_size=224 if "swin" in name else 64)
+        model = make(name, image_size=224 if name.startswith(("swin", "coat")) else 64)
     units = model.units()
     assert len(units) == count
     if count:
@@ -49,6 +51,47 @@ def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, la
     head = model.get_submodule(model.head_name)
     assert isinstance(head, nn.Linear)
     assert head.out_features == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("eva02_tiny_patch14_224", 12),
+        ("beit_base_patch16_224", 12),
+        ("vit_small_patch16_dinov3", 12),
+        ("mvitv2_tiny", 4),
+        # Its first blocks take the size of the maps, its last two only one tensor.
+        ("xcit_nano_12_p16_224", 14),
+    ],
+)
+def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_them(name: str, count: int) -> None:
+    groups_as_blocks = "optim.layer_decay_groups=14"
+    config = load_config("finetune", ["data.root=/nowhere", "model=timm", f"model.name={name}", groups_as_blocks])
+    with torch.device("meta"):
+        model = build.model(config, 5, build.switches(config, CPU))
+    assert isinstance(model, TimmModel)
+    assert len(model.layers()) == count > len(model.units())
+    name_of = {parameter: key.removeprefix("network.") for key, parameter in model.named_parameters()}
+    ours, theirs = (
+        {name_of[p]: group["lr_scale"] for group in groups for p in group["params"]}
+        for groups in (
+            build.parameter_groups(config, model),
+            timm.optim.param_groups_layer_decay(model.network, layer_decay=0.75),
+        )
+    )
+    assert ours.keys() == theirs.keys()
+    # timm gives the final norm the rate of the last block; BEiT and MAE, and so we, that of the head.
+    differing = {key for key, scale in ours.items() if scale != pytest.approx(theirs[key])}
+    assert {key.partition(".")[0] for key in differing} <= {"norm"}
+
+
+@pytest.mark.parametrize(("name", "first"), [("coat_lite_tiny", "serial_blocks1.0"), ("densenet121", "features.de")])
+def test_layers_are_blocks_and_no_stems(name: str, first: str) -> None:
+    with torch.device("meta"):
+        model = make(name, image_size=224)
+    keys = [key.removeprefix("network.") for key, _ in model.layers()]
+    assert keys[0].startswith(first)
+    assert not any("patch_embed" in key for key in keys)
 
 
 def test_the_function_is_timms_and_recomputation_is_exact() -> None:
@@ -122,7 +165,12 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
             r"data.image_size_schedule: timm.s vit_tiny_patch16_224 at data.image_size=224 does not take 160; "
             r"use data.image_size_schedule=\[\], or",
         ),
-        (["model.name=densenet121", "optim.layer_decay=0.7"], r"optim.layer_decay: 0.7 works .* use .*=null$"),
+        (
+            ["model.name=inception_v3", "optim.layer_decay=0.7"],
+            r"optim.layer_decay: 0.7 works on repeated blocks, and timm's inception_v3 has none; use .*=null with a "
+            r"smaller optim.lr \(5e-5, say\)$",
+        ),
+        (["model.name=inception_v3", "optim=muon"], r"optim.name: muon works on repeated blocks, .*; use optim=adamw$"),
     ],
 )
 def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:

@@ -95,6 +95,24 @@ def test_what_stands_between_units_goes_with_the_one_before() -> None:
     assert [layer_of[p] for p in model.parameters()] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
 
 
+def test_groups_of_blocks_are_convnexts() -> None:
+    """`get_num_layer_for_convnext` in the optim_factory.py of ConvNeXt, for its 3, 3, 27 and 3 blocks."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(38)))
+    blocks = [(str(index), model[index]) for index in range(1, 37)]
+    theirs = [0, *[1] * 3, *[2] * 3, *(3 + block // 3 for block in range(27)), *[12] * 3, 13]
+    layer_of = layers(model, blocks, 12)
+    assert [layer_of[module.weight] for module in model] == theirs
+    groups = parameter_groups(model, weight_decay=0.3, units=blocks, layer_decay=0.8, layer_decay_groups=12)
+    scale_of = {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
+    assert [scale_of[module.weight] for module in model] == pytest.approx([0.8 ** (13 - layer) for layer in theirs])
+
+
+@pytest.mark.parametrize("groups", [12, 20])
+def test_as_many_groups_as_blocks_change_nothing(groups: int) -> None:
+    model = vit()
+    assert layers(model, model.units(), groups) == layers(model, model.units())
+
+
 def test_no_decay_of_layers_is_one_rate_for_all_and_frozen_ones_stay_out() -> None:
     model = vit()
     model.stem.requires_grad_(False)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import huggingface_hub
 import pytest
+import timm
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
@@ -21,7 +22,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models import TimmModel, VisionTransformer, foreign
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.foreign import to_timm_vit
 from pycls_fast.network import Network, Units
@@ -75,6 +76,57 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     assert torch.equal(network.head.weight, before)
     with pytest.raises(UserError, match=r"on different classes than data\.root has: output 1 was dog and is fox"):
         load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
+
+
+def timm_folder(path: Path, state: dict[str, Tensor], architecture: str, **about: Any) -> Path:
+    """Weights in the form of timm's hub."""
+    path.mkdir()
+    save_file(state, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"architecture": architecture, "pretrained_cfg": about}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("about", "size"),
+    [({"input_size": [3, 384, 384]}, 384), ({"input_size": [3, 224, 224], "test_input_size": [3, 288, 288]}, 224),
+     ({"tag": "none"}, None)],
+)  # fmt: skip
+def test_weights_say_the_size_of_their_training_images(tmp_path: Path, about: dict[str, Any], size: int | None) -> None:
+    folder = timm_folder(tmp_path / "timm", to_timm_vit(vit(2).state_dict()), "vit_tiny_patch16_224", **about)
+    assert load_weights(vit(2), folder, classes=AB).image_size == size
+
+
+def test_hubs_say_the_size_of_their_training_images() -> None:
+    sizes = {"timm:convnext_base.fb_in22k_ft_in1k_384": 384, "timm:resnet50.a1_in1k": 224,
+             "torchvision:vit_b_16.IMAGENET1K_SWAG_E2E_V1": 384}  # fmt: skip
+    for source, size in sizes.items():
+        about = foreign.described(source, for_scoring=False)
+        assert about is not None
+        assert about.trained_size == size
+
+
+@pytest.mark.parametrize(
+    ("theirs", "network", "line"),
+    [
+        ("test_convnext", lambda: vit(2),
+         r"^weights: .*/timm/model\.safetensors belongs to timm's test_convnext; use model=timm model\.name=test_con"),
+        ("test_vit", lambda: vit(2), r"\nweights: use model=timm model\.name=test_vit, or choose .* in weights_allow$"),
+        ("test_convnext", lambda: TimmModel(name="test_resnet", num_classes=2, image_size=64),
+         r"\nweights: use model=timm model\.name=test_convnext, or choose the model"),
+        # It is that model, only with other options.
+        ("test_resnet", lambda: TimmModel(name="test_resnet.r160_in1k", num_classes=2, image_size=64,
+                                          options={"layers": [1, 1, 1, 2]}),
+         r"\nweights: choose the model that they belong to, or"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model_of_timm(
+    tmp_path: Path, theirs: str, network: Callable[[], Network], line: str
+) -> None:
+    """Skipping tensors would mean training from scratch."""
+    state = timm.create_model(theirs).state_dict()
+    folder = timm_folder(tmp_path / "timm", state, theirs, tag="r160_in1k")
+    with pytest.raises(UserError, match=line):
+        load_weights(network(), folder, classes=AB)
 
 
 AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")
@@ -212,7 +264,9 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
     kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (file.parent / "config.json").write_text(json.dumps(kept))
     ours = vit(3)
-    assert load_weights(ours, "hf:me/cats", classes=("a", "b", "c")).path == file
+    origin = load_weights(ours, "hf:me/cats", classes=("a", "b", "c"))
+    # The place of the copy says less than the name.
+    assert (origin.path, origin.fitted.source) == (file, "hf:me/cats")
     assert torch.equal(ours.head.weight, theirs.head.weight)
     assert statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
     assert set(hub.asked) == {("me/cats", None, ("model.safetensors", "config.json"))}
