@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import UserError, first_line
+from pycls_fast.exit_status import FAULT
 from pycls_fast.parallel.mesh import degrees, make_mesh
-from pycls_fast.parallel.mistakes import print_if_only_rank
+from pycls_fast.parallel.mistakes import report_mistake
 from pycls_fast.parallel.monitor import Monitor
 from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
 
@@ -136,13 +137,19 @@ def start_world(
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
 
+    If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
+    the other ranks, which wait for this one, and the error would be printed only when a timeout ends all of them. The
+    process has to end then, which aborts NCCL's communicators.
+
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
+        SystemExit: an earlier world of this process was left without the other ranks.
     """
-    with ExitStack() as leaving:
+    with ExitStack() as group, ExitStack() as watch:
         try:
             yield _join(
-                leaving,
+                group,
+                watch,
                 device=device,
                 backend=backend,
                 timeout_seconds=timeout_seconds,
@@ -151,12 +158,20 @@ def start_world(
                 replicate_degree=replicate_degree,
             )
         except UserError as error:
-            print_if_only_rank(error)
+            if not report_mistake(error):
+                group.pop_all()
+            raise
+        except BaseException as error:
+            rank, size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+            if size > 1:
+                group.pop_all()
+                error.add_note(f"(rank {rank} of {size})")
             raise
 
 
 def _join(
-    leaving: ExitStack,
+    group: ExitStack,
+    watch: ExitStack,
     *,
     device: str,
     backend: str,
@@ -187,10 +202,13 @@ def _join(
     backends = _backends(backend, chosen, strategy)
     # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+    if size > 1 and dist.is_initialized():
+        print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
+        raise SystemExit(FAULT)
     launch, store = open_store(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
-    leaving.callback(dist.destroy_process_group)
+    group.callback(dist.destroy_process_group)
     host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
@@ -204,7 +222,7 @@ def _join(
         finish_round(launch)
     # A random name, which no other run of this launch uses.
     own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
-    monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
+    monitor = watch.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
     return replace(world, monitor=monitor)
 
 

@@ -40,8 +40,7 @@ class Stopped(Exception):
 def train(
     config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, command: str | None = None
 ) -> int:
-    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
-    ranks were lost, so that torchrun can restart all of them).
+    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
 
     Args:
         config: a checked configuration.
@@ -50,6 +49,7 @@ def train(
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
+        SystemExit: other ranks were lost; the status is 1, so that torchrun restarts all of them.
     """
     with build.world(config) as world:
         try:
@@ -59,8 +59,9 @@ def train(
             if reason is None:
                 raise
             doing = f" while {world.monitor.doing}" if world.monitor is not None else ""
-            print(f"error: rank {world.rank} lost other ranks{doing} ({reason})", file=sys.stderr)
-            return FAULT
+            print(f"error: rank {world.rank} lost other ranks{doing} ({reason})", file=sys.stderr, flush=True)
+            # Not a result: leaving the world as usual would wait for the lost ranks.
+            raise SystemExit(FAULT) from None
 
 
 def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:

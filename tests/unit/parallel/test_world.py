@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from pycls_fast.parallel.world import start_world
 
@@ -29,3 +30,19 @@ def test_tasks_of_srun_that_nobody_joins(
         assert world.size == 1
     said = capsys.readouterr().err
     assert said.startswith("note: srun started 8 tasks, and each is a separate run") if told else said == ""
+
+
+def test_no_run_starts_after_one_that_lost_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next run of a sweep: the process group of the run before it still exists."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with (
+        pytest.raises(SystemExit) as ended,
+        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="ddp"),
+    ):
+        pass
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
