@@ -24,6 +24,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.pinning import pin_weights
+from pycls_fast.train.same_everywhere import check_same_data
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
@@ -66,6 +67,7 @@ def build_parts(
     sources = build.sources(config, world)
     config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
+    check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)

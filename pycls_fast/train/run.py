@@ -20,6 +20,7 @@ from pycls_fast.train.environment import environment
 from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.same_everywhere import check_same_settings
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.trackers import check_installed
 
@@ -180,6 +181,7 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
+    check_same_settings(config, world)
     check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
