@@ -94,7 +94,7 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 class Agreement:
-    """A flag that any rank may raise and that all ranks see at the same step, without waiting for each other.
+    """A number that any rank may raise; all ranks see the largest one at the same step, without waiting for each other.
 
     Each step starts a reduction on the host and reads the result of the previous step's.
     """
@@ -103,16 +103,16 @@ class Agreement:
         self._world = world
         self._pending: tuple[dist.Work, Tensor] | None = None
 
-    def reached(self, raised_here: bool) -> bool:
-        """Call once a step on every rank: True on all of them, one step after the first raised it."""
+    def reached(self, raised_here: int) -> int:
+        """Call once a step on every rank: the largest number of the previous step, 0 in the first."""
         if self._world.size == 1:
             return raised_here
-        answer = False
+        answer = 0
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
-            answer = bool(flag.item())
-        flag = torch.tensor(int(raised_here))
+            answer = int(flag.item())
+        flag = torch.tensor(raised_here)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         self._pending = (work, flag) if work is not None else None
         return answer

@@ -32,6 +32,9 @@ from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
 
+# What ranks agree on after a step; the larger one counts.
+_SAVE_FAILED, _STOP = 1, 2
+
 
 class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
@@ -185,26 +188,30 @@ class Loop:
         run = self.run
         runtime = run.config.runtime
         if run.saver.done and not run.saver.failed:
-            self._finish_saving()
-        # A save that failed ends the run on all ranks at the same step, as a signal does.
-        stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
+            self._finish_saving(done)
+        # All ranks repeat a save that failed after the same step, as they stop.
+        reached = self.agreement.reached(_STOP if self.stop else _SAVE_FAILED if run.saver.failed else 0)
+        stopping = reached == _STOP
+        # A rank reports the failure again in the step in which all know it.
+        repeating = reached == _SAVE_FAILED and not run.saver.idle
         evaluating = self.evaluations.due(done)
         saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
         logging = done % runtime.log_every_steps == 0 or saving or stopping
         numbers = self._numbers(done) if logging else {}
         record = self._log(done, numbers) if numbers and run.world.is_main else None
-        if saving or stopping:
+        if saving or stopping or repeating:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
-            self._finish_saving()
-            run.save(done)
+            self._finish_saving(done)
+            if saving or stopping:
+                run.save(done)
         if record is not None:
             self._show(record)
         if numbers.get("damaged"):
             self._report_damage(done)
         if stopping:
-            run.finish_saving()
+            self._finish_saving(done)
             raise Stopped
         if evaluating:
             self._evaluate(done)
@@ -250,9 +257,9 @@ class Loop:
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
-            self._finish_saving()
+            self._finish_saving(done)
             run.save(done)
-            run.finish_saving()
+            self._finish_saving(done)
             raise too_many_damaged(run.damaged, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
@@ -274,18 +281,19 @@ class Loop:
                 self.evaluations.keep_if_best()
             self.evaluations.draw_if_due()
 
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and link it as best if its evaluation was the best."""
-        if self.run.finish_saving() and self.run.world.is_main:
+    def _finish_saving(self, done: int) -> None:
+        """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
+        if self.run.complete_saving(done) and self.run.world.is_main:
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:
-        if self.agreement.reached(bool(self.stop)):
+        if self.agreement.reached(_STOP if self.stop else 0) == _STOP:
             raise Stopped
 
     def _leave(self) -> int:
         run = self.run
-        self._finish_saving()
+        # An evaluation that was stopped has not changed the state that was saved before it.
+        self._finish_saving(run.saved_step or 0)
         if run.world.is_main:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
@@ -305,7 +313,7 @@ class Loop:
     def _finish(self) -> float | None:
         """Write the summary; returns the result of `summarise` on all ranks, once it is written."""
         run = self.run
-        self._finish_saving()
+        self._finish_saving(run.total_steps)
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         # The other ranks wait: their script may read the summary next.
         result = summarise(run, self.evaluations, self.clock, memory) if run.world.is_main else None

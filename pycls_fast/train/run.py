@@ -102,7 +102,7 @@ class Run(TrainingParts):
         """Start writing a checkpoint, after any that is still being written; all ranks call this.
 
         Raises:
-            UserError: the previous one could not be written (or this one, if saving is not asynchronous).
+            UserError: the previous one could not be written.
         """
         self.finish_saving()
         if step == self.saved_step:
@@ -121,7 +121,7 @@ class Run(TrainingParts):
         }
         self.saver.save(state, step)
         self.saved_step = step
-        if not self.config.runtime.checkpoint_async:
+        if not self.config.runtime.checkpoint_async and not self.saver.failed:
             self.finish_saving()
 
     def finish_saving(self) -> bool:
@@ -141,6 +141,22 @@ class Run(TrainingParts):
                 seconds=round(saved.seconds, 4),
             )
         return saved is not None
+
+    def complete_saving(self, step: int) -> bool:
+        """`finish_saving`; if that fails, write the state of this step instead, and wait for it.
+
+        One write that fails on one of many ranks, for example while a file server is restarted, does not end the run.
+
+        Raises:
+            UserError: that failed, too; the same on all ranks.
+        """
+        try:
+            return self.finish_saving()
+        except UserError as error:
+            self.display.warn(f"{error}; saving step {step:,} instead")
+            self.saved_step = None
+            self.save(step)
+            return self.finish_saving()
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

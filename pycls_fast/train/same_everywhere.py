@@ -52,8 +52,8 @@ def check_same_settings(config: RunConfig, world: World) -> None:
 def check_same_data(sources: Mapping[str, Source], world: World) -> None:
     """Check that all ranks found the same images in the same order, as far as that is known without reading them.
 
-    Labels and order are positions: with one image less in a node's copy its ranks would train on other images than their
-    share, and with one class folder less on wrong labels. All ranks call this.
+    Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,
+    and with one class folder less on wrong labels. All ranks call this.
 
     Raises:
         UserError: they did not; the same on all ranks.

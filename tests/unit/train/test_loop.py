@@ -175,7 +175,9 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
 def test_other_ranks_end_after_the_summary_is_written() -> None:
     """Their script may read it next."""
     world = SimpleNamespace(is_main=False, device=ALONE.device, gather=lambda value: [value], from_main=lambda _: 12.5)
-    loop_of_rank: Any = SimpleNamespace(run=SimpleNamespace(world=world), _finish_saving=lambda: None)
+    loop_of_rank: Any = SimpleNamespace(
+        run=SimpleNamespace(world=world, total_steps=1), _finish_saving=lambda done: None
+    )
     assert Loop._finish(loop_of_rank) == 12.5
 
 
