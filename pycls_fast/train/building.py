@@ -63,7 +63,7 @@ def build_parts(
     config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
-    build.microbatch_size(config, world)
+    build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
     config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
