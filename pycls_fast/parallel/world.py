@@ -40,6 +40,8 @@ class World:
     # For strategies that shard: dimension "shard", or "replicate" and "shard".
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
+    # Of the process groups; None without any.
+    timeout: datetime.timedelta | None = None
     # Among the ranks of its node.
     local_rank: int = 0
 
@@ -214,15 +216,16 @@ def _join(
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
     mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
-    world = World(rank, size, chosen, host_group, saving_group, mesh, local_rank=local_rank)
+    world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
     if size == 1:
         return world
     world.barrier()
     if world.is_main:
         finish_round(launch)
     # A random name, which no other run of this launch uses.
-    own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
-    monitor = watch.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
+    name = f"monitor/{world.from_main(secrets.token_hex(4))}"
+    own = Monitor(lambda: dist.PrefixStore(name, connect()), rank, size, timeout_seconds=timeout_seconds)
+    monitor = watch.enter_context(own)
     return replace(world, monitor=monitor)
 
 
