@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.exit_status import FAULT
+from pycls_fast.parallel.devices import choose_device
 from pycls_fast.parallel.mesh import degrees, make_mesh
 from pycls_fast.parallel.mistakes import report_mistake
 from pycls_fast.parallel.monitor import Monitor
@@ -190,7 +191,7 @@ def _join(
     if strategy == "hsdp":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
-    chosen = _device(device, local_rank)
+    chosen = choose_device(device, local_rank)
     if strategy == "fairscale_fsdp":
         # Checked before anything is built. (Imported late: it imports this module.)
         from pycls_fast.parallel import fairscale_fsdp
@@ -266,18 +267,6 @@ def lost_ranks(error: BaseException) -> str | None:
 
 _MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(f"torchrun: {local_rank + 1} or more processes on a node with {count} CUDA devices")
-    return torch.device("cuda", local_rank)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from pycls_fast.errors import UserError
+from pycls_fast.parallel.devices import choose_device
 from pycls_fast.parallel.world import start_world
 
 
@@ -46,3 +49,34 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
         pass
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "index"),
+    [
+        ({}, 8, 3),
+        # Slurm's --gpus-per-task=1, from release 23.11 on in the second form: each task sees one GPU as number 0.
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1, 0),
+        ({"SLURM_TRES_PER_TASK": "cpu:12,gres/gpu:1"}, 1, 0),
+        ({"SLURM_TRES_PER_TASK": "cpu:12"}, 8, 3),
+        ({"SLURM_TRES_PER_TASK": "cpu:12"}, 1, None),
+        # torchrun in one task: its ranks would share the GPU.
+        ({"SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "7"}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int, index: int | None
+) -> None:
+    """Of local rank 3; None: there is none for it."""
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if index is not None:
+        assert choose_device("auto", 3) == torch.device("cuda", index)
+        return
+    with pytest.raises(UserError, match=f"4 or more ranks on a node that shows each of them {count} CUDA devices"):
+        choose_device("auto", 3)
