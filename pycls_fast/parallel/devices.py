@@ -37,6 +37,6 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def _sees_only_its_own() -> bool:
-    """Whether this is a Slurm task with its own GPUs (`--gpus-per-task`), which ranks of a torchrun in it would share."""
+    """Whether this is a Slurm task with its own GPU (`--gpus-per-task`); ranks of a torchrun in it would share that."""
     bound = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return bound and "TORCHELASTIC_RUN_ID" not in os.environ

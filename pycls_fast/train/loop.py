@@ -22,7 +22,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.evaluation import too_many_damaged
-from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
+from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
@@ -69,6 +69,7 @@ def train(
 
 def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
+    reset_memory_peak(world.device)
     with stop_requests() as stop:
         run = start_run(config, world, display, command)
         stop.training = True

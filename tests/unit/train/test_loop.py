@@ -17,7 +17,7 @@ from pycls_fast.data import transfer
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
-from pycls_fast.train import checkpoint, train
+from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
@@ -36,6 +36,17 @@ SMALL = (
 def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
     assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == 0
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(loop, "reset_memory_peak", lambda device: steps.append(f"reset {device}"))
+    monkeypatch.setattr(loop, "memory_peak_bytes", lambda device: steps.append("read") or 1)
+    run(tmp_path, "schedule.max_steps=1")
+    run(tmp_path, "schedule.max_steps=2")
+    assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
+        "reset cpu", "read", "reset cpu", "read",
+    ]  # fmt: skip
 
 
 def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
