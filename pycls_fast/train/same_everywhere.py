@@ -34,6 +34,8 @@ _OWN = (
     "data.prefetch_factor",
     "runtime.threads",
 )
+# Lines of an error: another experiment differs in many settings.
+_MOST = 5
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
@@ -46,7 +48,7 @@ def check_same_settings(config: RunConfig, world: World) -> None:
     settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
     different = _differences(settings, world)
     if different:
-        raise UserError(*(f"{line}; start all ranks with the same command and versions" for line in different))
+        raise UserError(*(f"{line}; start all ranks with the same command and versions" for line in different[:_MOST]))
 
 
 def check_same_data(sources: Mapping[str, Source], world: World) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -40,8 +41,13 @@ def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
 
 def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
+
+    def peak(device: torch.device) -> int:
+        steps.append("read")
+        return 1
+
     monkeypatch.setattr(loop, "reset_memory_peak", lambda device: steps.append(f"reset {device}"))
-    monkeypatch.setattr(loop, "memory_peak_bytes", lambda device: steps.append("read") or 1)
+    monkeypatch.setattr(loop, "memory_peak_bytes", peak)
     run(tmp_path, "schedule.max_steps=1")
     run(tmp_path, "schedule.max_steps=2")
     assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
@@ -161,6 +167,29 @@ def test_the_first_error_counts_if_the_last_checkpoint_fails(
     monkeypatch.setattr(DivergenceCheck, "check", check)
     with pytest.raises(UserError, match="not finite"):
         run(tmp_path)
+
+
+def test_a_stopped_run_is_saved_although_the_write_before_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in an evaluation, while the checkpoint of its step was written."""
+    write = checkpoint.write
+    attempts: list[int] = []
+
+    def fails_once(*arguments: Any, **named: Any) -> Path:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise UserError("step_000000003: Stale file handle")
+        return write(*arguments, **named)
+
+    def stopped(self: Evaluations, done: int) -> dict[str, str]:
+        raise loop.Stopped
+
+    monkeypatch.setattr(checkpoint, "write", fails_once)
+    monkeypatch.setattr(Evaluations, "take", stopped)
+    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}"])) == 3
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == [3]
+    assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
 
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
