@@ -196,17 +196,17 @@ class Loop:
         # A rank reports the failure again in the step in which all know it.
         repeating = reached == _SAVE_FAILED and not run.saver.idle
         evaluating = self.evaluations.due(done)
-        saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
+        regular = runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0
+        saving = evaluating or regular or repeating
         logging = done % runtime.log_every_steps == 0 or saving or stopping
         numbers = self._numbers(done) if logging else {}
         record = self._log(done, numbers) if numbers and run.world.is_main else None
-        if saving or stopping or repeating:
+        if saving or stopping:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
             self._finish_saving(done)
-            if saving or stopping:
-                run.save(done)
+            run.save(done)
         if record is not None:
             self._show(record)
         if numbers.get("damaged"):
