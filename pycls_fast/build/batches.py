@@ -35,8 +35,8 @@ def _same_batch(batch: int, ranks: int, accumulation: int) -> str:
         # The next smaller microbatch, or one image.
         steps = next((steps for steps in range(accumulation, images) if images % steps == 0), images)
         return f"use optim.accumulation_steps={steps}"
-    # Without accumulation if the batch is not divisible by it on any number of ranks.
-    share = batch // accumulation if batch % accumulation == 0 else batch
+    # The configuration is refused if this is not a whole number.
+    share = batch // accumulation
     usable = [count for count in range(1, share + 1) if share % count == 0]
     near = [max((n for n in usable if n < ranks), default=None), min((n for n in usable if n > ranks), default=None)]
     return f"this run keeps its batch: run it on {' or '.join(str(count) for count in near if count)} ranks"

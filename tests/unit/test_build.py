@@ -340,7 +340,7 @@ class TestData:
         [
             (4096, 8, 24, "run it on 16 or 32 ranks"),
             (4096, 8, 56, "run it on 32 or 64 ranks"),
-            (4096, 6, 32, "use optim.accumulation_steps=8"),
+            (72, 8, 4, "use optim.accumulation_steps=9"),
             (32, 8, 16, "use optim.accumulation_steps=2"),
             (16, 1, 24, "run it on 16 ranks"),
         ],
