@@ -3,18 +3,16 @@
 models, data, optim and parallel never see a configuration.
 """
 
+from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch
 from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
-    check_mixing,
     eval_loader,
     for_scoring,
-    microbatch_size,
     mixer,
     num_workers,
     prepare,
     prepare_on_host,
     preprocessing,
-    steps_per_epoch,
     train_loader,
     with_preprocessing,
 )

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
+from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, Switches, level
 from pycls_fast.build.sources import order
@@ -195,59 +196,6 @@ def num_workers(config: RunConfig) -> int:
     if config.data.num_workers is not None:
         return config.data.num_workers
     return min(cores_per_rank(), 16)
-
-
-def microbatch_size(config: RunConfig, world: World) -> int:
-    """Number of images in one forward pass on one rank.
-
-    Raises:
-        UserError: the global batch cannot be divided.
-    """
-    parts = world.size * config.optim.accumulation_steps
-    if config.data.global_batch_size % parts:
-        below = max(config.data.global_batch_size // parts, 1) * parts
-        raise UserError(
-            f"data.global_batch_size: {config.data.global_batch_size} is not divisible by {world.size} ranks x "
-            f"optim.accumulation_steps={config.optim.accumulation_steps}; use {below} or {below + parts}"
-        )
-    return config.data.global_batch_size // parts
-
-
-def steps_per_epoch(config: RunConfig, images: int) -> int:
-    """Number of whole global batches in a training set of so many images.
-
-    Raises:
-        UserError: there is not even one.
-    """
-    batch = config.data.global_batch_size
-    if images < batch:
-        raise UserError(
-            f"data.global_batch_size: {batch} is larger than the training set of {images} images; use a smaller one"
-        )
-    return images // batch
-
-
-def check_mixing(config: RunConfig, world: World) -> None:
-    """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
-
-    Raises:
-        UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
-    """
-    if not config.augment.mixes:
-        return
-    images, batch = microbatch_size(config, world), config.data.global_batch_size
-    parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.accumulation_steps}"
-    if images == 1:
-        key = "mixup_alpha" if config.augment.mixup_alpha else "cutmix_alpha"
-        raise UserError(
-            f"augment.{key}: mixing needs at least 2 images in a microbatch; data.global_batch_size={batch} leaves one "
-            f"to each of {parts}; use data.global_batch_size={2 * batch}, fewer parts, or augment.mix_probability=0"
-        )
-    if config.augment.mix_mode == "pair" and images % 2:
-        raise UserError(
-            f"augment.mix_mode: pair needs an even number of images in a microbatch; data.global_batch_size={batch} "
-            f"leaves {images} to each of {parts}; use batch or elem"
-        )
 
 
 def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:

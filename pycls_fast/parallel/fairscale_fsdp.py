@@ -112,7 +112,7 @@ class _Wrapping:
         self._common: dict[str, Any] = {
             "process_group": dist.group.WORLD,
             # A separate group, so that gradients are reduced while weights are gathered.
-            "process_group_reduce_scatter": dist.new_group(),
+            "process_group_reduce_scatter": dist.new_group(timeout=world.timeout),
             "compute_device": world.device,
             "flatten_parameters": False,
             "reshard_after_forward": settings.reshard_after_forward,

@@ -16,29 +16,48 @@ from pycls_fast.parallel.rendezvous import connect
 _PATIENCE = timedelta(seconds=5)
 
 
-def print_if_only_rank(error: UserError, patience: timedelta = _PATIENCE) -> None:
+def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
     """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
 
     If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
     end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
+
+    Returns:
+        Whether all ranks have hit this error. If they do not within `patience`, False.
     """
     rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if size < 2 or "MASTER_ADDR" not in os.environ:
-        return
+    if size < 2:
+        return True
+    if "MASTER_ADDR" not in os.environ:
+        return False
     node, attempt = (os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
-    key = f"pycls_fast/mistake/node {node}/attempt {attempt}/{text}"
+    everywhere = f"pycls_fast/mistake/attempt {attempt}/{text}"
+    here = f"pycls_fast/mistake/node {node}/attempt {attempt}/{text}"
     try:
         store = connect(timeout=patience)
         if local_rank == 0:
-            store.set(key, "told")
-            return
-        if _comes(store, key, patience) or store.compare_set(f"{key}/alone", "", str(rank)) != str(rank).encode():
-            return
+            store.set(here, "told")
+        if _all_come(store, everywhere, size, patience):
+            return True
+        if local_rank == 0 or store.check([here]):
+            return False
+        if store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode():
+            return False
     except dist.DistError:
         if local_rank == 0:
-            return
+            return False
     print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+    return False
+
+
+def _all_come(store: dist.Store, key: str, size: int, patience: timedelta) -> bool:
+    """Whether every rank calls this for the key; a sweep's next run may do so again."""
+    arrived = store.add(f"{key}/ranks", 1)
+    everyone = f"{key}/all {(arrived - 1) // size}"
+    if arrived % size == 0:
+        store.set(everyone, "here")
+    return _comes(store, everyone, patience)
 
 
 def _comes(store: dist.Store, key: str, patience: timedelta) -> bool:

@@ -13,12 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from pycls_fast.errors import first_line
+
 _FOR_OTHERS = ", waiting for other ranks"
+# Connections that are tried after one is lost.
+_ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
 
 
@@ -57,7 +62,8 @@ class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
     Args:
-        store: shared by the ranks; used only by the monitor's thread.
+        connect: opens a connection to the store that the ranks share; only the monitor's thread uses it. It is called
+            again if a connection is lost.
         rank: this process's rank.
         size: number of ranks.
         timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
@@ -67,9 +73,16 @@ class Monitor:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout_seconds: float, end: Callable[[], None] | None = None
+        self,
+        connect: Callable[[], Store],
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        end: Callable[[], None] | None = None,
     ) -> None:
-        self._store = store
+        self._connect = connect
+        self._store = connect()
         self._rank = rank
         self._size = size
         self._timeout = timeout_seconds
@@ -102,15 +115,27 @@ class Monitor:
         self._thread.join(timeout=2 * self._interval)
 
     def _watch(self) -> None:
-        try:
-            while not self._stop.wait(self._interval):
+        while not self._stop.wait(self._interval):
+            try:
                 place = self._say()
                 # `_differ` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
                 if place.seconds >= self._timeout and self._differ() and not self._stop.is_set():
                     self._report()
-        except RuntimeError:
-            # The store is gone: the ranks are being ended, which the main thread notices itself.
-            return
+            except RuntimeError as error:
+                if not self._reconnect(first_line(error)):
+                    return
+
+    def _reconnect(self, reason: str) -> bool:
+        """Connect again: the store's host may have been slow once. It fails if the ranks are being ended."""
+        for _ in range(_ATTEMPTS):
+            if self._stop.wait(self._interval):
+                return False
+            with suppress(RuntimeError):
+                self._store = self._connect()
+                return True
+        said = f"note: rank {self._rank} has lost its connection to the other ranks' monitors ({reason})"
+        print(f"{said}; if ranks hang, only the timeouts of NCCL and gloo end them", file=sys.stderr, flush=True)
+        return False
 
     def _say(self) -> Place:
         doing, since = self._doing

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import UserError, first_line
+from pycls_fast.exit_status import FAULT
+from pycls_fast.parallel.devices import choose_device
 from pycls_fast.parallel.mesh import degrees, make_mesh
-from pycls_fast.parallel.mistakes import print_if_only_rank
+from pycls_fast.parallel.mistakes import report_mistake
 from pycls_fast.parallel.monitor import Monitor
 from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
 
@@ -39,6 +41,8 @@ class World:
     # For strategies that shard: dimension "shard", or "replicate" and "shard".
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
+    # Of the process groups; None without any.
+    timeout: datetime.timedelta | None = None
     # Among the ranks of its node.
     local_rank: int = 0
 
@@ -93,7 +97,7 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 class Agreement:
-    """A flag that any rank may raise and that all ranks see at the same step, without waiting for each other.
+    """A number that any rank may raise; all ranks see the largest one at the same step, without waiting for each other.
 
     Each step starts a reduction on the host and reads the result of the previous step's.
     """
@@ -102,16 +106,16 @@ class Agreement:
         self._world = world
         self._pending: tuple[dist.Work, Tensor] | None = None
 
-    def reached(self, raised_here: bool) -> bool:
-        """Call once a step on every rank: True on all of them, one step after the first raised it."""
+    def reached(self, raised_here: int) -> int:
+        """Call once a step on every rank: the largest number of the previous step, 0 in the first."""
         if self._world.size == 1:
             return raised_here
-        answer = False
+        answer = 0
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
-            answer = bool(flag.item())
-        flag = torch.tensor(int(raised_here))
+            answer = int(flag.item())
+        flag = torch.tensor(raised_here)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         self._pending = (work, flag) if work is not None else None
         return answer
@@ -136,13 +140,19 @@ def start_world(
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
 
+    If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
+    the other ranks, which wait for this one, and the error would be printed only when a timeout ends all of them. The
+    process has to end then, which aborts NCCL's communicators.
+
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
+        SystemExit: an earlier world of this process was left without the other ranks.
     """
-    with ExitStack() as leaving:
+    with ExitStack() as group, ExitStack() as watch:
         try:
             yield _join(
-                leaving,
+                group,
+                watch,
                 device=device,
                 backend=backend,
                 timeout_seconds=timeout_seconds,
@@ -151,12 +161,20 @@ def start_world(
                 replicate_degree=replicate_degree,
             )
         except UserError as error:
-            print_if_only_rank(error)
+            if not report_mistake(error):
+                group.pop_all()
+            raise
+        except BaseException as error:
+            rank, size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+            if size > 1:
+                group.pop_all()
+                error.add_note(f"(rank {rank} of {size})")
             raise
 
 
 def _join(
-    leaving: ExitStack,
+    group: ExitStack,
+    watch: ExitStack,
     *,
     device: str,
     backend: str,
@@ -173,7 +191,7 @@ def _join(
     if strategy == "hsdp":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
-    chosen = _device(device, local_rank)
+    chosen = choose_device(device, local_rank)
     if strategy == "fairscale_fsdp":
         # Checked before anything is built. (Imported late: it imports this module.)
         from pycls_fast.parallel import fairscale_fsdp
@@ -187,24 +205,28 @@ def _join(
     backends = _backends(backend, chosen, strategy)
     # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+    if size > 1 and dist.is_initialized():
+        print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
+        raise SystemExit(FAULT)
     launch, store = open_store(size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
-    leaving.callback(dist.destroy_process_group)
+    group.callback(dist.destroy_process_group)
     host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
     mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
-    world = World(rank, size, chosen, host_group, saving_group, mesh, local_rank=local_rank)
+    world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
     if size == 1:
         return world
     world.barrier()
     if world.is_main:
         finish_round(launch)
     # A random name, which no other run of this launch uses.
-    own = dist.PrefixStore(f"monitor/{world.from_main(secrets.token_hex(4))}", connect())
-    monitor = leaving.enter_context(Monitor(own, rank, size, timeout_seconds=timeout_seconds))
+    name = f"monitor/{world.from_main(secrets.token_hex(4))}"
+    own = Monitor(lambda: dist.PrefixStore(name, connect()), rank, size, timeout_seconds=timeout_seconds)
+    monitor = watch.enter_context(own)
     return replace(world, monitor=monitor)
 
 
@@ -245,18 +267,6 @@ def lost_ranks(error: BaseException) -> str | None:
 
 _MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(f"torchrun: {local_rank + 1} or more processes on a node with {count} CUDA devices")
-    return torch.device("cuda", local_rank)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:

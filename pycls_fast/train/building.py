@@ -24,6 +24,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.pinning import pin_weights
+from pycls_fast.train.same_everywhere import check_same_data
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
@@ -62,10 +63,11 @@ def build_parts(
     config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
     build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
-    build.microbatch_size(config, world)
+    build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
     config = resolve_normalization(build.resolve_auto(config, len(sources["train"]), world), world, resumed_from)
     build.check_mixing(config, world)
+    check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)

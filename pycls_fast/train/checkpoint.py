@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
             for part in listings:
                 listing |= part
             files.publish(temporary, {"format": files.FORMAT, **plain}, listing)
-            files.retire(folder, keep)
+            # The checkpoint is complete, and the next one removes what is left now.
+            with suppress(OSError):
+                files.retire(folder, keep)
 
         together(lambda: finish() if is_main else None)
     except UserError:

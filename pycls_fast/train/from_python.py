@@ -14,7 +14,7 @@ from pycls_fast.config import precedence
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT
+from pycls_fast.exit_status import DONE
 from pycls_fast.paths import user_path
 from pycls_fast.train.loop import train
 
@@ -65,8 +65,6 @@ def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str
             print(f"note: {note}", file=sys.stderr)
     folders: list[Path] = []
     status = train(config, on_start=folders.append, command=_call(experiment, overrides, config_dir))
-    if status == FAULT:
-        raise SystemExit(FAULT)
     return Trained(folders[0], status)
 
 

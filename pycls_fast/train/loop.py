@@ -22,7 +22,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.evaluation import too_many_damaged
-from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
+from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
@@ -32,6 +32,9 @@ from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
 
+# What ranks agree on after a step; the larger one counts.
+_SAVE_FAILED, _STOP = 1, 2
+
 
 class Stopped(Exception):
     """Raised when all ranks have agreed to stop because one of them got a signal."""
@@ -40,8 +43,7 @@ class Stopped(Exception):
 def train(
     config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, command: str | None = None
 ) -> int:
-    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved, 1 if other
-    ranks were lost, so that torchrun can restart all of them).
+    """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
 
     Args:
         config: a checked configuration.
@@ -50,6 +52,7 @@ def train(
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
+        SystemExit: other ranks were lost; the status is 1, so that torchrun restarts all of them.
     """
     with build.world(config) as world:
         try:
@@ -59,12 +62,14 @@ def train(
             if reason is None:
                 raise
             doing = f" while {world.monitor.doing}" if world.monitor is not None else ""
-            print(f"error: rank {world.rank} lost other ranks{doing} ({reason})", file=sys.stderr)
-            return FAULT
+            print(f"error: rank {world.rank} lost other ranks{doing} ({reason})", file=sys.stderr, flush=True)
+            # Not a result: leaving the world as usual would wait for the lost ranks.
+            raise SystemExit(FAULT) from None
 
 
 def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
+    reset_memory_peak(world.device)
     with stop_requests() as stop:
         run = start_run(config, world, display, command)
         stop.training = True
@@ -184,11 +189,15 @@ class Loop:
         run = self.run
         runtime = run.config.runtime
         if run.saver.done and not run.saver.failed:
-            self._finish_saving()
-        # A save that failed ends the run on all ranks at the same step, as a signal does.
-        stopping = self.agreement.reached(bool(self.stop) or run.saver.failed)
+            self._finish_saving(done)
+        # All ranks repeat a save that failed after the same step, as they stop.
+        reached = self.agreement.reached(_STOP if self.stop else _SAVE_FAILED if run.saver.failed else 0)
+        stopping = reached == _STOP
+        # A rank reports the failure again in the step in which all know it.
+        repeating = reached == _SAVE_FAILED and not run.saver.idle
         evaluating = self.evaluations.due(done)
-        saving = evaluating or (runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
+        regular = runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0
+        saving = evaluating or regular or repeating
         logging = done % runtime.log_every_steps == 0 or saving or stopping
         numbers = self._numbers(done) if logging else {}
         record = self._log(done, numbers) if numbers and run.world.is_main else None
@@ -196,14 +205,14 @@ class Loop:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
-            self._finish_saving()
+            self._finish_saving(done)
             run.save(done)
         if record is not None:
             self._show(record)
         if numbers.get("damaged"):
             self._report_damage(done)
         if stopping:
-            run.finish_saving()
+            self._finish_saving(done)
             raise Stopped
         if evaluating:
             self._evaluate(done)
@@ -249,9 +258,9 @@ class Loop:
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
-            self._finish_saving()
+            self._finish_saving(done)
             run.save(done)
-            run.finish_saving()
+            self._finish_saving(done)
             raise too_many_damaged(run.damaged, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
@@ -273,18 +282,19 @@ class Loop:
                 self.evaluations.keep_if_best()
             self.evaluations.draw_if_due()
 
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and link it as best if its evaluation was the best."""
-        if self.run.finish_saving() and self.run.world.is_main:
+    def _finish_saving(self, done: int) -> None:
+        """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
+        if self.run.complete_saving(done) and self.run.world.is_main:
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:
-        if self.agreement.reached(bool(self.stop)):
+        if self.agreement.reached(_STOP if self.stop else 0) == _STOP:
             raise Stopped
 
     def _leave(self) -> int:
         run = self.run
-        self._finish_saving()
+        # An evaluation that was stopped has not changed the state that was saved before it.
+        self._finish_saving(run.saved_step or 0)
         if run.world.is_main:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else checkpoint.step_of(newest)
@@ -304,7 +314,7 @@ class Loop:
     def _finish(self) -> float | None:
         """Write the summary; returns the result of `summarise` on all ranks, once it is written."""
         run = self.run
-        self._finish_saving()
+        self._finish_saving(run.total_steps)
         memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
         # The other ranks wait: their script may read the summary next.
         result = summarise(run, self.evaluations, self.clock, memory) if run.world.is_main else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 import statistics
@@ -111,8 +112,18 @@ class Clock:
         return statistics.median(seconds), statistics.median(rates)
 
 
+def reset_memory_peak(device: torch.device) -> None:
+    """Let `memory_peak_bytes` begin here, for each run of a process. On a CPU the kernel counts the whole process."""
+    if device.type == "cuda":
+        # Reference cycles keep the network of a finished run.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def memory_peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated on the CUDA device, or resident in this process (without its workers)."""
+    """Peak memory so far: allocated on the CUDA device since `reset_memory_peak`, or resident in this process (without
+    its workers)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB.

@@ -20,6 +20,7 @@ from pycls_fast.train.environment import environment
 from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.same_everywhere import check_same_settings
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.trackers import check_installed
 
@@ -101,7 +102,7 @@ class Run(TrainingParts):
         """Start writing a checkpoint, after any that is still being written; all ranks call this.
 
         Raises:
-            UserError: the previous one could not be written (or this one, if saving is not asynchronous).
+            UserError: the previous one could not be written.
         """
         self.finish_saving()
         if step == self.saved_step:
@@ -120,7 +121,7 @@ class Run(TrainingParts):
         }
         self.saver.save(state, step)
         self.saved_step = step
-        if not self.config.runtime.checkpoint_async:
+        if not self.config.runtime.checkpoint_async and not self.saver.failed:
             self.finish_saving()
 
     def finish_saving(self) -> bool:
@@ -140,6 +141,22 @@ class Run(TrainingParts):
                 seconds=round(saved.seconds, 4),
             )
         return saved is not None
+
+    def complete_saving(self, step: int) -> bool:
+        """`finish_saving`; if that fails, write the state of this step instead, and wait for it.
+
+        One write that fails on one of many ranks, for example while a file server is restarted, does not end the run.
+
+        Raises:
+            UserError: that failed, too; the same on all ranks.
+        """
+        try:
+            return self.finish_saving()
+        except UserError as error:
+            self.display.warn(f"{error}; saving step {step:,} instead")
+            self.saved_step = None
+            self.save(step)
+            return self.finish_saving()
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""
@@ -180,6 +197,7 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
+    check_same_settings(config, world)
     check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)

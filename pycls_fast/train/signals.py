@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,6 +16,8 @@ from pycls_fast.errors import UserError
 
 # The module of the tools' own handler. Importing it would set the handler.
 _CTRL_C = "pycls_fast.ctrl_c"
+# Within this time the first task draws the last curves, ends its trackers and requeues the job.
+_REQUEUE_SECONDS = 60
 
 
 class StopRequest:
@@ -36,7 +39,8 @@ class StopRequest:
     def call_launcher(self) -> None:
         """Call the scheduler launcher's own signal handler, if we intercepted its signal.
 
-        It requeues the job and ends the process.
+        In the first task it requeues the job and ends the process. In others it returns: they wait to be ended, because
+        Slurm may end the whole job when a task ends.
 
         Raises:
             UserError: it refuses, because the job has timed out too often.
@@ -50,6 +54,7 @@ class StopRequest:
             raise UserError(
                 f"hydra.launcher.max_num_timeout: {reason}; everything is saved: resume with the same run_dir"
             ) from error
+        time.sleep(_REQUEUE_SECONDS)
 
 
 @contextmanager

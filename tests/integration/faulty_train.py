@@ -2,8 +2,9 @@
 
     FAULT='{"kind": "die", "at": "after write", "step": 10, "rank": 1}' SEEN=FOLDER python faulty_train.py ...
 
-A fault happens once: a file beside the records says that it did. Kinds: `hang` (the rank sleeps instead of computing a
-step), `die` (kill -9 at a point of a save), `full` (writing fails as on a full disk).
+A fault happens once: a file beside the records says that it did. With `"times": 2` it happens again at the same point
+of the next save. Kinds: `hang` (the rank sleeps instead of computing a step), `die` (kill -9 at a point of a save),
+`full` (writing fails as on a full disk).
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ FAULT: dict[str, Any] = json.loads(os.environ.get("FAULT", "{}"))
 
 
 def happens(at: str, step: int) -> bool:
-    """Whether the fault is due, for the first time."""
+    """Whether the fault is due, and has not happened as often as it should."""
+    if FAULT.get("at") != at or FAULT["rank"] != RANK or step < FAULT["step"]:
+        return False
     marker = SEEN / "fault.happened"
-    due = FAULT.get("at") == at and FAULT["step"] == step and FAULT["rank"] == RANK and not marker.exists()
+    times = len(marker.read_text()) if marker.exists() else 0
+    due = times < FAULT.get("times", 1) and (times > 0 or step == FAULT["step"])
     if due:
-        marker.touch()
+        marker.write_text("x" * (times + 1))
     return due
 
 

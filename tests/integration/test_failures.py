@@ -150,12 +150,36 @@ def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Pat
     assert_same_end(launch, undisturbed)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path, asynchronous: bool) -> None:
+    """Rank 1 cannot write the checkpoint of step 8; a later step is saved instead, and the run continues."""
+    launch = Launch(
+        tmp_path,
+        digits,
+        f"runtime.checkpoint_async={asynchronous}",
+        kind="full",
+        at="before write_data",
+        step=8,
+        rank=1,
+        restarts=0,
+    )
+    out = " ".join(launch.end().split())
+    found = re.findall(r"could not be written \(No space left on device\).*?; saving step (\d+) instead", out)
+    assert len(found) == 1
+    saved = [record["step"] for record in records(launch.run_dir, "checkpoint")]
+    assert saved[:2] == [4, int(found[0])]
+    assert 8 < saved[1] <= 12
+    assert saved[-1] == STEPS
+    assert_whole(launch)
+
+
 def test_a_full_disk_ends_all_ranks_with_one_line(tmp_path: Path, digits: Path) -> None:
-    """Rank 1 finds the disk full while a thread writes; the last whole checkpoint stays."""
-    launch = Launch(tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, restarts=0)
+    """Rank 1 finds the disk full while a thread writes, and again; the last whole checkpoint stays."""
+    launch = Launch(tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, times=2, restarts=0)
     out = launch.end(expect=1)
     assert out.count("error: ") == 1
-    assert "step_000000008: the checkpoint could not be written (No space left on device); those before it" in out
+    (error,) = (line for line in out.splitlines() if line.startswith("error: "))
+    assert re.search(r"step_0000000(09|1\d): the checkpoint could not be written \(No space left on device\)", error)
     assert sorted(path.name for path in (launch.run_dir / "checkpoints").iterdir()) == ["step_000000004"]
 
 

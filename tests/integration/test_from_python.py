@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import pycls_fast
 from pycls_fast.errors import UserError
-from pycls_fast.train import from_python, loop
+from pycls_fast.parallel import World
+from pycls_fast.train import loop
 from tests.integration.runs import TINY, records
 
 
@@ -65,11 +68,18 @@ def test_a_training_that_is_stopped_has_no_summary(
     assert (trained.run_dir, trained.status, trained.summary) == (tmp_path / "run", 3, None)
 
 
-def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_python, "train", lambda config, **_: 1)
+def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    two = World(rank=1, size=2, device=torch.device("cpu"))
+
+    def lost(*_: object) -> int:
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    monkeypatch.setattr(loop.build, "world", lambda config: nullcontext(two))
+    monkeypatch.setattr(loop, "_train", lost)
     with pytest.raises(SystemExit) as ended:
         pycls_fast.train_net("vit_digits")
     assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: rank 1 lost other ranks")
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,24 @@ class TestData:
             "data.global_batch_size: 64 is not divisible by 3 ranks x optim.accumulation_steps=2; use 60 or 66",
         )
 
+    @pytest.mark.parametrize(
+        ("batch", "accumulation", "ranks", "way_out"),
+        [
+            (4096, 8, 24, "run it on 16 or 32 ranks"),
+            (4096, 8, 56, "run it on 32 or 64 ranks"),
+            (72, 8, 4, "use optim.accumulation_steps=9"),
+            (32, 8, 16, "use optim.accumulation_steps=2"),
+            (16, 1, 24, "run it on 16 ranks"),
+        ],
+    )
+    def test_a_resumed_run_keeps_its_batch(self, batch: int, accumulation: int, ranks: int, way_out: str) -> None:
+        config = vit(f"data.global_batch_size={batch}", f"optim.accumulation_steps={accumulation}")
+        with pytest.raises(UserError) as caught:
+            build.microbatch_size(config, world(0, ranks), resumes=True)
+        assert str(caught.value).endswith(way_out)
+        with pytest.raises(UserError, match=r"; use \d+ or \d+$"):
+            build.microbatch_size(config, world(0, ranks))
+
 
 class TestOptimizing:
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycls_fast import build, optim
@@ -42,6 +44,19 @@ def wrapped(world: World, *overrides: str, config_name: str = "vit_digits") -> t
     plain = build.model(config, 10, switches)
     network = build.model(config, 10, switches, empty=True)
     return config, plain, build.wrap(config, network, world, switches)
+
+
+def test_every_group_has_the_timeout_of_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts, new_group = [], dist.new_group
+
+    def recorded(*ranks: Any, **options: Any) -> Any:
+        timeouts.append(options.get("timeout"))
+        return new_group(*ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", recorded)
+    wrapped(world)
+    # Longer than the monitor's 60 s.
+    assert set(timeouts) == {world.timeout} == {datetime.timedelta(seconds=90)}
 
 
 @pytest.mark.parametrize("extra", [(), ("optim.layer_decay=0.5",), ("optim.decay_norms=true",)])

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.mistakes import print_if_only_rank
+from pycls_fast.parallel.mistakes import report_mistake
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def ask(rank: int, *lines: str) -> list[str]:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4, "GROUP_RANK": rank // 4}.items():
             monkeypatch.setenv(name, str(value))
-        print_if_only_rank(UserError(*lines), timedelta(seconds=0.2))
+        report_mistake(UserError(*lines), timedelta(seconds=0.2))
         return capsys.readouterr().err.splitlines()
 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -18,7 +18,7 @@ class Rank:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.ended = threading.Event()
-        self.monitor = Monitor(store, rank, size, timeout_seconds=timeout, end=self.end)
+        self.monitor = Monitor(lambda: store, rank, size, timeout_seconds=timeout, end=self.end)
 
     def end(self) -> None:
         self.ended.set()
@@ -131,3 +131,36 @@ def test_a_rank_that_never_spoke() -> None:
         "error:   rank 0: for 12 s: computing step 1",
         "error:   rank 1: has not reported yet",
     ]
+
+
+class Unreliable:
+    """A connection that is lost at the third heartbeat."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.beats = store, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.beats += 1
+        if self.beats == 3:
+            raise dist.DistNetworkError("Connection reset by peer")
+        self.store.set(key, value)
+
+
+def test_a_lost_connection_is_opened_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the heartbeats of this rank continue; if it cannot be opened again, the rank says so."""
+    store = dist.HashStore()
+    connections = [Unreliable(store), Unreliable(store)]
+
+    def connect() -> Unreliable:
+        if not connections:
+            raise dist.DistNetworkError("Connection refused")
+        return connections.pop(0)
+
+    with Monitor(connect, 0, 1, timeout_seconds=2.0) as monitor:  # type: ignore[arg-type]  # only heartbeats are sent
+        monitor._thread.join(20)
+        assert not monitor._thread.is_alive()
+    assert b'"beat": 5' in store.get("place/0")
+    assert capsys.readouterr().err == (
+        "note: rank 0 has lost its connection to the other ranks' monitors (Connection reset by peer); if ranks hang, "
+        "only the timeouts of NCCL and gloo end them\n"
+    )

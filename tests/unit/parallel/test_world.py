@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from pycls_fast.errors import UserError
+from pycls_fast.parallel.devices import choose_device
 from pycls_fast.parallel.world import start_world
 
 
@@ -29,3 +33,50 @@ def test_tasks_of_srun_that_nobody_joins(
         assert world.size == 1
     said = capsys.readouterr().err
     assert said.startswith("note: srun started 8 tasks, and each is a separate run") if told else said == ""
+
+
+def test_no_run_starts_after_one_that_lost_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next run of a sweep: the process group of the run before it still exists."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with (
+        pytest.raises(SystemExit) as ended,
+        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="ddp"),
+    ):
+        pass
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "index"),
+    [
+        ({}, 8, 3),
+        # Slurm's --gpus-per-task=1, from release 23.11 on in the second form: each task sees one GPU as number 0.
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1, 0),
+        ({"SLURM_TRES_PER_TASK": "cpu:12,gres/gpu:1"}, 1, 0),
+        ({"SLURM_TRES_PER_TASK": "cpu:12"}, 8, 3),
+        ({"SLURM_TRES_PER_TASK": "cpu:12"}, 1, None),
+        # torchrun in one task: its ranks would share the GPU.
+        ({"SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "7"}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int, index: int | None
+) -> None:
+    """Of local rank 3; None: there is none for it."""
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if index is not None:
+        assert choose_device("auto", 3) == torch.device("cuda", index)
+        return
+    with pytest.raises(UserError, match=f"4 or more ranks on a node that shows each of them {count} CUDA devices"):
+        choose_device("auto", 3)

@@ -291,6 +291,22 @@ def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.
         assert list(tmp_path.iterdir()) == [good]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is complete by then."""
+
+    def stale(*arguments: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "retire", stale)
+        saved = [checkpoint.save(state(step), tmp_path, step, keep=2) for step in (1, 2, 3)]
+        assert list(checkpoint.checkpoints(tmp_path)) == saved[::-1]
+    checkpoint.save(state(4), tmp_path, 4, keep=2)
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [4, 3]
+
+
 def test_a_fault_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "publish", None)
     with pytest.raises(TypeError):

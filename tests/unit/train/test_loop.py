@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -17,7 +18,7 @@ from pycls_fast.data import transfer
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
-from pycls_fast.train import checkpoint, train
+from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.run_folder import RunFolder
@@ -36,6 +37,22 @@ SMALL = (
 def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
     assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == 0
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def peak(device: torch.device) -> int:
+        steps.append("read")
+        return 1
+
+    monkeypatch.setattr(loop, "reset_memory_peak", lambda device: steps.append(f"reset {device}"))
+    monkeypatch.setattr(loop, "memory_peak_bytes", peak)
+    run(tmp_path, "schedule.max_steps=1")
+    run(tmp_path, "schedule.max_steps=2")
+    assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
+        "reset cpu", "read", "reset cpu", "read",
+    ]  # fmt: skip
 
 
 def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +169,29 @@ def test_the_first_error_counts_if_the_last_checkpoint_fails(
         run(tmp_path)
 
 
+def test_a_stopped_run_is_saved_although_the_write_before_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in an evaluation, while the checkpoint of its step was written."""
+    write = checkpoint.write
+    attempts: list[int] = []
+
+    def fails_once(*arguments: Any, **named: Any) -> Path:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise UserError("step_000000003: Stale file handle")
+        return write(*arguments, **named)
+
+    def stopped(self: Evaluations, done: int) -> dict[str, str]:
+        raise loop.Stopped
+
+    monkeypatch.setattr(checkpoint, "write", fails_once)
+    monkeypatch.setattr(Evaluations, "take", stopped)
+    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}"])) == 3
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == [3]
+    assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
+
+
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
     (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
@@ -175,7 +215,9 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
 def test_other_ranks_end_after_the_summary_is_written() -> None:
     """Their script may read it next."""
     world = SimpleNamespace(is_main=False, device=ALONE.device, gather=lambda value: [value], from_main=lambda _: 12.5)
-    loop_of_rank: Any = SimpleNamespace(run=SimpleNamespace(world=world), _finish_saving=lambda: None)
+    loop_of_rank: Any = SimpleNamespace(
+        run=SimpleNamespace(world=world, total_steps=1), _finish_saving=lambda done: None
+    )
     assert Loop._finish(loop_of_rank) == 12.5
 
 

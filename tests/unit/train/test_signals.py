@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -131,8 +132,12 @@ def test_the_warning_of_a_scheduler_is_handed_on(monkeypatch: pytest.MonkeyPatch
         send(signal.SIGUSR2)
         send(signal.SIGUSR2)
         assert (stop.name, calls) == ("SIGTERM", [signal.SIGUSR2])
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     stop.call_launcher()
     assert calls == [signal.SIGUSR2] * 2
+    # The handler has returned, so another task has to requeue the job, which this one's end might prevent.
+    assert waits == [60]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])

@@ -1,0 +1,93 @@
+"""Checks that all ranks have the same settings and the same data: each reads its own command line and its own copy."""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycls_fast import __version__
+from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Source, block_ends
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.train.resume import flat
+
+# Where a node keeps things, and what suits its host: these do not change what is computed.
+_OWN = (
+    "run_dir",
+    "weights",
+    "data.root",
+    "data.train",
+    "data.val",
+    "data.index_cache",
+    "data.shard_cache",
+    "data.shard_cache_gib",
+    "data.eval_root",
+    "data.wnids",
+    "data.num_workers",
+    "data.prefetch_factor",
+    "runtime.threads",
+)
+# Lines of an error: another experiment differs in many settings.
+_MOST = 5
+
+
+def check_same_settings(config: RunConfig, world: World) -> None:
+    """Check that all ranks run the same versions with the same settings, paths excepted; all ranks call this.
+
+    Raises:
+        UserError: one line per setting that differs; the same on all ranks.
+    """
+    settings = {key: as_typed(value) for key, value in flat(config.model_dump(mode="json")).items() if key not in _OWN}
+    settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
+    different = _differences(settings, world)
+    if different:
+        raise UserError(*(f"{line}; start all ranks with the same command and versions" for line in different[:_MOST]))
+
+
+def check_same_data(sources: Mapping[str, Source], world: World) -> None:
+    """Check that all ranks found the same images in the same order, as far as that is known without reading them.
+
+    Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,
+    and with one class folder less on wrong labels. All ranks call this.
+
+    Raises:
+        UserError: they did not; the same on all ranks.
+    """
+    facts: dict[str, Any] = {}
+    for split, source in sources.items():
+        facts[f"number of {split} images"] = f"{len(source):,}"
+        facts[f"number of {split} classes"] = f"{len(source.classes):,}"
+        facts[f"checksum of the {split} class names"] = _checksum("\0".join(source.classes).encode())
+        facts[f"checksum of the {split} labels"] = _checksum_of(getattr(source, "labels", None))
+        facts[f"checksum of the {split} shards' sizes"] = _checksum_of(block_ends(source))
+    different = _differences(facts, world)
+    if different:
+        # The others follow from the first.
+        raise UserError(f"data.root: {different[0]}; every node needs the same, complete data")
+
+
+def _differences(values: dict[str, Any], world: World) -> list[str]:
+    """`name: value on rank 8 (host), but value on rank 0 (host)` for each value that differs; the same on all ranks."""
+    found = []
+    (main, here), *others = world.gather((values, platform.node()))
+    for name in main:
+        for rank, (theirs, host) in enumerate(others, start=1):
+            if theirs.get(name) != main[name]:
+                found.append(f"{name}: {theirs.get(name)} on rank {rank} ({host}), but {main[name]} on rank 0 ({here})")
+                break
+    return found
+
+
+def _checksum_of(integers: np.ndarray | None) -> str:
+    return "none" if integers is None else _checksum(np.ascontiguousarray(integers, np.int64).tobytes())
+
+
+def _checksum(contents: bytes) -> str:
+    return f"{zlib.crc32(contents):08x}"

@@ -1,0 +1,53 @@
+"""Nodes with different copies of the data, or different commands: no rank trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.integration.runs import ROOT, TINY, run_process, under_torchrun
+
+SCRIPT = """
+import os, runpy, sys
+sys.argv = [{tool!r}, *sys.argv[1:], *{own!r}[int(os.environ["RANK"])]]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+
+def write_images(root: Path, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        folder = root / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("counts", "lr", "line"),
+    [
+        ({"a": 30, "b": 39}, 1e-3, "data.root: number of train images: "),
+        # One image in the other class: as many of them, other labels.
+        ({"a": 31, "b": 39}, 1e-3, "data.root: checksum of the train labels: "),
+        ({"a": 30, "b": 40}, 2e-3, "optim.lr: 0.002 on rank 1 "),
+    ],
+)
+def test_ranks_that_differ_end_with_one_line(tmp_path: Path, counts: dict[str, int], lr: float, line: str) -> None:
+    write_images(tmp_path / "first", {"a": 30, "b": 40})
+    write_images(tmp_path / "second", counts)
+    own = [
+        [f"data.root={tmp_path / 'first'}", "optim.lr=0.001"],
+        [f"data.root={tmp_path / 'second'}", f"optim.lr={lr}"],
+    ]
+    script = tmp_path / "tool.py"
+    script.write_text(SCRIPT.format(tool=str(ROOT / "tools" / "train_net.py"), own=own))
+    common = ("data=folder", *TINY, "data.global_batch_size=8", "data.num_workers=0", "schedule.max_steps=1")
+    command = under_torchrun([sys.executable, str(script), *common, f"run_dir={tmp_path / 'run'}"], 2)
+    done = run_process(command, cwd=tmp_path, expect=1)
+    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {line}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
