@@ -10,7 +10,7 @@ import numpy as np
 class Source(Protocol):
     """Encoded images with labels, by position.
 
-    A source is copied or forked into every data worker: it holds no open files and no long Python lists,
+    A source is copied or forked into every data worker: it pickles no open files and holds no long Python lists,
     whose reference counts would make each worker copy them page by page.
     """
 

@@ -82,7 +82,7 @@ def test_what_is_made_smaller_has_the_filter_and_the_quality(tmp_path: Path, fil
     np.testing.assert_array_equal(open_packed_split(tmp_path / "raw").read(0)[0], np.asarray(small))
 
 
-def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: Path) -> None:
+def test_raw_pixels_are_the_decoded_ones(tmp_path: Path, folder: Path) -> None:
     for name in ("train", "val"):
         pack(scan_classes(folder / name), tmp_path / "out" / name, PackSettings(store="raw"), workers=0, title="")
     packed = split(tmp_path / "out")
@@ -91,7 +91,20 @@ def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: 
         assert isinstance(pixels, np.ndarray)
         np.testing.assert_array_equal(pixels, np.asarray(Image.open(io.BytesIO(sample.data)).convert("RGB")))
         assert label == sample.label
-        assert np.shares_memory(pixels, packed._images)
+        assert not pixels.flags.owndata, "a copy"
+
+
+def test_the_images_are_not_mapped(tmp_path: Path) -> None:
+    """The page tables of every process would grow with them, and a disk's error would be a SIGBUS."""
+    packed = split(Path(write_packed(tmp_path / "packed", CONTENT)))
+    assert samples_of(packed) == expected(CONTENT["train"])
+    maps = Path("/proc/self/maps").read_text()
+    assert f"{packed.folder}/table.npy" in maps
+    assert f"{packed.folder}/images.bin" not in maps
+    os.truncate(packed.folder / "images.bin", 0)
+    for read in (packed.read, packed.checksum_holds):
+        with pytest.raises(OSError, match=r"images.bin ends before the image does"):
+            read(3)
 
 
 def test_several_processes_write_the_same(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from pycls_fast.data import block_ends, block_order, prefers_blocks
-from pycls_fast.data.sources import CachePolicy, FileCache
+from pycls_fast.data import block_ends, block_order, prefers_blocks, shard_sizes
+from pycls_fast.data.sources import CachePolicy, FileCache, tars
 from pycls_fast.data.sources import remote as remote_files
+from pycls_fast.data.sources.splits import Relabelled, Subset
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
@@ -155,6 +156,14 @@ def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
     (tmp_path / "set-train-000000.tar").unlink()
     with pytest.raises(FileNotFoundError):
         source.read(1)
+
+
+def test_indexes_of_very_few_samples_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_tars(tmp_path / "tars", CONTENT)
+    for smallest, kept in ((1_000, 0), (10, 1)):
+        monkeypatch.setattr(tars, "_SMALLEST", smallest)
+        opened("tar", root, cache=CachePolicy(str(tmp_path / "index")))
+        assert len(list((tmp_path / "index").rglob("about.json"))) == kept
 
 
 @pytest.fixture
