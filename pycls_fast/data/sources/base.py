@@ -50,6 +50,21 @@ def block_ends(source: Source) -> np.ndarray | None:
     return getattr(source, "block_ends", None)
 
 
+def shard_sizes(source: Source) -> list[int] | None:
+    """Bytes of each remote shard that is copied whole before it is read; None if there are none, or it is not known."""
+    return getattr(source, "shard_sizes", None)
+
+
+def checksum_holds(source: Source, index: int) -> bool:
+    """Whether the stored image is the one that was packed; also True for a source without checksums.
+
+    Raises:
+        OSError: when the image cannot be read.
+    """
+    holds = getattr(source, "checksum_holds", None)
+    return holds is None or bool(holds(index))
+
+
 def prefers_blocks(source: Source) -> bool:
     """Whether reading in an order that jumps between blocks is slow, as it is over a network."""
     return bool(getattr(source, "prefers_blocks", False))

@@ -93,6 +93,15 @@ class TarSource(Mapped):
         """Whether the shards are remote: they are best read one after the other."""
         return is_remote(self._shards[0])
 
+    @property
+    def shard_sizes(self) -> list[int] | None:
+        """Bytes of each shard if they are copied whole."""
+        if self._cache is None or not self.prefers_blocks:
+            return None
+        sizes = (size_of(self._versions[number]) for number in range(len(self._versions)))
+        known = [size for size in sizes if size is not None]
+        return known if len(known) == len(self._versions) else None
+
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
 

@@ -23,6 +23,7 @@ from pycls_fast.data.packing.stored_image import StoredImage
 from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import ENTRY, open_packed_split
+from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
@@ -561,6 +562,27 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     (found,) = verify(split(root), workers=0, title="")
     assert found.position == 3
     assert "checksum" in found.reason
+
+
+def test_changed_pixels_of_a_random_split_are_found(tmp_path: Path, folder: Path) -> None:
+    """Only their checksums can tell."""
+    pack(scan_classes(folder / "train"), tmp_path / "out/train", PackSettings(store="raw"), workers=0, title="")
+    with (tmp_path / "out/train/images.bin").open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    sources = open_packed(tmp_path / "out", NO_CACHE)
+    train, val = sources["train"], sources["val"]
+    assert not isinstance(train, PackedSource)
+    for parts in ((train, val), (as_reversed(train), as_reversed(val))):
+        (found,) = (damaged for part in parts for damaged in verify(part, workers=0, title=""))
+        assert "checksum" in found.reason
+
+
+def as_reversed(source: Any) -> Source:
+    """The same images with the classes in reverse order."""
+    count = len(source.classes)
+    return Relabelled(source, source.classes[::-1], np.arange(count)[::-1])
 
 
 @pytest.mark.parametrize("name", ["table.npy", "names.npy", "name_ends.npy"])

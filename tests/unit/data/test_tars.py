@@ -184,6 +184,10 @@ def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert prefers_blocks(splits["train"])
+    sizes = [fsspec.filesystem("memory").size(f"/bucket/set-train-{number:06d}.tar") for number in range(3)]
+    part = Subset(splits["train"], np.arange(5))  # type: ignore[arg-type]
+    for source in (splits["train"], part, Relabelled(part, CLASSES, np.arange(3))):
+        assert shard_sizes(source) == (sizes if cached else None)
     assert len(list((tmp_path / "shards/pycls_fast_shards").glob("*.tar"))) == (3 if cached else 0)
     # The index is kept however small it is, and made anew when a shard changes.
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
