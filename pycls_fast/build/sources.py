@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from functools import partial
 
@@ -20,10 +21,12 @@ from pycls_fast.data import (
     block_ends,
     block_order,
     class_order,
+    lanes_of,
     open_eval_set,
     open_folder,
     open_splits,
     prefers_blocks,
+    shard_sizes,
     write_digits,
 )
 from pycls_fast.errors import UserError
@@ -142,12 +145,40 @@ def order(config: RunConfig, source: Source) -> Order | None:
         return None
     if ends is None:
         raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
-    # The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide the number of
-    # images that a batch takes of this order, a rank reads at most `repeats` times its share.
-    repeats = config.augment.repeats
-    batch = config.data.global_batch_size
-    batch = batch // repeats if batch % repeats == 0 else batch
-    return partial(block_order, block_ends=ends, buffer=config.data.shuffle_buffer, global_batch_size=batch)
+    buffer, batch = config.data.shuffle_buffer, _images_per_batch(config)
+    return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
+
+
+def _images_per_batch(config: RunConfig) -> int:
+    """The images of the blocks' order that a global batch takes.
+
+    The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide this number, a
+    rank reads at most `augment.repeats` times its share.
+    """
+    batch, repeats = config.data.global_batch_size, config.augment.repeats
+    return batch // repeats if batch % repeats == 0 else batch
+
+
+def check_shard_cache(config: RunConfig, source: Source, world: World) -> None:
+    """Check that `data.shard_cache_gib` is enough for the shards that this node reads at the same time.
+
+    With less, each shard is evicted before its next image is read: every image would cost the download of a shard.
+
+    Raises:
+        UserError: it is not.
+    """
+    limit, sizes = config.data.shard_cache_gib, shard_sizes(source)
+    if limit is None or sizes is None or not _in_blocks(config, source):
+        return
+    lanes = lanes_of(_images_per_batch(config))
+    nodes = max(world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), 1)
+    at_once = min(-(-lanes // nodes) * config.augment.repeats, lanes, len(sizes))
+    needed = sum(sorted(sizes)[-at_once:]) / 2**30
+    if limit < needed:
+        raise UserError(
+            f"data.shard_cache_gib: {limit:g} is less than the {needed:.4g} GiB of the {at_once} shards that a node "
+            "reads at the same time; raise it, use smaller shards, or leave data.shard_cache out"
+        )
 
 
 def order_name(config: RunConfig, source: Source) -> str:

@@ -11,7 +11,7 @@ from pycls_fast.data.loading import ImageLoader, make_loader
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.mix_elements import ElementMixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost
-from pycls_fast.data.sampling import EvalSampler, Key, Keys, Order, TrainSampler, block_order, epoch_order
+from pycls_fast.data.sampling import EvalSampler, Key, Keys, Order, TrainSampler, block_order, epoch_order, lanes_of
 from pycls_fast.data.sources import (
     EXTENSIONS,
     CachePolicy,
@@ -26,6 +26,7 @@ from pycls_fast.data.sources import (
     open_folder,
     open_splits,
     prefers_blocks,
+    shard_sizes,
 )
 from pycls_fast.data.transfer import to_device
 
@@ -61,12 +62,14 @@ __all__ = [
     "class_order",
     "decode",
     "epoch_order",
+    "lanes_of",
     "make_loader",
     "open_eval_set",
     "open_folder",
     "open_splits",
     "prefers_blocks",
     "seed_generators",
+    "shard_sizes",
     "to_device",
     "write_digits",
 ]

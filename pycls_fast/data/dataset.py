@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Sequence
 from copy import copy
 
+import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.counter import counter_seed
@@ -22,6 +24,13 @@ _MOST_REPLACED = 16
 
 # The machine ran out of resources; the image may be fine.
 _OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+# A network disk may be away for some seconds; a damaged sector of a local one gives EIO, too.
+_PASSING_ERRORS = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
+)  # fmt: skip
+_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before each further attempt."""
 
 
 class ImageDataset(Dataset[Sample]):
@@ -123,7 +132,7 @@ class ImageDataset(Dataset[Sample]):
 
     def _load(self, index: int, transform: Transform, seed: int, damaged: tuple[Damage, ...]) -> Sample:
         try:
-            data, label = self.source.read(index)
+            data, label = self._read(index)
         except OSError as error:
             if error.errno in _OUR_OWN_ERRORS:
                 raise
@@ -131,3 +140,14 @@ class ImageDataset(Dataset[Sample]):
         picture = self._open_picture(data)
         image_HWC, erase = transform(picture, seed)
         return Sample(image_HWC, label, index, erase, damaged)
+
+    def _read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        """The stored image and its label, with retries after errors that may pass."""
+        for pause in _PAUSES:
+            try:
+                return self.source.read(index)
+            except OSError as error:
+                if error.errno not in _PASSING_ERRORS:
+                    raise
+                time.sleep(pause)
+        return self.source.read(index)

@@ -104,7 +104,7 @@ def make_loader(
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
     Args:
-        num_workers: processes that read and decode; 0 for the calling process.
+        num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
             asynchronously.
         prefetch_factor: batches that each worker has ready or in progress.
@@ -115,6 +115,8 @@ def make_loader(
     """
     if pin_memory and not torch.cuda.is_available():
         raise UserError("pinned memory needs a CUDA device; switch it off on this machine")
+    # Each would be forked from a process with the device's memory mapped, and get nothing to do.
+    num_workers = min(num_workers, max(len(sampler), 1))
     with _workers_as_chosen():
         return ImageLoader(
             dataset,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.packing.workers import map_images
-from pycls_fast.data.sources import PackedSource, Source
+from pycls_fast.data.sources import Source, checksum_holds
 from pycls_fast.data.sources.progress import progress
 
 
@@ -36,7 +36,7 @@ def verify(source: Source, *, workers: int, title: str) -> Iterator[Damaged]:
 def _check(source: Source, index: int) -> str | None:
     try:
         data, label = source.read(index)
-        if isinstance(source, PackedSource) and not source.checksum_holds(index):
+        if not checksum_holds(source, index):
             return "the stored bytes are not those that were packed (checksum)"
         decode(data)
     except OSError as error:

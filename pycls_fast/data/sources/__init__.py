@@ -1,6 +1,6 @@
 """Sources of encoded images and their labels: one file per layout, all with the interface `Source`."""
 
-from pycls_fast.data.sources.base import Source, block_ends, prefers_blocks
+from pycls_fast.data.sources.base import Source, block_ends, checksum_holds, prefers_blocks, shard_sizes
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
@@ -22,6 +22,7 @@ __all__ = [
     "Source",
     "SyntheticSource",
     "block_ends",
+    "checksum_holds",
     "open_eval_set",
     "open_folder",
     "open_packed",
@@ -29,4 +30,5 @@ __all__ = [
     "prefers_blocks",
     "recognise",
     "scan_classes",
+    "shard_sizes",
 ]

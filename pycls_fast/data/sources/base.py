@@ -10,7 +10,7 @@ import numpy as np
 class Source(Protocol):
     """Encoded images with labels, by position.
 
-    A source is copied or forked into every data worker: it holds no open files and no long Python lists,
+    A source is copied or forked into every data worker: it pickles no open files and holds no long Python lists,
     whose reference counts would make each worker copy them page by page.
     """
 
@@ -48,6 +48,21 @@ def block_ends(source: Source) -> np.ndarray | None:
     None for a source that is equally fast in any order.
     """
     return getattr(source, "block_ends", None)
+
+
+def shard_sizes(source: Source) -> list[int] | None:
+    """Bytes of each remote shard that is copied whole before it is read; None if there are none, or it is not known."""
+    return getattr(source, "shard_sizes", None)
+
+
+def checksum_holds(source: Source, index: int) -> bool:
+    """Whether the stored image is the one that was packed; also True for a source without checksums.
+
+    Raises:
+        OSError: when the image cannot be read.
+    """
+    holds = getattr(source, "checksum_holds", None)
+    return holds is None or bool(holds(index))
 
 
 def prefers_blocks(source: Source) -> bool:

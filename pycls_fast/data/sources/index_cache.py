@@ -74,7 +74,7 @@ def load_or_build(
 ) -> Index:
     """The index of `root`, from disk if there is a fresh one.
 
-    One process per machine builds it; the others wait.
+    One process per machine builds it; the others wait. Of several machines the first one's index is kept.
 
     Args:
         root: what is indexed: a folder, or an address.
@@ -93,6 +93,10 @@ def load_or_build(
         if found is not None:
             return found
         index = build()
+        # Another machine may have saved its index meanwhile, and mapped it.
+        found = _load_any(places, is_fresh)
+        if found is not None:
+            return found
         if places and count(index) >= policy.smallest:
             _save_first(index, places)
             # Mapped from disk it is one copy for all processes.
@@ -168,27 +172,28 @@ def _save(index: Index, place: Path) -> None:
         about = {"format": _FORMAT, "arrays": sorted(index.arrays), "more": index.more, "stamp": index.stamp}
         text = json.dumps(about, ensure_ascii=False)
         (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
-        for earlier in place.parent.glob(f"{place.name}-old-*"):
-            shutil.rmtree(earlier, ignore_errors=True)
-        _remove_dead_drafts(place)
+        _remove_left(place)
         if place.exists():
-            # A folder cannot be replaced in one move. The old one stays until the next time: a process on another
-            # machine that has mapped its files would crash without them.
+            # A folder cannot be replaced in one move. The old one stays for a day: a process on another machine that
+            # has mapped its files would crash without them.
             place.rename(old)
+            # Renaming a folder does not change its time.
+            os.utime(old)
         draft.rename(place)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _remove_dead_drafts(place: Path) -> None:
-    """Remove the drafts of killed processes.
+def _remove_left(place: Path) -> None:
+    """Remove the drafts of killed processes, and replaced indexes, a day later.
 
-    Those of live ones, which may run on other machines, are younger: writing an index takes minutes.
+    The drafts of live processes, which may run on other machines, are younger: writing an index takes minutes.
     """
-    for draft in place.parent.glob(f"{place.name}-new-*"):
-        with suppress(FileNotFoundError):
-            if draft.stat().st_mtime < time.time() - _DAY:
-                shutil.rmtree(draft, ignore_errors=True)
+    for what in ("new", "old"):
+        for folder in place.parent.glob(f"{place.name}-{what}-*"):
+            with suppress(FileNotFoundError):
+                if folder.stat().st_mtime < time.time() - _DAY:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_unused(folder: Path) -> None:

@@ -39,7 +39,7 @@ def find_files(
     *,
     train: str | None = None,
     val: str | None = None,
-    follow_links: bool = True,
+    beside_images: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """The files of each split: "train" and others of "val" and "test", or "all" if no name tells them apart.
 
@@ -51,7 +51,8 @@ def find_files(
         extensions: how the names end, e.g. (".tar",).
         train, val: the files of a split by name instead: a path below `root`, an absolute one or an address, with `*`
             and `{000..146}`.
-        follow_links: also take what lies in linked folders; a file that is reached twice is taken once.
+        beside_images: the folders in `root` may hold millions of images: they are searched only if the files directly
+            in it can't be all (there are none, or only training's), and links to folders are not followed.
 
     Raises:
         UserError: no files, a shard that is missing, names that do not tell the split, several versions of the same
@@ -64,7 +65,7 @@ def find_files(
         return named if val is not None else {"all": named["train"]}
     if val is not None:
         raise UserError("data.val: given without data.train; give both")
-    found = _list_files(root, extensions, follow_links)
+    found = _list_files(root, extensions, beside_images)
     if not found:
         raise UserError(f"there are no {' or '.join(extensions)} files in {root} (see data/README.md)")
     _check_complete(found)
@@ -87,7 +88,7 @@ def find_files(
     return {name: tuple(files) for name, files in splits.items()}
 
 
-def _list_files(root: str, extensions: Sequence[str], follow_links: bool) -> list[str]:
+def _list_files(root: str, extensions: Sequence[str], beside_images: bool) -> list[str]:
     if is_remote(root):
         return _list_remote(root, extensions)
     path = Path(root)
@@ -95,11 +96,21 @@ def _list_files(root: str, extensions: Sequence[str], follow_links: bool) -> lis
         return [str(path)]
     if not path.is_dir():
         raise UserError(f"there is no dataset {path.absolute()}")
-    return sorted(_walk(str(path), str(path), tuple(extensions), frozenset(), follow_links))
+    top, endings = str(path), tuple(extensions)
+    if beside_images:
+        with os.scandir(top) as entries:
+            here = sorted(entry.path for entry in entries if _is_wanted(entry, endings))
+        if {_split_of(top, file) for file in here} - {"train"}:
+            return here
+    return sorted(_walk(top, top, endings, frozenset(), follow_links=not beside_images))
+
+
+def _is_wanted(entry: os.DirEntry[str], endings: tuple[str, ...]) -> bool:
+    return entry.name[0] != "." and entry.name.lower().endswith(endings) and Path(entry.path).is_file()
 
 
 def _walk(
-    root: str, folder: str, extensions: tuple[str, ...], above: frozenset[tuple[int, int]], follow_links: bool
+    root: str, folder: str, endings: tuple[str, ...], above: frozenset[tuple[int, int]], *, follow_links: bool
 ) -> Iterator[str]:
     """Files at any depth, hidden ones left out. Links to a folder above them are never followed."""
     status = Path(folder).stat()
@@ -119,8 +130,8 @@ def _walk(
                 continue
             if is_folder(entry):
                 if follow_links or not entry.is_symlink():
-                    yield from _walk(root, entry.path, extensions, above | {here}, follow_links)
-            elif entry.name.lower().endswith(extensions) and Path(entry.path).is_file():
+                    yield from _walk(root, entry.path, endings, above | {here}, follow_links=follow_links)
+            elif _is_wanted(entry, endings):
                 yield entry.path
 
 

@@ -41,8 +41,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    # A linked folder holds the images, and perhaps other tables.
-    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, follow_links=False)
+    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, beside_images=True)
     for split, found in files.items():
         if len(found) > 1:
             raise UserError(

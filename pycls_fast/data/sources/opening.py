@@ -120,13 +120,14 @@ def recognise(root: str) -> tuple[str, ...]:
 
 
 def _kinds_of_files(folders: Iterable[Path]) -> set[str]:
-    return {
-        _SUFFIXES[file.suffix.lower()]
-        for folder in folders
-        if folder.is_dir()
-        for file in folder.iterdir()
-        if file.suffix.lower() in _SUFFIXES and not file.name.startswith(("LOC_", "."))
-    }
+    endings = tuple(_SUFFIXES)
+    found: list[str] = []
+    for folder in folders:
+        if folder.is_dir():
+            # No `Path` for each entry: there may be a million images.
+            with os.scandir(folder) as entries:
+                found += [entry.name for entry in entries if entry.name.lower().endswith(endings)]
+    return {_SUFFIXES[Path(name).suffix.lower()] for name in found if not name.startswith(("LOC_", "."))}
 
 
 def _count_class_folders(path: Path) -> int:

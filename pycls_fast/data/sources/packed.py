@@ -6,8 +6,9 @@
     ROOT/train/name_ends.npy  int64, where each name ends
     ROOT/train/about.json     format and version, class names, how it was made
 
-`images.bin` is mapped into memory: reading costs no system call if the file is in the page cache, and raw images are
-not even copied. `tools/prepare_data.py pack` writes it (see `pycls_fast/data/packing/`).
+An image is one `pread` of `images.bin`. The small files are mapped into memory; `images.bin` is not: the page tables of
+every worker would grow with it, a fault reads far more around a single image, and a disk's error would end the process.
+`tools/prepare_data.py pack` writes it (see `pycls_fast/data/packing/`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
 from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
@@ -49,13 +51,11 @@ RAW = "raw"
 class PackedSource(Mapped):
     """The images of one packed split."""
 
-    def __init__(
-        self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts, images: np.ndarray
-    ) -> None:
+    def __init__(self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts, size: int) -> None:
         """
         Args:
             table: array of dtype `ENTRY`.
-            images: uint8, the content of `images.bin`.
+            size: bytes of `images.bin`.
         """
         self.folder = folder
         self.about = about
@@ -63,7 +63,9 @@ class PackedSource(Mapped):
         self._is_raw = about["store"] == RAW
         self._table = table
         self._names = names
-        self._images = images
+        self._size = size
+        self._images = str(folder / IMAGES)
+        self._files = OpenFiles()
 
     @property
     def labels(self) -> np.ndarray:
@@ -74,24 +76,22 @@ class PackedSource(Mapped):
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         offset, size, _, label, height, width = self._table[index].item()
-        stored = self._images[offset : offset + size]
+        stored = self._files.read(self._images, offset, size)
         if self._is_raw:
-            return np.asarray(stored).reshape(height, width, 3), label
-        return stored.tobytes(), label
+            return np.frombuffer(stored, np.uint8).reshape(height, width, 3), label
+        return stored, label
 
     def checksum_holds(self, index: int) -> bool:
         """Whether the stored bytes are those that were packed."""
-        entry = self._table[index]
-        offset = int(entry["offset"])
-        stored = self._images[offset : offset + int(entry["size"])]
-        return zlib.crc32(stored.tobytes()) == int(entry["crc32"])
+        offset, size, crc32, *_ = self._table[index].item()
+        return zlib.crc32(self._files.read(self._images, offset, size)) == crc32
 
     def name(self, index: int) -> str:
-        return f"{self.folder / IMAGES}[{index}: {self._names[index]}]"
+        return f"{self._images}[{index}: {self._names[index]}]"
 
     def describe(self) -> str:
         what = f"{len(self):,} packed images of {len(self.classes):,} classes"
-        return f"{what} ({self.about['how']}, {len(self._images) / 2**30:.2f} GiB) in {self.folder}"
+        return f"{what} ({self.about['how']}, {self._size / 2**30:.2f} GiB) in {self.folder}"
 
 
 def is_packed(folder: Path) -> bool:
@@ -143,7 +143,7 @@ def open_packed_split(folder: Path) -> PackedSource:
     needed = int(table[-1]["offset"]) + int(table[-1]["size"])
     if held != needed:
         raise UserError(f"{folder / IMAGES} has {held:,} bytes and should have {needed:,}; copy or pack it again")
-    return PackedSource(folder, about, table, names, np.memmap(folder / IMAGES, np.uint8, "r"))
+    return PackedSource(folder, about, table, names, held)
 
 
 def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:

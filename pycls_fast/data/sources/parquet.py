@@ -17,6 +17,7 @@ from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.layout import find_files
+from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.parquet_files import locate_values, need_pyarrow
 from pycls_fast.data.sources.progress import progress
@@ -47,8 +48,9 @@ class ParquetSource(Mapped):
         self._block_files = arrays["block_files"]
         self._block_groups = arrays["block_groups"]
         self._places = arrays["places"]
-        self._files = files
+        self._names = files
         self._column = column
+        self._files = OpenFiles()
         # The row group that this process read last.
         self._held: tuple[int, Any] | None = None
 
@@ -57,15 +59,11 @@ class ParquetSource(Mapped):
 
     def read(self, index: int) -> tuple[bytes, int]:
         block = self._block(index)
-        path = self.root / self._files[int(self._block_files[block])]
+        path = self.root / self._names[int(self._block_files[block])]
         offset, size = self._places[index].tolist()
         label = int(self.labels[index])
         if offset >= 0:
-            with path.open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), size, offset)
-            if len(data) < size:
-                raise OSError(f"{path} ends before the image does; was it replaced?")
-            return data, label
+            return self._files.read(str(path), offset, size), label
         if self._held is None or self._held[0] != block:
             self._held = (block, self._read_group(path, int(self._block_groups[block])))
         value = self._held[1][index - self._start(block)].as_py()
@@ -90,7 +88,7 @@ class ParquetSource(Mapped):
         block = self._block(index)
         file = int(self._block_files[block])
         first = int(np.searchsorted(self._block_files, file))
-        return f"{self.root / self._files[file]}[{index - self._start(first)}]"
+        return f"{self.root / self._names[file]}[{index - self._start(first)}]"
 
     def _block(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
@@ -101,7 +99,7 @@ class ParquetSource(Mapped):
     def describe(self) -> str:
         slow = int(np.count_nonzero(self._places[:, 0] < 0))
         how = "" if not slow else ", compressed: faster for training if packed (tools/prepare_data.py pack)"
-        files = f"{len(self._files):,} Parquet files of {self.root}"
+        files = f"{len(self._names):,} Parquet files of {self.root}"
         return f"{len(self):,} images of {len(self.classes):,} classes in {files}{how}"
 
     def __getstate__(self) -> dict[str, Any]:

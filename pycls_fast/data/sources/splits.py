@@ -10,7 +10,7 @@ import numpy as np
 
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.draws import frozen_generator
-from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, prefers_blocks
+from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, checksum_holds, prefers_blocks, shard_sizes
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
@@ -43,12 +43,19 @@ class Subset:
     def name(self, index: int) -> str:
         return self.source.name(int(self.rows[index]))
 
+    def checksum_holds(self, index: int) -> bool:
+        return checksum_holds(self.source, int(self.rows[index]))
+
     def describe(self) -> str:
         return f"{len(self):,} of {self.source.describe()}"
 
     @property
     def prefers_blocks(self) -> bool:
         return prefers_blocks(self.source)
+
+    @property
+    def shard_sizes(self) -> list[int] | None:
+        return shard_sizes(self.source)
 
     @property
     def block_ends(self) -> np.ndarray | None:
@@ -85,12 +92,19 @@ class Relabelled:
     def name(self, index: int) -> str:
         return self.source.name(index)
 
+    def checksum_holds(self, index: int) -> bool:
+        return checksum_holds(self.source, index)
+
     def describe(self) -> str:
         return self.source.describe()
 
     @property
     def prefers_blocks(self) -> bool:
         return prefers_blocks(self.source)
+
+    @property
+    def shard_sizes(self) -> list[int] | None:
+        return shard_sizes(self.source)
 
     @property
     def block_ends(self) -> np.ndarray | None:

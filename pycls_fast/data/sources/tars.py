@@ -20,13 +20,16 @@ from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
 from pycls_fast.data.sources.layout import find_files, is_remote
+from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, stamp_of
+from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, size_of, stamp_of
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 
 _THREADS = 8
+# Indexes of fewer samples of local shards are rebuilt at each start.
+_SMALLEST = 1_000
 # webdataset's: the key is everything up to the first dot of the file's own name.
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
@@ -63,6 +66,7 @@ class TarSource(Mapped):
         self._versions = versions
         self._keys = keys
         self._cache = cache
+        self._files = OpenFiles()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -72,8 +76,7 @@ class TarSource(Mapped):
         number = self._shard_number(index)
         shard = self._shards[number]
         if not is_remote(shard):
-            with Path(shard).open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), size, offset)
+            data = self._files.read(shard, offset, size)
         elif self._cache is not None:
             data = self._cache.read_range(shard, self._versions[number], offset, size)
         else:
@@ -89,6 +92,15 @@ class TarSource(Mapped):
     def prefers_blocks(self) -> bool:
         """Whether the shards are remote: they are best read one after the other."""
         return is_remote(self._shards[0])
+
+    @property
+    def shard_sizes(self) -> list[int] | None:
+        """Bytes of each shard if they are copied whole."""
+        if self._cache is None or not self.prefers_blocks:
+            return None
+        sizes = (size_of(self._versions[number]) for number in range(len(self._versions)))
+        known = [size for size in sizes if size is not None]
+        return known if len(known) == len(self._versions) else None
 
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
@@ -123,9 +135,9 @@ def _open_split(
     with ThreadPoolExecutor(_THREADS) as pool:
         stamps = list(pool.map(_stamp, shards))
     stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
-    if is_remote(shards[0]):
-        # However few there are: scanning them means reading all of them over the network.
-        cache = CachePolicy(cache.place, smallest=0)
+    # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
+    smallest = 0 if is_remote(shards[0]) else _SMALLEST
+    cache = CachePolicy(cache.place, min(cache.smallest, smallest))
     index = load_or_build(
         root if is_remote(root) else Path(root).absolute(),
         f"tars_{split}",

@@ -236,8 +236,38 @@ def test_the_index_before_stays_for_those_who_have_mapped_it(tree: Path) -> None
         inode = (place / "class_folders/labels.npy").stat().st_ino
         change(tree)
         scan_classes(tree, ALWAYS)
-        (old,) = place.glob("class_folders-*")
-        assert (old / "labels.npy").stat().st_ino == inode
+        kept = {old: (old / "labels.npy").stat().st_ino for old in place.glob("class_folders-old-*")}
+        assert inode in kept.values()
+    assert len(kept) == 3
+    # The time that counts is that of the replacement.
+    assert min(old.stat().st_mtime for old in kept) > time.time() - 100
+    for old in list(kept)[:2]:
+        os.utime(old, (0, time.time() - 2 * 24 * 3600))
+    remove_file(tree)
+    scan_classes(tree, ALWAYS)
+    assert {old.name for old in kept if old.exists()} == {list(kept)[2].name}
+
+
+def test_the_index_that_another_machine_saved_first_is_kept(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have mapped it, and its lock is not seen here."""
+    about = tree.parent / ".pycls_fast_index" / tree.name / "class_folders/about.json"
+    inodes: list[int] = []
+    real = folders._list_class
+
+    def another_is_faster(root: Path, name: str) -> object:
+        if not inodes:
+            inodes.append(0)
+            with monkeypatch.context() as patch:
+                # The lock of another machine.
+                patch.setattr(tempfile, "gettempdir", lambda: str(tree.parent))
+                scan_classes(tree, ALWAYS)
+            inodes[0] = about.stat().st_ino
+        return real(root, name)
+
+    monkeypatch.setattr(folders, "_list_class", another_is_faster)
+    assert len(scan_classes(tree, ALWAYS)) == 9
+    assert inodes == [about.stat().st_ino]
+    assert not list(about.parent.parent.glob("class_folders-*"))
 
 
 def test_drafts_of_killed_processes_are_removed(tree: Path) -> None:

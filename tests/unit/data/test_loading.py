@@ -28,6 +28,7 @@ from pycls_fast.data import (
     TrainSampler,
     TrainTransform,
     TransformByEpoch,
+    dataset,
     make_loader,
 )
 from pycls_fast.data.policies import rand_augment
@@ -97,6 +98,14 @@ def test_any_number_of_workers(damaged_folder: FileSource) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == random_state
     assert len({batch.images_BHWC.numpy().tobytes() for batch in batches}) == 7
+
+
+def test_there_are_no_more_workers_than_batches() -> None:
+    source = SyntheticSource(20, 20, 3, seed=0)
+    assert [train_loader(source, number, total_steps=2).num_workers for number in (0, 1, 2, 9)] == [0, 1, 2, 2]
+    dataset = ImageDataset(source, EVAL, training=False)
+    counts = [make_loader(dataset, EvalSampler(count, batch_size=4), num_workers=9).num_workers for count in (0, 3, 9)]
+    assert counts == [1, 1, 3]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -235,6 +244,41 @@ def test_the_machines_own_limits_are_no_damage() -> None:
 
     with pytest.raises(OSError, match="Too many open files"):
         list(train_loader(HookedSource(20, no_more_files), 0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    """A network disk that is away for a moment."""
+    failures = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT]
+    paused: list[float] = []
+
+    def away(index: int) -> None:
+        if failures:
+            raise OSError(failures.pop(), "it is away")
+
+    monkeypatch.setattr(dataset.time, "sleep", paused.append)
+    transform = TRAIN if training else EVAL
+    own, whole = (
+        ImageDataset(source, transform, training=training)[(0, 2)]
+        for source in (HookedSource(20, away), SyntheticSource(20, 20, 3, seed=1))
+    )
+    assert (own.index, own.label, own.damaged) == (2, whole.label, ())
+    np.testing.assert_array_equal(own.image_HWC, whole.image_HWC)  # type: ignore[arg-type]
+    assert paused == [0.5, 2.0, 8.0]
+
+
+@pytest.mark.parametrize(("number", "reads"), [(errno.EIO, 4), (errno.ENOENT, 1), (errno.EACCES, 1)])
+def test_an_error_that_stays_is_damage(monkeypatch: pytest.MonkeyPatch, number: int, reads: int) -> None:
+    asked: list[int] = []
+
+    def broken(index: int) -> None:
+        asked.append(index)
+        raise OSError(number, "broken")
+
+    monkeypatch.setattr(dataset.time, "sleep", lambda seconds: None)
+    sample = ImageDataset(HookedSource(20, broken), EVAL, training=False)[(0, 2)]
+    assert [reason for _, reason in sample.damaged] == ["cannot be read: broken"]
+    assert asked == [2] * reads
 
 
 def test_programming_errors_are_not_hidden() -> None:

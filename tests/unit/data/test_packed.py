@@ -23,6 +23,7 @@ from pycls_fast.data.packing.stored_image import StoredImage
 from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import ENTRY, open_packed_split
+from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
@@ -82,7 +83,7 @@ def test_what_is_made_smaller_has_the_filter_and_the_quality(tmp_path: Path, fil
     np.testing.assert_array_equal(open_packed_split(tmp_path / "raw").read(0)[0], np.asarray(small))
 
 
-def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: Path) -> None:
+def test_raw_pixels_are_the_decoded_ones(tmp_path: Path, folder: Path) -> None:
     for name in ("train", "val"):
         pack(scan_classes(folder / name), tmp_path / "out" / name, PackSettings(store="raw"), workers=0, title="")
     packed = split(tmp_path / "out")
@@ -91,7 +92,20 @@ def test_raw_pixels_are_the_decoded_ones_and_not_copied(tmp_path: Path, folder: 
         assert isinstance(pixels, np.ndarray)
         np.testing.assert_array_equal(pixels, np.asarray(Image.open(io.BytesIO(sample.data)).convert("RGB")))
         assert label == sample.label
-        assert np.shares_memory(pixels, packed._images)
+        assert not pixels.flags.owndata, "a copy"
+
+
+def test_the_images_are_not_mapped(tmp_path: Path) -> None:
+    """The page tables of every process would grow with them, and a disk's error would be a SIGBUS."""
+    packed = split(Path(write_packed(tmp_path / "packed", CONTENT)))
+    assert samples_of(packed) == expected(CONTENT["train"])
+    maps = Path("/proc/self/maps").read_text()
+    assert f"{packed.folder}/table.npy" in maps
+    assert f"{packed.folder}/images.bin" not in maps
+    os.truncate(packed.folder / "images.bin", 0)
+    for read in (packed.read, packed.checksum_holds):
+        with pytest.raises(OSError, match=r"images.bin ends before the image does"):
+            read(3)
 
 
 def test_several_processes_write_the_same(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,6 +562,27 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     (found,) = verify(split(root), workers=0, title="")
     assert found.position == 3
     assert "checksum" in found.reason
+
+
+def test_changed_pixels_of_a_random_split_are_found(tmp_path: Path, folder: Path) -> None:
+    """Only their checksums can tell."""
+    pack(scan_classes(folder / "train"), tmp_path / "out/train", PackSettings(store="raw"), workers=0, title="")
+    with (tmp_path / "out/train/images.bin").open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    sources = open_packed(tmp_path / "out", NO_CACHE)
+    train, val = sources["train"], sources["val"]
+    assert not isinstance(train, PackedSource)
+    for parts in ((train, val), (as_reversed(train), as_reversed(val))):
+        (found,) = (damaged for part in parts for damaged in verify(part, workers=0, title=""))
+        assert "checksum" in found.reason
+
+
+def as_reversed(source: Any) -> Source:
+    """The same images with the classes in reverse order."""
+    count = len(source.classes)
+    return Relabelled(source, source.classes[::-1], np.arange(count)[::-1])
 
 
 @pytest.mark.parametrize("name", ["table.npy", "names.npy", "name_ends.npy"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Source]]
     source = opened[kind]["train"]
     for value in vars(source).values():
         assert not isinstance(value, (list, dict, tuple, set)) or len(value) < len(source)
+
+
+@pytest.mark.parametrize("kind", ["packed", "parquet", "tar"])
+def test_files_of_many_images_stay_open(
+    opened: dict[str, dict[str, Source]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pickle.loads(pickle.dumps(opened[kind]["train"]))
+    paths: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: (paths.append(path), real(path, flags))[1])
+    for _ in range(2):
+        assert samples_of(source) == expected(CONTENT["train"])
+    assert len(paths) == {"packed": 1, "parquet": 2, "tar": 3}[kind]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])

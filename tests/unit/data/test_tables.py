@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from pycls_fast.data import block_ends
 from pycls_fast.data.sources import CachePolicy, OpenOptions
 from pycls_fast.data.sources.labels import name_classes
+from pycls_fast.data.sources.layout import find_files
 from pycls_fast.data.sources.parquet import ParquetSource
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
@@ -151,6 +153,33 @@ def test_tables_in_linked_folders_are_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/images/train.csv").write_text("id,box\n1,2\n")
     (tmp_path / "set/images").symlink_to(tmp_path / "elsewhere/images")
     assert samples_of(opened("auto", tmp_path / "set")["train"]) == expected(CONTENT["train"])
+
+
+@pytest.mark.parametrize("names", [("train.csv", "val.csv"), ("all.csv",), ("train.csv", "test.tsv")])
+def test_folders_beside_the_tables_are_not_listed(
+    tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may hold millions of images."""
+    (tmp_path / "images").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    listed: list[str] = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: (listed.append(str(folder)), real(folder))[1])
+    found = find_files(str(tmp_path), (".csv", ".tsv"), beside_images=True)
+    assert sorted(file for files in found.values() for file in files) == sorted(str(tmp_path / name) for name in names)
+    assert listed == [str(tmp_path)]
+
+
+def test_tables_in_folders_are_found_if_there_is_none_beside_them(tmp_path: Path) -> None:
+    """Nor is a table of training everything."""
+    (tmp_path / "labels").mkdir()
+    for name in ("labels/train.csv", "labels/val.csv"):
+        (tmp_path / name).write_text("path,label\n/a.jpg,x\n")
+    for _ in range(2):
+        assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
+        if (tmp_path / "labels/train.csv").exists():
+            (tmp_path / "labels/train.csv").rename(tmp_path / "train.csv")
 
 
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from pycls_fast.data import block_ends, block_order, prefers_blocks
-from pycls_fast.data.sources import CachePolicy, FileCache
+from pycls_fast.data import block_ends, block_order, prefers_blocks, shard_sizes
+from pycls_fast.data.sources import CachePolicy, FileCache, tars
 from pycls_fast.data.sources import remote as remote_files
+from pycls_fast.data.sources.splits import Relabelled, Subset
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
@@ -157,6 +158,14 @@ def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
         source.read(1)
 
 
+def test_indexes_of_very_few_samples_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_tars(tmp_path / "tars", CONTENT)
+    for smallest, kept in ((1_000, 0), (10, 1)):
+        monkeypatch.setattr(tars, "_SMALLEST", smallest)
+        opened("tar", root, cache=CachePolicy(str(tmp_path / "index")))
+        assert len(list((tmp_path / "index").rglob("about.json"))) == kept
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[str]:
     """The shards at an address."""
@@ -175,6 +184,10 @@ def test_remote_shards(tmp_path: Path, memory: str, cached: bool) -> None:
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert prefers_blocks(splits["train"])
+    sizes = [fsspec.filesystem("memory").size(f"/bucket/set-train-{number:06d}.tar") for number in range(3)]
+    part = Subset(splits["train"], np.arange(5))  # type: ignore[arg-type]
+    for source in (splits["train"], part, Relabelled(part, CLASSES, np.arange(3))):
+        assert shard_sizes(source) == (sizes if cached else None)
     assert len(list((tmp_path / "shards/pycls_fast_shards").glob("*.tar"))) == (3 if cached else 0)
     # The index is kept however small it is, and made anew when a shard changes.
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
