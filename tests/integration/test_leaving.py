@@ -49,7 +49,7 @@ def test_a_rank_that_leaves_with_an_error_prints_it_and_ends(
     tmp_path: Path, error: str, lines: tuple[str, ...]
 ) -> None:
     script = tmp_path / "tool.py"
-    script.write_text(SCRIPT.format(wait=3600, first=1, error=error))
+    script.write_text(SCRIPT.format(wait=300, first=1, error=error))
     done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1, timeout=100)
     printed = done.stderr.splitlines()
     for line in lines:
