@@ -51,7 +51,7 @@ from pycls_fast.build.optimization import (
     schedule,
 )
 from pycls_fast.build.sizes import resolve_auto
-from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, order_name, sources
+from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, names_id, order_name, sources
 
 __all__ = [
     "Switches",
@@ -78,6 +78,7 @@ __all__ = [
     "microbatch_size",
     "mixer",
     "model",
+    "names_id",
     "num_classes",
     "num_workers",
     "optimizer",
