@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pycls_fast.config.values import (
     Betas,
     Deviation,
+    EpochsOrAuto,
     Hue,
     LossScale,
     Mean,
@@ -349,16 +350,16 @@ class Schedule(Section):
     The curve begins where the warm-up ends or, with `curve_from: start`, at the first step, where the warm-up replaces
     its beginning (timm, pycls).
 
-    `epochs: auto` depends on the number of training images (`build.resolve_auto`). `early_stopping_evals` ends the run
-    when the best evaluation is so many evaluations old. The best one, here as in `summary.json` and `checkpoints/best`,
-    is the best by `early_stopping_metric`, the first of equal ones. `class_top1` is the
-    mean of the classes' accuracies.
+    `epochs: auto` depends on the number of training images (`build.resolve_auto`), `warmup_epochs: auto` is a tenth of
+    the epochs, at most 2. `early_stopping_evals` ends the run when the best evaluation is so many evaluations old. The
+    best one, here as in `summary.json` and `checkpoints/best`, is the best by `early_stopping_metric`, the first of
+    equal ones. `class_top1` is the mean of the classes' accuracies.
     """
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"
     epochs: PositiveIntOrAuto = 100
     max_steps: PositiveInt | None = None
-    warmup_epochs: NonNegativeFloat = 5.0
+    warmup_epochs: EpochsOrAuto = 5.0
     warmup_start_factor: Probability = 0.0
     final_factor: Probability = 0.0
     curve_from: Literal["warmup_end", "start"] = "warmup_end"
