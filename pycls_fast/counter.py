@@ -6,11 +6,17 @@ workers or ranks, and a restart needs nothing but the step it starts from.
 
 from __future__ import annotations
 
+from typing import Any
+
 _MASK = (1 << 64) - 1
 
 
-def _mix(value: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+def mixed(value: Any) -> Any:
+    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+
+    Args:
+        value: an integer in [0, 2**64), or an array of uint64.
+    """
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
@@ -20,7 +26,7 @@ def counter_seed(*counters: int) -> int:
     """Hash integers to a seed in [0, 2**63): the same on every machine, well mixed for neighbouring counters."""
     state = len(counters)
     for counter in counters:
-        state = _mix((state + 0x9E3779B97F4A7C15 + (counter & _MASK)) & _MASK)
+        state = mixed((state + 0x9E3779B97F4A7C15 + (counter & _MASK)) & _MASK)
     return state >> 1
 
 

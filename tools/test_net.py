@@ -1,10 +1,11 @@
 """Evaluate a checkpoint: `python tools/test_net.py weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
 
 Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
-checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
-published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` uses the
-configuration's instead. `predictions=FILE.csv` lists every image with its class, the predicted one, that one's
-probability, and the loss, the worst image first.
+checkpoint or an exported file. `split=all` scores all images of data without a validation split. Weights of timm and
+torchvision are scored with their own preprocessing, beside the published number: `--config-name deit_s16
+weights=timm:deit_small_patch16_224.fb_in1k`; `preprocessing=config` uses the configuration's instead.
+`predictions=FILE.csv` lists every image with its class, the predicted one, that one's probability, and the loss, the
+worst image first.
 """
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from pycls_fast.build.optimization import (
     schedule,
 )
 from pycls_fast.build.sizes import resolve_auto
-from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, order_name, sources
+from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, names_id, order_name, sources
 
 __all__ = [
     "Switches",
@@ -76,6 +76,7 @@ __all__ = [
     "microbatch_size",
     "mixer",
     "model",
+    "names_id",
     "num_classes",
     "num_workers",
     "optimizer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.schema.values import AUTO
+from pycls_fast.config.schema.values import AUTO, AUTO_EPOCHS
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 
@@ -13,12 +13,14 @@ _EPOCHS = (10, 50)
 _LARGEST_BATCH = 64
 _STEPS_PER_EPOCH = 4
 _EVALUATIONS = 20
+_WARMUP_SHARE, _LONGEST_WARMUP = 0.1, 2.0
 
 
 def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
     """The configuration with every `auto` replaced by a number; unchanged if there is none.
 
     - `schedule.epochs`: enough to show 100,000 images, at least 10 and at most 50.
+    - `schedule.warmup_epochs`: a tenth of the epochs, at most 2.
     - `data.global_batch_size`: the largest power of two up to 64 that gives an epoch at least 4 steps, but at least 2
       images per rank and microbatch if there are so many. (With 3 ranks 3 times a power of two, and so on.)
     - `runtime.eval_every_epochs`: at most 20 evaluations in all.
@@ -39,6 +41,9 @@ def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
                 f"schedule.warmup_epochs: {schedule.warmup_epochs:g} is longer than the training of {schedule.epochs} "
                 f"epochs that schedule.epochs=auto chose for {images:,} images; set one of the two"
             )
+    if schedule.warmup_epochs == AUTO_EPOCHS:
+        warmup = min(schedule.epochs * _WARMUP_SHARE, _LONGEST_WARMUP)
+        schedule = schedule.model_copy(update={"warmup_epochs": warmup})
     if data.global_batch_size == AUTO:
         parts = world.size * config.optim.accumulation_steps
         data = data.model_copy(update={"global_batch_size": _batch(images, parts)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pycls_fast.data import (
     block_order,
     class_order,
     lanes_of,
+    name_hashes,
     open_eval_set,
     open_folder,
     open_splits,
@@ -37,11 +39,12 @@ from pycls_fast.paths import user_path
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
 
 
-def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict[str, Source]:
+def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Source]:
     """The splits by name, "train" and "val" among them.
 
     Args:
         index_all: cache the indexes of small datasets, too.
+        whole: a dataset without a validation split is not split at random; it is the split "all".
 
     Raises:
         UserError: the data is missing or in an unknown layout.
@@ -62,10 +65,17 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False) -> dict
             if world.is_main:
                 write_digits(root)
             world.barrier()
+            # Their names are numbers; the published results are of a split by position.
             return open_folder(
-                root, val_fraction=data.val_fraction, split_seed=data.split_seed, folds=data.folds, fold=data.fold
+                root,
+                val_fraction=data.val_fraction,
+                split_seed=data.split_seed,
+                folds=data.folds,
+                fold=data.fold,
+                by_name=False,
+                whole=whole,
             )
-        return open_splits(data.source, root, _opening(config, index_all))
+        return open_splits(data.source, root, _opening(config, index_all, whole))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
 
@@ -98,7 +108,7 @@ def imagenet_wnids() -> tuple[str, ...]:
     return tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
-def _opening(config: RunConfig, index_all: bool) -> OpenOptions:
+def _opening(config: RunConfig, index_all: bool, whole: bool) -> OpenOptions:
     data = config.data
     cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)
     shard_cache = None
@@ -110,6 +120,7 @@ def _opening(config: RunConfig, index_all: bool) -> OpenOptions:
         split_seed=data.split_seed,
         folds=data.folds,
         fold=data.fold,
+        whole=whole,
         train=data.train,
         val=data.val,
         path_column=data.path_column,
@@ -123,6 +134,17 @@ def _opening(config: RunConfig, index_all: bool) -> OpenOptions:
 
 def _with_key(line: str) -> str:
     return line if line.startswith("data.") else f"data.root: {line}"
+
+
+def names_id(source: Source) -> str:
+    """Identifies the names of a split's images in their order: "names-" and a checksum.
+
+    "numbers-" if the images have none, with the checksum of their positions if it is a part of a larger source.
+    """
+    hashes = name_hashes(source)
+    if hashes is not None:
+        return f"names-{_checksum(hashes)}"
+    return f"numbers-{_checksum(getattr(source, 'rows', ()))}"
 
 
 def order(config: RunConfig, source: Source) -> Order | None:
@@ -190,8 +212,11 @@ def order_name(config: RunConfig, source: Source) -> str:
         return "classes"
     if not _in_blocks(config, source):
         return "full"
-    ends = block_ends(source)
-    return f"blocks-{zlib.crc32(np.ascontiguousarray(ends, np.int64).tobytes()):08x}"
+    return f"blocks-{_checksum(block_ends(source))}"
+
+
+def _checksum(integers: Any) -> str:
+    return f"{zlib.crc32(np.ascontiguousarray(integers, np.int64).tobytes()):08x}"
 
 
 def _in_blocks(config: RunConfig, source: Source) -> bool:

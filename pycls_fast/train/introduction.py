@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from pycls_fast import build
 from pycls_fast.parallel import footprint
 from pycls_fast.speed import CATALOGUE, SwitchName
@@ -13,7 +15,7 @@ from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
 if TYPE_CHECKING:
-    from pycls_fast.config.schema import Optim
+    from pycls_fast.config.schema import Optim, RunConfig
     from pycls_fast.train.run import Run
 
 # Optimizer state, in float32 copies of the weights (others: `_state_copies`). Muon keeps two for the parameters that it
@@ -73,6 +75,11 @@ def _notes(run: Run) -> Iterator[str]:
             f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
             "less accumulation, or a larger batch with a higher optim.lr"
         )
+    if _emulates_bfloat16(run.config, world.device):
+        yield (
+            f"precision: {run.config.precision.name} is slow on this GPU, which has no units for bfloat16; "
+            "use precision=amp_fp16"
+        )
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
@@ -92,6 +99,13 @@ def _notes(run: Run) -> Iterator[str]:
                 f"optim.ema_decay: after all {run.total_steps:,} steps the initial weights are still {initial:.0%} of "
                 "the average, which is what is scored; use optim.ema_warmup=true, or a smaller decay"
             )
+
+
+def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
+    """Whether the products are in bfloat16 on a GPU before Ampere, whose tensor cores compute float16 only."""
+    if device.type != "cuda" or build.level(config).float8 or build.compute_dtype(config) != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def memory_per_rank(run: Run) -> float:

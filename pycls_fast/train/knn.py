@@ -18,6 +18,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
+from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
@@ -29,7 +30,7 @@ from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.pinning import pin_weights
-from pycls_fast.train.weights import Loaded
+from pycls_fast.train.weights import Loaded, find_weights
 
 _CHUNK = 1024
 
@@ -74,7 +75,15 @@ def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
     return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
 
 
-def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: str, output: str | None) -> int:
+def score_neighbours(
+    config: RunConfig,
+    *,
+    k: int,
+    temperature: float,
+    split: str,
+    output: str | None,
+    own_preprocessing: bool = True,
+) -> int:
     """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores.
 
     Args:
@@ -83,6 +92,7 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         temperature: the temperature of their votes.
         split: "val", or "test" if the data has one.
         output: a JSON file for the numbers.
+        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
         UserError: weights or split do not exist, fewer than `k` training images, images cannot be read
@@ -95,8 +105,11 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         )
     with build.world(config) as world:
         config = pin_weights(config, world)
-        weights = config.weights
-        assert weights is not None
+        assert config.weights is not None
+        found = find_weights(config.weights)
+        about = foreign.described(found) if own_preprocessing else None
+        if about is not None:
+            config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
         build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
@@ -107,9 +120,10 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
         train = sources["train"]
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
-        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(train), world), world))
+        config = build.resolve_auto(config, len(train), world)
+        config = build.for_scoring(resolve_normalization(config, world, note=display.note))
         with enough_to_score(config, world):
-            network, origin = load_network(config, weights, train, world, switches, for_training=True)
+            network, origin = load_network(config, found, train, world, switches, for_training=True)
             with display:
                 memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
                 features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
@@ -144,13 +158,13 @@ def score_neighbours(config: RunConfig, *, k: int, temperature: float, split: st
             "config_name": config.config_name,
             "preprocessing": build.preprocessing(config),
         }
-        _print_result(display, origin, record)
+        _print_result(display, origin, record, "" if about is None else ", as the weights say")
         if file is not None:
             write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
 
 
-def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any]) -> None:
+def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any], whose: str) -> None:
     display.table("weights", origin.fitted.table())
     display.table(
         f"{record['k']} nearest neighbours among {record['train_images']:,} training images, temperature "
@@ -161,7 +175,7 @@ def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any]) -
             ("top-5", f"{record['top5']:.2f}%"),
             ("images", f"{record['count']:,}"),
             ("features", f"{record['features']}"),
-            ("preprocessing", record["preprocessing"]),
+            ("preprocessing", record["preprocessing"] + whose),
         ],
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models import foreign
 from pycls_fast.models.foreign.preprocessing import rgb_triple
@@ -19,11 +20,14 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def resolve_normalization(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+def resolve_normalization(
+    config: RunConfig, world: World, resumed_from: Checkpoint | None = None, *, note: Callable[[str], None]
+) -> RunConfig:
     """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
 
     Args:
         resumed_from: the checkpoint whose values are used instead: those of the weights when the run began.
+        note: reports weights for which they are not known, if the configuration's values are the default.
 
     Raises:
         UserError: no such weights.
@@ -37,6 +41,13 @@ def resolve_normalization(config: RunConfig, world: World, resumed_from: Checkpo
         found = None if config.weights is None else statistics(config.weights, world)
     if found is not None:
         update |= {"mean": found[0], "std": found[1]}
+    elif config.weights is not None and all(
+        getattr(config.data, key) == default_of(config.data, key) for key in ("mean", "std")
+    ):
+        note(
+            f"data.normalization: {config.weights} does not say how its images were normalised, so ImageNet's mean and "
+            "standard deviation are used; set data.mean and data.std if they were others"
+        )
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 

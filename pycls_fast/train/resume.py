@@ -224,6 +224,11 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
             f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
             f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
         )
+    elif _differ(state.get("train_names"), run.train_names):
+        wrong.append(
+            f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
+            "another order; use the same files and data.source, or start again in another run_dir"
+        )
     elif ordered is not None and ordered != (order := build.order_name(run.config, run.sources["train"])):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         wrong.append(
@@ -243,6 +248,14 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     return {
         key: pair for key, pair in sorted(changed.items()) if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT
     }
+
+
+def _differ(before: str | None, now: str) -> bool:
+    """Whether two identifications of images (`build.names_id`) are of the same kind and differ.
+
+    Checkpoints of earlier versions have none; the same images may have names in one layout and numbers in another.
+    """
+    return before is not None and before != now and before.partition("-")[0] == now.partition("-")[0]
 
 
 def _print_changes(run: Run, changed: Changed, world_size: int) -> None:

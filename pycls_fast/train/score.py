@@ -28,7 +28,8 @@ from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
 from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.predictions_table import predictions_csv
-from pycls_fast.train.weights import Loaded, find_weights, opened
+from pycls_fast.train.scored_split import scored_split
+from pycls_fast.train.weights import Loaded, find_weights
 
 
 def score(
@@ -43,7 +44,7 @@ def score(
 
     Args:
         config: the model, the data and the preprocessing; `weights` names a run folder or another source.
-        split: "train", "val", or "test" if the data has one.
+        split: see `scored_split`.
         output: a JSON file for the numbers.
         predictions: a CSV file for each image's prediction; see `predictions_csv`.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
@@ -61,17 +62,18 @@ def score(
         config = pin_weights(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        about = foreign.described(found)
-        if about is not None and own_preprocessing:
+        about = foreign.described(found) if own_preprocessing else None
+        if about is not None:
             config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
         table = _table_file(predictions, world) if predictions is not None else None
         build.set_backend(config, world.device)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
-        scored = _scored(config, split, found, world)
+        scored = scored_split(config, split, found, world, display)
         source, split = scored.source, config.data.eval_set or split
-        config = build.for_scoring(resolve_normalization(build.resolve_auto(config, len(source), world), world))
+        config = build.resolve_auto(config, len(source), world)
+        config = build.for_scoring(resolve_normalization(config, world, note=display.note))
         with enough_to_score(config, world):
             network, origin = load_network(config, found, source, world, switches, for_training=False)
             batches_done = 0
@@ -106,8 +108,7 @@ def score(
             key = "split" if config.data.eval_set is None else "data.eval_root"
             raise UserError(f"{key}: {split} has no image that can be scored")
         if world.is_main:
-            taken = about if own_preprocessing else None
-            comparison = _print_result(display, config, split, scored, origin, result, taken)
+            comparison = _print_result(display, config, split, scored, origin, result, about)
             if file is not None:
                 write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
             if table is not None:
@@ -121,33 +122,6 @@ def _table_file(predictions: str, world: World) -> Path:
     if file.suffix.lower() != ".csv" and not file.is_dir() and not is_special_file(file):
         raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
     return output_file(file, world, key="predictions")
-
-
-def _scored(config: RunConfig, split: str, found: Path | str, world: World) -> EvalSet:
-    """The split, or the set that `data.eval_set` names, for the classes that the weights were trained on."""
-    if config.data.eval_set is not None:
-        if split != "val":
-            raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
-        classes = _classes(config, found, world)
-        return build.eval_set(config, classes, world)
-    sources = build.sources(config, world)
-    if split not in sources:
-        raise UserError(f"split: the data has {', '.join(sources)}; got {split}")
-    return EvalSet(sources[split], "best of all classes")
-
-
-def _classes(config: RunConfig, found: Path | str, world: World) -> tuple[str, ...]:
-    """Class names of the outputs, by which evaluation sets are matched."""
-    ours = opened(found, world)
-    if ours is not None and ours.classes is not None:
-        return ours.classes
-    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
-    if config.model.num_classes in (None, 1000):
-        return build.imagenet_wnids()
-    raise UserError(
-        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
-        f"{config.model.num_classes} is not ImageNet-1k's 1000"
-    )
 
 
 def _published_comparison(

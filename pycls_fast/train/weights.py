@@ -43,6 +43,8 @@ class Weights:
     config: Mapping[str, Any] | None
     """The configuration of the run that they come from."""
     fill: Callable[[Mapping[str, Tensor]], None]
+    train_names: str | None = None
+    """Identifies the training images of that run (`build.names_id`); None if the file does not say."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
         tuple(saved.plain["classes"]),
         saved.plain["config"],
         fill,
+        saved.plain.get("train_names"),
     )
 
 

@@ -21,6 +21,7 @@ from pycls_fast.data import EvalTransform
 from pycls_fast.data.pictures import PillowPicture
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
+from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.score import score
 from tests.integration.runs import command, run_process
 
@@ -127,6 +128,35 @@ def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images
     top1, loss = timm_top1(model, images, about)
     assert (told["top1"], told["loss"]) == (pytest.approx(top1), pytest.approx(loss, rel=1e-5))
     assert told["preprocessing"].startswith(f"{way} 106 (bicubic), centre 96 x 96, mean 0.5")
+
+
+def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Path) -> None:
+    timm_folder(tmp_path / "deit")
+    own_size = ["data.image_size=64", "data.exif_orientation=false"]
+    given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE, *own_size]
+    told = {}
+    for own in (True, False):
+        output = tmp_path / f"{own}.json"
+        config = load_config("finetune", given)
+        assert score_neighbours(
+            config, k=3, temperature=0.1, split="val", output=str(output), own_preprocessing=own
+        ) == 0  # fmt: skip
+        told[own] = json.loads(output.read_text())["preprocessing"]
+    assert told[True] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told[False].startswith("short side 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
+
+
+def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images: Path) -> None:
+    """The error names the way out."""
+    timm_folder(tmp_path / "larger", crop_pct=1.15)
+    config = load_config("deit_s16", [f"data.root={images}", f"weights={tmp_path / 'larger'}", *OURS, *MACHINE])
+    with pytest.raises(UserError, match=r"preprocessing=config"):
+        score(config, "val", None)
+    assert score(config, "val", None, own_preprocessing=False) == 0
+    neighbours = {"k": 3, "temperature": 0.1, "split": "val", "output": None}
+    with pytest.raises(UserError, match=r"preprocessing=config"):
+        score_neighbours(config, **neighbours)  # type: ignore[arg-type]
+    assert score_neighbours(config, **neighbours, own_preprocessing=False) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

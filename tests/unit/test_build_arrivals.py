@@ -130,6 +130,11 @@ class TestSources:
         call = self.opened(monkeypatch, "open_splits", build_sources, "data=auto", "data.root=/birds")
         assert call == {"0": "auto", "1": "/birds", "2": OpenOptions()}
 
+    def test_all_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = record(monkeypatch, "open_splits", build_sources)
+        build.sources(vit("data=auto", "data.root=/birds"), ALONE, whole=True)
+        assert calls[0]["2"].whole
+
     def test_every_image_is_indexed_where_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "open_splits", build_sources)
         build.sources(vit("data=auto", "data.root=/birds"), ALONE, index_all=True)
@@ -139,4 +144,7 @@ class TestSources:
         record(monkeypatch, "write_digits", build_sources)
         own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
         call = self.opened(monkeypatch, "open_folder", build_sources, *own)
-        assert call == {"0": "/digits", "val_fraction": 0.375, "split_seed": 6, "folds": 7, "fold": 3}
+        assert call == {
+            "0": "/digits", "val_fraction": 0.375, "split_seed": 6, "folds": 7, "fold": 3, "by_name": False,
+            "whole": False,
+        }  # fmt: skip

@@ -53,14 +53,34 @@ def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
 
 
 def test_numbers_that_are_given_stay() -> None:
-    config = finetune("schedule.epochs=7", "data.global_batch_size=13", "runtime.eval_every_epochs=4")
+    config = finetune(
+        "schedule.epochs=7", "schedule.warmup_epochs=0", "data.global_batch_size=13", "runtime.eval_every_epochs=4"
+    )
     assert build.resolve_auto(config, 48, world()) == config
+
+
+@pytest.mark.parametrize("name", ["finetune", "linear_probe"])
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.1), (2, 0.2), (10, 1.0), (50, 2.0)])
+def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -> None:
+    config = build.resolve_auto(load_config(name, ["data.root=/nowhere", f"schedule.epochs={epochs}"]), 10_000, world())
+    assert config.schedule.warmup_epochs == pytest.approx(warmup)
+    rate = build.schedule(config, steps_per_epoch=100)
+    # The last step's rate is far below the highest, which the warm-up reaches.
+    assert rate(rate.total_steps - 1) < 0.01 * build.peak_lr(config)
+    assert rate(rate.warmup_steps) == pytest.approx(build.peak_lr(config), rel=0.01)
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.5", "true", "many", "inf", "null"])
+def test_a_warm_up_that_is_neither_auto_nor_a_number(value: str) -> None:
+    with pytest.raises(UserError, match=r"^schedule.warmup_epochs: must be auto or a number of at least 0; got"):
+        finetune(f"schedule.warmup_epochs={value}")
 
 
 def test_auto_survives_a_file() -> None:
     config = finetune()
     saved = config.model_dump_json()
     assert '"global_batch_size":"auto"' in saved
+    assert '"warmup_epochs":"auto"' in saved
     assert RunConfig.model_validate_json(saved) == config
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from pycls_fast.config.schema.section import Section
 from pycls_fast.config.schema.values import (
     Betas,
+    EpochsOrAuto,
     ModuleNames,
     NonNegativeFloat,
     PositiveFloat,
@@ -180,8 +181,8 @@ class Schedule(Section):
     """The length of the run; auto: by the number of training images."""
     max_steps: PositiveInt | None = None
     """Stop after so many steps, without changing the curve; null: at the end of the epochs."""
-    warmup_epochs: NonNegativeFloat = 5.0
-    """The length of the warm-up."""
+    warmup_epochs: EpochsOrAuto = 5.0
+    """The length of the warm-up; auto: a tenth of the epochs, at most 2."""
     warmup_start_factor: Probability = 0.0
     """The learning rate at the start of the warm-up, as a share of optim.lr."""
     final_factor: Probability = 0.0

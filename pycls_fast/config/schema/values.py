@@ -91,3 +91,24 @@ def _bare_off_on(value: Any) -> Any:
 
 
 Off, OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
+
+
+AUTO_EPOCHS = -1.0
+"""The same for a number of epochs that may be 0."""
+
+
+def _epochs_or_auto(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value == "auto":
+        return AUTO_EPOCHS
+    if is_number and 0 <= value < math.inf:
+        return float(value)
+    raise PydanticCustomError("or_auto", "must be auto or a number of at least 0")
+
+
+EpochsOrAuto = Annotated[
+    float,
+    PlainValidator(_epochs_or_auto),
+    PlainSerializer(lambda value: "auto" if value == AUTO_EPOCHS else value),
+    Wording("auto, or a number of at least 0"),
+]

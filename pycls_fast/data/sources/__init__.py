@@ -1,6 +1,15 @@
 """Sources of encoded images and their labels: one file per layout, all with the interface `Source`."""
 
-from pycls_fast.data.sources.base import Source, block_ends, checksum_holds, prefers_blocks, shard_sizes
+from pycls_fast.data.sources.base import (
+    LabelledSource,
+    Source,
+    block_ends,
+    checksum_holds,
+    is_drawn,
+    name_hashes,
+    prefers_blocks,
+    shard_sizes,
+)
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
@@ -9,6 +18,7 @@ from pycls_fast.data.sources.opening import open_splits, recognise
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import PackedSource, open_packed
 from pycls_fast.data.sources.remote import FileCache
+from pycls_fast.data.sources.splits import match_classes
 from pycls_fast.data.sources.synthetic import SyntheticSource
 
 __all__ = [
@@ -17,12 +27,16 @@ __all__ = [
     "EvalSet",
     "FileCache",
     "FileSource",
+    "LabelledSource",
     "OpenOptions",
     "PackedSource",
     "Source",
     "SyntheticSource",
     "block_ends",
     "checksum_holds",
+    "is_drawn",
+    "match_classes",
+    "name_hashes",
     "open_eval_set",
     "open_folder",
     "open_packed",

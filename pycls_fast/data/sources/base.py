@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +41,17 @@ class LabelledSource(Source, Protocol):
     @property
     def labels(self) -> np.ndarray:
         """One integer per image."""
+
+
+def name_hashes(source: Source) -> np.ndarray | None:
+    """A hash of each image's name below the data's root, uint64; None if images have only numbers."""
+    hashes: Callable[[], np.ndarray | None] | None = getattr(source, "name_hashes", None)
+    return None if hashes is None else hashes()
+
+
+def is_drawn(source: Source) -> bool:
+    """Whether a random split drew these images from a larger source."""
+    return bool(getattr(source, "drawn", False))
 
 
 def block_ends(source: Source) -> np.ndarray | None:

@@ -57,5 +57,8 @@ class FileSource(Mapped):
     def name(self, index: int) -> str:
         return str(self.root / self._names[index])
 
+    def name_hashes(self) -> np.ndarray:
+        return self._names.hashes()
+
     def describe(self) -> str:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self.root}"

@@ -44,6 +44,8 @@ def open_folder(
     split_seed: int,
     folds: int | None = None,
     fold: int = 0,
+    by_name: bool = True,
+    whole: bool = False,
     cache: CachePolicy | None = None,
 ) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
@@ -57,8 +59,9 @@ def open_folder(
     Args:
         val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
             a class goes to each side. Not used if the folders define the split.
-        split_seed: seed of the random split, which otherwise depends only on class names and the order of file names.
-        folds, fold: see `split_at_random`.
+        split_seed: seed of the random split, which otherwise depends only on the names of classes and files.
+        folds, fold, by_name: see `split_at_random`.
+        whole: images without a validation split are not split at random; they are the split "all".
         cache: where indexes of large datasets are kept.
 
     Raises:
@@ -66,10 +69,22 @@ def open_folder(
     """
     root = Path(root)
     try:
-        split = partial(split_at_random, val_fraction=val_fraction, split_seed=split_seed, folds=folds, fold=fold)
-        return _open_folder(kaggle_root(root), split, folds, cache or CachePolicy())
+        split = partial(
+            split_at_random,
+            val_fraction=val_fraction,
+            split_seed=split_seed,
+            folds=folds,
+            fold=fold,
+            by_name=by_name,
+        )
+        return _open_folder(kaggle_root(root), _undivided if whole else split, folds, cache or CachePolicy())
     except PermissionError as error:
         raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _undivided(source: FileSource, *, where: str) -> dict[str, Source]:
+    del where
+    return {"all": source}
 
 
 def _open_folder(

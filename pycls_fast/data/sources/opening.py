@@ -77,6 +77,7 @@ def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source
             split_seed=options.split_seed,
             folds=options.folds,
             fold=options.fold,
+            whole=options.whole,
             cache=options.cache,
         )
     if kind == "cifar":

@@ -16,6 +16,8 @@ class OpenOptions:
         val_fraction: the share of each class, in (0, 1), that a random split keeps for validation if there is no such
             split.
         split_seed: seed of the random split.
+        folds, fold: see `split_at_random`.
+        whole: a dataset without a validation split is not split at random; it is the split "all".
         train, val: the files of a split by name: a path below the root, an absolute one or an address, with `*` and
             `{000..146}`; for the hub the names of the splits. None finds them.
         path_column, image_column, label_column: columns of tables; the last is also the field of a tar's `.json`. If
@@ -29,6 +31,7 @@ class OpenOptions:
     split_seed: int = 0
     folds: int | None = None
     fold: int = 0
+    whole: bool = False
     train: str | None = None
     val: str | None = None
     path_column: str = "path"

@@ -89,6 +89,9 @@ class PackedSource(Mapped):
     def name(self, index: int) -> str:
         return f"{self._images}[{index}: {self._names[index]}]"
 
+    def name_hashes(self) -> np.ndarray:
+        return self._names.hashes()
+
     def describe(self) -> str:
         what = f"{len(self):,} packed images of {len(self.classes):,} classes"
         return f"{what} ({self.about['how']}, {self._size / 2**30:.2f} GiB) in {self.folder}"

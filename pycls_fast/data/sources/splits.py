@@ -8,9 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pycls_fast.counter import counter_seed
+from pycls_fast.counter import counter_seed, mixed
 from pycls_fast.data.draws import frozen_generator
-from pycls_fast.data.sources.base import LabelledSource, Source, block_ends, checksum_holds, prefers_blocks, shard_sizes
+from pycls_fast.data.sources.base import (
+    LabelledSource,
+    Source,
+    block_ends,
+    checksum_holds,
+    name_hashes,
+    prefers_blocks,
+    shard_sizes,
+)
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.errors import UserError, first_few
 
@@ -21,8 +29,13 @@ _MOST_CLASSES_UNUSED = 1_000
 class Subset:
     """The images of a source at given positions, in that order."""
 
-    def __init__(self, source: LabelledSource, rows: np.ndarray) -> None:
+    def __init__(self, source: LabelledSource, rows: np.ndarray, *, drawn: bool = False) -> None:
+        """
+        Args:
+            drawn: a random split drew the positions.
+        """
         self.source = source
+        self.drawn = drawn
         # Half the memory, if it is wide enough.
         self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
 
@@ -45,6 +58,10 @@ class Subset:
 
     def checksum_holds(self, index: int) -> bool:
         return checksum_holds(self.source, int(self.rows[index]))
+
+    def name_hashes(self) -> np.ndarray | None:
+        hashes = name_hashes(self.source)
+        return None if hashes is None else hashes[self.rows]
 
     def describe(self) -> str:
         return f"{len(self):,} of {self.source.describe()}"
@@ -117,25 +134,34 @@ def like_train(source: LabelledSource, train: Source, *, where: str, train_where
     Raises:
         UserError: classes that training does not have.
     """
-    if source.classes == train.classes:
-        return source
-    # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
-    counts = np.bincount(source.labels, minlength=len(source.classes))
-    unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(train.classes))
+    matched, unknown = match_classes(source, train.classes)
     if unknown:
         raise UserError(
             f"{where}: no images of the class {first_few(unknown)} in {train_where}; add some there or remove it here"
         )
-    position = {name: label for label, name in enumerate(train.classes)}
+    return matched
+
+
+def match_classes(source: LabelledSource, classes: Sequence[str]) -> tuple[LabelledSource, list[str]]:
+    """The source with labels that are positions in `classes`, and the names of its classes that are not there.
+
+    Only classes that have images count; the labels of those that are not there are -1.
+    """
+    if source.classes == tuple(classes):
+        return source, []
+    # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
+    position = {name: label for label, name in enumerate(classes)}
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
-    return Relabelled(source, train.classes, new_label)
+    return Relabelled(source, classes, new_label), unknown
 
 
 def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, where: str) -> dict[str, Source]:
     """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
-    without other parts is split at random. Labels are those of "train".
+    without other parts is split at random, or is "all" if `options.whole` says so. Labels are those of "train".
 
     Raises:
         UserError: see `split_at_random` and `like_train`.
@@ -147,6 +173,8 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
         parts = {"train": parts["all"]}
     train = parts.pop("train")
     _refuse_ids(train, where)
+    if not parts and options.whole:
+        return {"all": train}
     if not parts:
         return split_at_random(
             train, options.val_fraction, options.split_seed, folds=options.folds, fold=options.fold, where=where
@@ -188,9 +216,14 @@ def split_at_random(
     *,
     folds: int | None = None,
     fold: int = 0,
+    by_name: bool = True,
     where: str,
 ) -> dict[str, Source]:
     """Split class by class; at least one image of a class goes to each side.
+
+    Each class is put in an order, from which the first images are held out. It is the order of a hash of the seed, the
+    class's name and the image's name, so an image that is added or removed moves at most about one other image to the
+    other side. Images that have only numbers are drawn by their position in the class instead.
 
     With `folds` each image is held out in exactly one fold, so a class with fewer images is missing from some.
 
@@ -198,7 +231,8 @@ def split_at_random(
         val_fraction: the share of each class that is kept for validation, in (0, 1); not used with `folds`.
         folds: the number of parts that each class is cut into.
         fold: the part that is kept for validation, counted from 0.
-        split_seed: seed of the draws, which otherwise depend only on class names and the order within a class.
+        split_seed: seed of the order.
+        by_name: false draws by position, whatever the names.
         where: what to call the dataset in messages.
 
     Raises:
@@ -220,19 +254,37 @@ def split_at_random(
     # Positions class after class, each class in the source's order.
     in_order = bool(np.all(labels[:-1] <= labels[1:]))
     by_class = None if in_order else np.argsort(labels, kind="stable")
+    hashes = name_hashes(source) if by_name else None
     is_val = np.zeros(len(source), dtype=bool)
     ends = np.cumsum(counts)
     for name, count, end in zip(source.classes, counts.tolist(), ends.tolist(), strict=True):
         if count == 0:
             continue
+        own = slice(end - count, end) if by_class is None else by_class[end - count : end]
         # Seeded by the class's name, so that adding a class leaves the split of the others as it was.
         seed = counter_seed(split_seed, zlib.crc32(os.fsencode(name)))
-        drawn = frozen_generator(seed).permutation(count)
         size = min(max(int(count * val_fraction + 0.5), 1), count - 1)
-        # Shifted by the class, so that the parts with one image more are not all in the first folds.
-        held_out = drawn[:size] if folds is None else drawn[(fold + seed) % folds :: folds]
+        if hashes is None:
+            order = frozen_generator(seed).permutation(count)
+        else:
+            order = np.argsort(mixed(hashes[own] + np.uint64(seed)), kind="stable")
+        held_out = order[:size] if folds is None else _of_fold(order, folds, fold + seed, spread=hashes is None)
         chosen = end - count + held_out
         is_val[chosen if by_class is None else by_class[chosen]] = True
     if not is_val.any():
         raise UserError(f"data.fold: no image of {where} is in fold {fold}; use fewer than data.folds={folds}")
-    return {"train": Subset(source, np.flatnonzero(~is_val)), "val": Subset(source, np.flatnonzero(is_val))}
+    train, val = (Subset(source, np.flatnonzero(side), drawn=True) for side in (~is_val, is_val))
+    return {"train": train, "val": val}
+
+
+def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.ndarray:
+    """One of the parts into which folds cut an order: a run of it, or every so many if it is `spread`.
+
+    Args:
+        number: the fold's, shifted by a number of the class, so that larger parts are not all in the first folds.
+    """
+    number %= folds
+    if spread:
+        return order[number::folds]
+    # An image that comes or goes moves one image at each end of a run; of the others it would move half.
+    return order[number * len(order) // folds : (number + 1) * len(order) // folds]

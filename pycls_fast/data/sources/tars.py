@@ -88,6 +88,9 @@ class TarSource(Mapped):
     def name(self, index: int) -> str:
         return f"{self._shards[self._shard_number(index)]}[{self._keys[index]}]"
 
+    def name_hashes(self) -> np.ndarray:
+        return self._keys.hashes()
+
     @property
     def prefers_blocks(self) -> bool:
         """Whether the shards are remote: they are best read one after the other."""

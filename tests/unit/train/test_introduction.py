@@ -56,6 +56,28 @@ def test_a_small_batch_on_many_gpus(device: str, ranks: int, told: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "capability", "told"),
+    [
+        ("amp_bf16", (7, 5), True),
+        ("bf16", (7, 0), True),
+        ("amp_bf16", (8, 0), False),
+        ("amp_fp16", (7, 5), False),
+        ("fp32", (7, 5), False),
+    ],
+)
+def test_a_gpu_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], told: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
+    switches = build.switches(config, torch.device("cpu"))
+    world = SimpleNamespace(size=1, device=torch.device("cuda"))
+    notes = list(_notes(SimpleNamespace(config=config, switches=switches, total_steps=100, world=world)))  # type: ignore[arg-type]
+    expected = f"precision: {precision} is slow on this GPU, which has no units for bfloat16; use precision=amp_fp16"
+    assert notes == [expected] * told
+
+
+@pytest.mark.parametrize(
     ("compiled", "told"), [("off", "precision: the scales and casts of fp8"), ("blocks", "speed.compile: the")]
 )
 def test_the_note_on_float8_that_is_not_compiled(compiled: str, told: str) -> None:

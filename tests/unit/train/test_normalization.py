@@ -73,13 +73,33 @@ def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> 
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
     own = [] if ask else ["data.normalization=configured"]
     config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own])
-    found = resolve_normalization(config, ALONE)
+    said: list[str] = []
+    found = resolve_normalization(config, ALONE, note=said.append)
     assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
     assert found.data.normalization == "configured"
-    assert resolve_normalization(found, ALONE) == found
+    assert resolve_normalization(found, ALONE, note=said.append) == found
+    assert said == []
+
+
+def test_weights_that_do_not_say_it_are_reported(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
+    given = ["data.root=/nowhere", f"weights={tmp_path / 'mute.safetensors'}"]
+    for own, reported in (
+        ((), True),
+        (("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), False),
+        (("data.normalization=configured",), False),
+    ):
+        said: list[str] = []
+        resolve_normalization(load_config("finetune", [*given, *own]), ALONE, note=said.append)
+        assert [line.partition(" does not say how its images were normalised")[0] for line in said] == [
+            f"data.normalization: {tmp_path / 'mute.safetensors'}"
+        ] * reported
 
 
 def test_without_weights_the_configured_values_stay() -> None:
-    found = resolve_normalization(load_config("finetune", ["data.root=/nowhere", "data.std=[1.0,1.0,1.0]"]), ALONE)
+    said: list[str] = []
+    config = load_config("finetune", ["data.root=/nowhere", "data.std=[1.0,1.0,1.0]"])
+    found = resolve_normalization(config, ALONE, note=said.append)
+    assert said == []
     assert found.data.std == (1.0, 1.0, 1.0)
     assert found.data.normalization == "configured"

@@ -12,6 +12,7 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.building import _with_saved_batch
 from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable, _print_changes
 
@@ -54,6 +55,7 @@ def go_on(
     source: Any = None,
     ranks: int = 2,
     order: str | None = None,
+    names: str | None = None,
 ) -> list[str]:
     """What is noted when a run of Adafactor goes on with these overrides.
 
@@ -63,6 +65,7 @@ def go_on(
         source: the training split, instead of these.
         ranks: now; the checkpoint is of 2.
         order: of the images, in the checkpoint.
+        names: of the images, in the checkpoint; now they are "names-1".
     """
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
     config = load_config("vit_digits", [*own, "data.folds=5", *overrides])
@@ -75,10 +78,12 @@ def go_on(
         sources={"train": range(images) if source is None else source},
         world=SimpleNamespace(size=ranks),
         classes=("cat", "dog"),
+        train_names="names-1",
         display=SimpleNamespace(note=said.append),
     )
     state = {"config": saved, "train_images": 7, "classes": ["cat", "dog"]}
     state |= {} if order is None else {"order": order}
+    state |= {} if names is None else {"train_names": names}
     _print_changes(run, _check_resumable(run, Path("step_000000003"), state), 2)
     return said
 
@@ -107,6 +112,33 @@ def test_another_kind_of_model_is_one_line() -> None:
 def test_other_images() -> None:
     with pytest.raises(UserError, match=r"^data\.root: 8 training images in 2 classes now, but 7 in 2 "):
         go_on(images=8)
+
+
+def test_as_many_other_images() -> None:
+    with pytest.raises(UserError, match=r"^data\.root: the 7 training images are not those of when step_000000003"):
+        go_on(names="names-2")
+    # Equal; of a layout whose images have only numbers.
+    for names in ("names-1", "numbers-2"):
+        assert go_on(names=names) == []
+
+
+def test_names_of_images(tmp_path: Path) -> None:
+    """The split and its order count, the place does not."""
+    found = []
+    for place, last, seed in (("here", "9", 0), ("there", "9", 0), ("here", "9", 1), ("other", "10", 0)):
+        for name in ("cat", "dog"):
+            (tmp_path / place / name).mkdir(parents=True, exist_ok=True)
+            for number in (*range(9), last):
+                (tmp_path / place / name / f"{number}.png").touch()
+        own = ["data=folder", f"data.root={tmp_path / place}", f"data.split_seed={seed}"]
+        found.append(build.names_id(build.sources(load_config("vit_digits", own), ALONE)["train"]))
+    assert all(text.startswith("names-") for text in found)
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+    numbered = [load_config("vit_digits", ["data=synthetic", f"data.image_size={size}"]) for size in (8, 16)]
+    texts = {build.names_id(build.sources(config, ALONE)["train"]) for config in numbered}
+    assert len(texts) == 1
+    assert texts.pop().startswith("numbers-")
 
 
 def test_what_changes_the_result_is_told() -> None:

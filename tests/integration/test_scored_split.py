@@ -1,0 +1,135 @@
+"""Scoring a run on images of the user's own, and on a split that is not the run's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import pycls_fast
+from pycls_fast.config import load_config
+from pycls_fast.config.saved import load_run_config
+from pycls_fast.errors import UserError
+from pycls_fast.train import train
+from pycls_fast.train.score import score
+
+NAMES = ("bird", "cat", "dog")
+SMALL = (
+    "data=folder", "data.image_size=8", "augment.eval_crop_ratio=1.0", "data.num_workers=0",
+    "data.global_batch_size=16", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp_width=16",
+    "runtime.device=cpu", "runtime.tensorboard=false", "runtime.progress=plain", "schedule.max_steps=2",
+)  # fmt: skip
+
+
+def write(root: Path, **counts: int) -> Path:
+    """Class folders with so many images; the same class has the same ones everywhere."""
+    for name, count in counts.items():
+        random = np.random.default_rng(NAMES.index(name))
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"image {number}.png")
+    return root
+
+
+def rename_cats(root: Path) -> None:
+    for path in sorted((root / "cat").iterdir()):
+        path.rename(path.with_stem(f"new {path.stem}"))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write(tmp_path / "images", bird=15, cat=20, dog=15)
+
+
+@pytest.fixture
+def run(tmp_path: Path, images: Path) -> Path:
+    """A run of two steps on these images."""
+    assert go_on(images, tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+def go_on(images: Path, run: Path, *overrides: str) -> int:
+    return train(load_config("vit_digits", [*SMALL, f"data.root={images}", f"run_dir={run}", *overrides]))
+
+
+def scored(run: Path, split: str, *overrides: str) -> dict[str, Any]:
+    config = load_run_config(run, [f"weights={run}", *overrides])
+    assert score(config, split, str(run / "scores.json")) == 0
+    return json.loads((run / "scores.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "counts", [{"bird": 5, "cat": 1, "dog": 7}, {"bird": 5, "cat": 4}, {"cat": 4, "dog": 3}, {"dog": 6}]
+)
+def test_all_images_of_a_folder(run: Path, tmp_path: Path, counts: dict[str, int]) -> None:
+    """Some classes have no images, or only one."""
+    root = write(tmp_path / "mine", **counts)
+    found = scored(run, "all", f"data.root={root}")
+    assert (found["count"], found["split"]) == (sum(counts.values()), "all")
+    predicted = list(pycls_fast.load(run).predict(root))
+    right = [item.class_name == Path(str(item.image)).parent.name for item in predicted]
+    assert found["top1"] == pytest.approx(100 * np.mean(right))
+    assert [row["class"] for row in found["classes"]] == list(NAMES)
+    assert [row["images"] for row in found["classes"]] == [counts.get(name, 0) for name in NAMES]
+
+
+def test_classes_of_another_name(run: Path, tmp_path: Path) -> None:
+    root = write(tmp_path / "mine", cat=4, dog=3)
+    (root / "dog").rename(root / "horse")
+    with pytest.raises(
+        UserError, match=r"^data\.root: .* was not trained on the class horse \(.* bird, cat, dog\); name"
+    ):
+        scored(run, "all", f"data.root={root}")
+
+
+def test_splits_that_there_are(run: Path, images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^split: the data has train, val, all; got dev$"):
+        scored(run, "dev")
+    for split in ("train", "val"):
+        shutil.copytree(images, tmp_path / "both" / split)
+    with pytest.raises(UserError, match=r"^split: the data has train, val; got all$"):
+        scored(run, "all", f"data.root={tmp_path / 'both'}")
+
+
+def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, part = (
+        "the random split is not the one that",
+        "split at random, so 10 of its 50 images are scored; split=all",
+    )
+
+    def notes(*overrides: str, split: str = "val") -> list[bool]:
+        capsys.readouterr()
+        scored(run, split, *overrides)
+        shown = " ".join(capsys.readouterr().out.split())
+        return [text in shown for text in (other, part)]
+
+    assert notes() == [False, False]
+    assert notes("data.split_seed=1") == [True, False]
+    # The same images elsewhere are known by their names; others are not.
+    shutil.copytree(images, tmp_path / "copy")
+    assert notes(f"data.root={tmp_path / 'copy'}") == [False, False]
+    rename_cats(tmp_path / "copy")
+    assert notes(f"data.root={tmp_path / 'copy'}") == [False, True]
+    assert notes(f"data.root={tmp_path / 'copy'}", split="all") == [False, False]
+    rename_cats(images)
+    assert notes() == [True, False]
+
+
+def test_other_images_are_not_resumed_with(
+    run: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.move(images, tmp_path / "moved")
+    assert go_on(tmp_path / "moved", run, "schedule.max_steps=3") == 0
+    assert "resumed from" in capsys.readouterr().out
+    # As many as before.
+    rename_cats(tmp_path / "moved")
+    with pytest.raises(
+        UserError, match=r"^data\.root: the 40 training images are not those of when .*step_000000003 was"
+    ):
+        go_on(tmp_path / "moved", run, "schedule.max_steps=4")

@@ -1,0 +1,158 @@
+"""Which images a random split holds out: few others when images come or go."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pycls_fast.counter import counter_seed
+from pycls_fast.data import FileSource, LabelledSource, Source, is_drawn, name_hashes, open_folder
+from pycls_fast.data.draws import frozen_generator
+from pycls_fast.data.sources.arrays import Texts
+from pycls_fast.data.sources.splits import split_at_random
+from tests.unit.data.conftest import WriteTree
+from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, open_layout, opened
+
+KINDS_OF_SPLIT = ({"val_fraction": 0.2}, {"folds": 5, "fold": 0}, {"folds": 5, "fold": 2}, {"folds": 5, "fold": 4})
+
+
+def fnv(data: bytes) -> int:
+    """FNV-1a as its authors write it."""
+    found = 0xCBF29CE484222325
+    for byte in data:
+        found = (found ^ byte) * 0x100000001B3 % 2**64
+    return found
+
+
+def test_hashes_of_texts() -> None:
+    # One of the test vectors published with it.
+    assert fnv(b"foobar") == 0x85944171F73967E8
+    names = ["", "a", "foobar", "Übergröße/é 🐻.png", "x" * 300, "a/1.jpg", "a/11.jpg"]
+    encoded = [os.fsencode(name) for name in names] * 20_000
+    # More than are hashed at a time.
+    found = Texts.of(encoded).hashes()
+    assert found.dtype == np.uint64
+    assert found[:7].tolist() == [fnv(name) for name in encoded[:7]]
+    assert np.array_equal(found, np.tile(found[:7], 20_000))
+    assert len(Texts.of([]).hashes()) == 0
+    assert Texts.of([b""]).hashes().tolist() == [fnv(b"")]
+
+
+def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -> FileSource:
+    """Files that are not there; the class is the name's first part."""
+    labels = [classes.index(name.partition("/")[0]) for name in names]
+    return FileSource(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
+
+
+def held_out(source: LabelledSource, seed: int = 0, **how: float) -> set[str]:
+    splits = split_at_random(source, split_seed=seed, where="here", **{"val_fraction": 0.2, **how})  # type: ignore[arg-type]
+    parts = {name: {part.name(index) for index in range(len(part))} for name, part in splits.items()}
+    assert not parts["train"] & parts["val"]
+    assert len(parts["train"]) + len(parts["val"]) == len(source)
+    return parts["val"]
+
+
+NAMES = [f"cat/image {number}.jpg" for number in range(60)] + [f"dog/{number * 7:05d}.png" for number in range(43)]
+
+
+def without_one() -> Iterator[list[str]]:
+    for gone in range(len(NAMES)):
+        yield [*NAMES[:gone], *NAMES[gone + 1 :]]
+
+
+@pytest.mark.parametrize("how", KINDS_OF_SPLIT)
+def test_an_image_that_goes_moves_at_most_one_other_at_each_end(how: dict[str, float]) -> None:
+    """The reverse of an image that is added."""
+    before = held_out(source_of(NAMES), **how)
+    ends = 1 if "val_fraction" in how else 2
+    for names in without_one():
+        after = held_out(source_of(names), **how)
+        there = {f"/nowhere/{name}" for name in names}
+        assert len((before ^ after) & there) <= ends
+        # The counts are those of the fraction.
+        if "val_fraction" in how:
+            cats = sum(name.startswith("cat/") for name in names)
+            assert len(after) == int(cats * 0.2 + 0.5) + int((len(names) - cats) * 0.2 + 0.5)
+
+
+def test_an_image_that_is_sorted_into_another_class() -> None:
+    before = held_out(source_of(NAMES))
+    moved = sorted([*NAMES[1:], "dog/image 0.jpg"])
+    assert len(before ^ held_out(source_of(moved))) <= 4
+
+
+def test_the_order_of_the_images_does_not_matter() -> None:
+    expected = held_out(source_of(NAMES))
+    shuffled = [NAMES[row] for row in np.random.default_rng(0).permutation(len(NAMES))]
+    assert held_out(source_of(shuffled)) == expected
+    assert held_out(source_of(shuffled, ("dog", "cat"))) == expected
+    assert held_out(source_of(NAMES), seed=1) != expected
+
+
+def test_every_image_is_held_out_as_often() -> None:
+    """A poor hash would hold out some images with more seeds than others."""
+    source, draws = source_of(NAMES[:40]), 1_000
+    counts = dict.fromkeys((f"/nowhere/{name}" for name in NAMES[:40]), 0)
+    for seed in range(draws):
+        for name in held_out(source, seed=seed):
+            counts[name] += 1
+    found = np.array(list(counts.values()))
+    # The sum over 40 images is fixed: 39 degrees of freedom, mean 39, standard deviation 9.
+    statistic = float(((found - draws * 0.2) ** 2).sum() / (draws * 0.2 * 0.8)) * 39 / 40
+    assert 15 < statistic < 75
+
+
+def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: WriteTree) -> None:
+    """The results of the embedded digits are of this split."""
+    write_tree(tmp_path, {"3": 20, "8": 11})
+    splits = open_folder(tmp_path, val_fraction=0.2, split_seed=5, by_name=False)
+    val = splits["val"]
+    own = [Path(val.name(index)) for index in range(len(val))]
+    for name, count, size in (("3", 20, 4), ("8", 11, 2)):
+        files = sorted(str(number) for number in range(count))
+        drawn = frozen_generator(counter_seed(5, zlib.crc32(name.encode()))).permutation(count)[:size]
+        assert [path.stem for path in own if path.parent.name == name] == [files[row] for row in sorted(drawn)]
+    by_name = open_folder(tmp_path, val_fraction=0.2, split_seed=5)["val"]
+    assert [Path(by_name.name(index)) for index in range(len(by_name))] != own
+
+
+def test_layouts_with_names(tmp_path: Path) -> None:
+    content = make_content(train=(8, 9, 10))
+    for kind in LAYOUTS:
+        if kind == "cifar":
+            continue
+        train: Source = open_layout(kind, tmp_path / kind, content)["train"]
+        hashes = name_hashes(train)
+        assert (hashes is None) == (kind in ("parquet", "hub")), kind
+        assert hashes is None or len(set(hashes.tolist())) == len(train) == 27
+
+
+def test_a_packed_folder_is_split_as_the_folder(tmp_path: Path) -> None:
+    content = {"train": make_content(train=(8, 9, 10))["train"]}
+    LAYOUTS["folder"](tmp_path / "folder", content)
+    LAYOUTS["packed"](tmp_path / "packed", content)
+    found = []
+    for kind in ("folder", "packed"):
+        val = opened(kind, tmp_path / kind)["val"]
+        assert is_drawn(val)
+        found.append([val.read(index) for index in range(len(val))])
+    assert found[0] == found[1]
+
+
+def test_the_whole_of_a_dataset(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path / "plain", {"a": 1, "b": 3})
+    write_tree(tmp_path / "above", {"train/a": 1, "train/b": 3})
+    for name in ("plain", "above"):
+        (source,) = opened("folder", tmp_path / name, whole=True).values()
+        assert (len(source), source.classes, is_drawn(source)) == (4, ("a", "b"), False)
+    LAYOUTS["tar"](tmp_path / "tar", {"train": make_content()["train"]})
+    splits = opened("tar", tmp_path / "tar", whole=True)
+    assert set(splits) == {"all"}
+    assert (len(splits["all"]), splits["all"].classes) == (16, CLASSES)
+    write_tree(tmp_path / "both", {"train/a": 1, "train/b": 3, "val/a": 1})
+    assert set(opened("folder", tmp_path / "both", whole=True)) == {"train", "val"}
