@@ -40,6 +40,7 @@ class LedgerFolder:
         self.path = path
         self.stopwatch: Stopwatch | None = None
         self.codes: list[str] = []
+        self._looks: list[int] = []
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
         self._lock: FolderLock | None = None
@@ -58,6 +59,9 @@ class LedgerFolder:
                 self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
             else:
                 self.codes = [self._code()]
+            # A single seed has no interval, and is not tested.
+            if self._seeds > 1 and self._seeds not in self._looks:
+                self._looks.append(self._seeds)
             self._write_plan()
             self.stopwatch = Stopwatch(self.path / "took.json")
             # Saved before any timing, so that each round can be assigned to its start.
@@ -87,6 +91,8 @@ class LedgerFolder:
                 "remove it"
             )
         self.codes = before.get("code", [UNKNOWN_CODE])
+        # Plans of earlier versions have only the last number of seeds.
+        self._looks = before.get("looks", [seeds for seeds in [before.get("seeds", 0)] if seeds > 1])
         if self._code() not in self.codes and not self._accept_code:
             unknown = self.codes == [UNKNOWN_CODE]
             by = "by a version that did not record its code" if unknown else "with different code"
@@ -96,11 +102,23 @@ class LedgerFolder:
             )
 
     @property
+    def looks(self) -> list[int]:
+        """Numbers of seeds of the reports on this folder up to the present one; empty if nothing can be tested.
+
+        A start with a new number of seeds is another look at the results (`ledger.advice`).
+        """
+        return self._looks[: self._looks.index(self._seeds) + 1] if self._seeds in self._looks else []
+
+    @property
+    def _seeds(self) -> int:
+        return int(self._plan.get("seeds", 0))
+
+    @property
     def _plan_file(self) -> Path:
         return self.path / "plan.json"
 
     def _write_plan(self) -> None:
-        write_json(self._plan_file, {**self._plan, "code": self.codes})
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "looks": self._looks})
 
     def note_code(self) -> None:
         """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""

@@ -17,7 +17,7 @@ from pycls_fast.ledger.plan import Arm, tree_path
 from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
-from pycls_fast.ledger.verdicts import RULE, Comparison, Verdict, judge
+from pycls_fast.ledger.verdicts import Comparison, Verdict, judge, rule
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
 from pycls_fast.train.evaluation import Predictions
@@ -50,7 +50,8 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "ladder": ledger.ladder.model_dump(mode="json"),
         "settings": asdict(ledger.settings),
         "base": [*ledger.flags, *ledger.typed],
-        "rule": RULE,
+        "rule": rule(ledger.folder.looks),
+        "looks": ledger.folder.looks,
         "reference": plan[0].name,
         "model": timed and {k: timed[k] for k in _MODEL if k in timed},
         "device": timed["device"] if timed else None,
@@ -132,6 +133,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
     images = parts[0]["images_per_step"]
     rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
     memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
+    products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
     shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
     return {
         "images_per_second": rate,
@@ -146,6 +148,8 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
         "memory_peak_bytes": max(memory, default=None),
         "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
         "rounds": [part["images_per_second"] for part in parts],
+        # The machine's own speed in each round, of all ranks together.
+        "matmul_flops_per_second": products if len(products) == len(rounds) else None,
         "times": [record["time"] for record in rounds],
         "image_size": rounds[0]["train_image_size"],
         "precision": rounds[0]["precision"],
@@ -242,7 +246,7 @@ def _compare_accuracy(ledger: Ledger, plan: Sequence[Arm], records: Mapping[str,
         ]
         for key in ("against_reference", "against_before")
     }
-    verdicts = judge(list(columns.values()), margin=ledger.settings.margin)
+    verdicts = judge(list(columns.values()), margin=ledger.settings.margin, look=len(ledger.folder.looks))
     for (key, column), found in zip(columns.items(), verdicts, strict=True):
         for comparison, verdict in zip(column, found, strict=True):
             records[comparison.second]["training"][key] = _comparison(comparison, verdict)

@@ -15,25 +15,25 @@ import numpy as np
 from scipy import stats
 
 from pycls_fast.ledger.accuracy import ImagePair
-from pycls_fast.ledger.statistics import CONFIDENCE, t_quantile
+from pycls_fast.ledger.advice import MOST_SEEDS, level_of_bound, level_of_tests, more_seeds
+from pycls_fast.ledger.statistics import t_quantile
 
-# Family-wise level of all one-sided tests for losses in a report, and of all those for gains.
-_LEVEL = (1 - CONFIDENCE) / 2
-# More seeds than this are not recommended as a way out.
-_MOST_SEEDS = 200
 # A rung whose deviation over seeds is this many times that of the others is judged by its own spread only.
 _OUTLYING = 2.0
 
 Finding = Literal["identical", "no loss", "small loss", "loss", "gain", "not enough runs"]
 
 RULE = (
+    "Differences are top-1 with the change minus without, in points, with their 95% interval: a loss is negative. "
     "Pairs of runs share a seed. The interval is Student's t over the pairs of one comparison; the spread between "
     "seeds is pooled over all rungs of a column, or a rung's own if it is more than twice that of the others, and "
     "never smaller than the spread that follows from the images alone; pairs that share runs count for fewer degrees "
     "of freedom. 'no loss larger than M points': the 95% interval lies above -M; 'loses': a one-sided test finds a "
-    "loss at 2.5% after Holm's correction over all comparisons of both columns, so that a report without any real loss "
-    "accuses a rung in at most 2.5% of cases; 'gains': the same for a gain; 'identical': every prediction of every "
-    "pair is the same; 'not enough runs to say': everything else."
+    "loss after Holm's correction over all comparisons of both columns; 'gains': the same for a gain; 'identical': "
+    "every prediction of every pair is the same; 'not enough runs to say': everything else. The level of the test is "
+    "1.25%, and halves each time the ladder is started with a new number of seeds, so that a ladder of equally noisy "
+    "rungs without any real loss accuses a rung in at most 2.5% of cases, all its reports together. In later reports "
+    "'no loss' needs a wider interval (97.5%, 98.75%, ...)."
 )
 
 
@@ -71,7 +71,7 @@ class Verdict:
         difference: top-1 with the change minus without, in points, averaged over the seeds; None without a pair.
         low, high: its 95% interval (Student's t), or None with fewer than 2 pairs.
         p_loss: p-value of the one-sided test for a loss, before correction for multiple comparisons.
-        more_seeds: how many more runs of each arm would settle it by today's estimate; None if it is settled.
+        more_seeds: how many more runs of each arm would settle it with 85% chance; None if it is settled.
         seeds: number of pairs compared.
     """
 
@@ -85,13 +85,27 @@ class Verdict:
     seeds: int
 
 
-def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> list[list[Verdict]]:
+def rule(looks: Sequence[int]) -> str:
+    """`RULE`, and which look at the results this report is.
+
+    Args:
+        looks: the number of seeds of each report so far, this one's last.
+    """
+    if len(looks) < 2:
+        return RULE
+    seeds = ", then ".join(map(str, looks))
+    return f"{RULE} This is report {len(looks)} (with {seeds} seeds): level {level_of_tests(len(looks)):.2%}."
+
+
+def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2, look: int = 1) -> list[list[Verdict]]:
     """A verdict for each comparison of a report (the rule is `RULE`).
 
     Args:
         columns: lists of comparisons, such as those with the first arm and those with the arm before. A comparison in
             two columns is judged once, in the first of them.
         margin: the loss in points that does not matter.
+        look: number of this look at the results, from 1; each one spends a part of the levels. 0 if no comparison has
+            two pairs.
 
     Returns:
         The verdicts, in the positions of their comparisons.
@@ -109,12 +123,13 @@ def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2) -> li
         for comparison in column:
             if key(comparison) not in measured:
                 own = _spread([comparison], same) if _is_wild(comparison, changing, same) else together
-                measured[key(comparison)] = _measure(comparison, own)
+                measured[key(comparison)] = _measure(comparison, own, look)
     tests = sum(m.difference is not None and not m.identical for m in measured.values())
     losses = holm([m.p_loss for m in measured.values()])
     gains = holm([m.p_gain for m in measured.values()])
+    level = level_of_tests(look)
     verdicts = {
-        place: _verdict(m, loses=p <= _LEVEL, gains=q <= _LEVEL, margin=margin, tests=tests)
+        place: _verdict(m, loses=p <= level, gains=q <= level, margin=margin, tests=tests, look=look)
         for (place, m), p, q in zip(measured.items(), losses, gains, strict=True)
     }
     return [[verdicts[key(comparison)] for comparison in column] for column in columns]
@@ -178,8 +193,11 @@ def _is_wild(c: Comparison, column: Sequence[Comparison], same: Mapping[str, str
 
 @dataclass(frozen=True)
 class _Measured:
+    """A comparison's numbers in points; `least`: the one-sided bound of the difference at this look."""
+
     difference: float | None
     half: float | None
+    least: float | None
     deviation: float
     spread: _Spread
     p_loss: float | None
@@ -188,23 +206,24 @@ class _Measured:
     seeds: int
 
 
-def _measure(comparison: Comparison, spread: _Spread) -> _Measured:
+def _measure(comparison: Comparison, spread: _Spread, look: int) -> _Measured:
     pairs, count = list(comparison.pairs.values()), len(comparison.pairs)
     if not count:
-        return _Measured(None, None, 0.0, spread, None, None, False, 0)
+        return _Measured(None, None, None, 0.0, spread, None, None, False, 0)
     mean = float(np.mean(comparison.differences))
     if not comparison.changes:
-        return _Measured(mean, 0.0, 0.0, spread, None, None, True, count)
+        return _Measured(mean, 0.0, mean, 0.0, spread, None, None, True, count)
     # A few seeds may agree by chance more closely than the number of images justifies.
     deviation = max(spread.deviation, math.sqrt(float(np.mean([pair.standard_error**2 for pair in pairs]))))
     # If no rung won or lost an image: one image, the smallest possible difference.
     deviation = deviation or 100.0 / pairs[0].images
     if count == 1:
-        return _Measured(mean, None, deviation, spread, None, None, False, count)
+        return _Measured(mean, None, None, deviation, spread, None, None, False, count)
     error = deviation / math.sqrt(count)
     half = t_quantile(spread.freedom) * error
+    least = mean - float(stats.t.isf(level_of_bound(look), spread.freedom)) * error
     p_loss = float(stats.t.cdf(mean / error, spread.freedom))
-    return _Measured(mean, half, deviation, spread, p_loss, 1 - p_loss, False, count)
+    return _Measured(mean, half, least, deviation, spread, p_loss, 1 - p_loss, False, count)
 
 
 def holm(values: Sequence[float | None]) -> list[float]:
@@ -218,48 +237,47 @@ def holm(values: Sequence[float | None]) -> list[float]:
     return adjusted
 
 
-def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float, tests: int) -> Verdict:
+def _verdict(m: _Measured, *, loses: bool, gains: bool, margin: float, tests: int, look: int) -> Verdict:
+    low = high = None
+    if m.difference is not None and m.half is not None:
+        low, high = m.difference - m.half, m.difference + m.half
+
     def made(finding: Finding, text: str, more: int | None = None) -> Verdict:
-        low = high = None
-        if m.difference is not None and m.half is not None:
-            low, high = m.difference - m.half, m.difference + m.half
         return Verdict(finding, text, m.difference, low, high, m.p_loss, more, m.seeds)
 
     if m.difference is None:
         return made("not enough runs", "nothing to compare with")
     if m.identical:
         return made("identical", "identical: every prediction is the same")
-    if m.half is not None:
+    change = f"{m.difference:+.2f} ({_interval(low, high)})"
+    if m.half is not None and m.least is not None:
         amount = f"{abs(m.difference):.2f} ± {m.half:.2f}"
-        above = m.difference - m.half > -margin
+        above = m.least > -margin
         if loses:
             small = f", less than the {margin:g} that matter" if above else ""
             return made("small loss" if above else "loss", f"loses {amount}{small}")
         if gains:
             return made("gain", f"gains {amount}")
         if above:
-            return made("no loss", f"no loss larger than {margin:g} points at 95%")
-    more = _more_seeds(m, margin, tests)
-    return made("not enough runs", f"not enough runs to say: {_seeds(more)}", more)
+            return made("no loss", f"{change}, no loss larger than {margin:g} points at 95%")
+    more = more_seeds(
+        difference=m.difference,
+        deviation=m.deviation,
+        freedom=m.spread.freedom,
+        pairs=m.seeds,
+        seeds=m.spread.seeds,
+        margin=margin,
+        tests=tests,
+        look=look + 1,
+    )
+    return made("not enough runs", f"{change}, not enough runs to say: {_advice(more)}", more)
 
 
-def _seeds(more: int) -> str:
-    if more > _MOST_SEEDS:
-        return f"more than {_MOST_SEEDS} more seeds; more test images would help"
-    return f"{more} more seed{'s' if more != 1 else ''} would do"
+def _interval(low: float | None, high: float | None) -> str:
+    return "one seed" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
 
 
-def _more_seeds(m: _Measured, margin: float, tests: int) -> int:
-    """How many more seeds per arm would settle the verdict if today's estimates were exact."""
-    assert m.difference is not None
-    more = np.arange(1 if m.seeds > 1 else 2 - m.seeds, _MOST_SEEDS + 1)
-    # Degrees of freedom grow in proportion to the number of seeds minus one.
-    known = m.spread
-    freedom = known.freedom * (known.seeds + more - 1) / (known.seeds - 1) if known.freedom else m.seeds + more - 1
-    error = m.deviation / np.sqrt(m.seeds + more)
-    # An interval narrower than the distance to the margin excludes a loss that matters.
-    excluded = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error < margin + m.difference
-    # A loss or a gain; what passes Holm's first and strictest step passes all of them.
-    found = stats.t.isf(_LEVEL / tests, freedom) * error <= abs(m.difference)
-    enough = more[excluded | found]
-    return int(enough[0]) if len(enough) else _MOST_SEEDS + 1
+def _advice(more: int) -> str:
+    if more > MOST_SEEDS:
+        return f"more than {MOST_SEEDS} more seeds; more test images would help"
+    return f"about {more} more seed{'s' if more != 1 else ''} would probably do"

@@ -14,7 +14,9 @@ import pytest
 from scipy import stats
 
 from pycls_fast.config.ladder import read_ladder
-from pycls_fast.ledger.gate import _p_slower, check, compare
+from pycls_fast.ledger.gate import check, compare
+from pycls_fast.ledger.gate.accuracy import p_less_accurate
+from pycls_fast.ledger.gate.speed import Speeds, p_slower
 from pycls_fast.ledger.statistics import geometric_mean
 
 Record = dict[str, Any]
@@ -43,8 +45,9 @@ def ledger() -> Record:
         "config_name": "vit",
         "reference": "base",
         "device": "cpu",
-        "environment": {"processor": "P"},
-        "settings": {"seeds": 3, "mode": "cumulative"},
+        "environment": {"processor": "P", "cpu_count": 2},
+        "versions": {"torch": "2"},
+        "settings": {"seeds": 3, "mode": "cumulative", "margin": 0.2},
         "base": ["--config-name", "vit", "optim.lr=1"],
         "arms": [
             arm("base", [100.0, 102.0, 98.0], [90.0, 90.4, 90.2], None),
@@ -246,7 +249,7 @@ def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:
     before, now = [1.9, 2.0, 2.1, 2.05, 1.95], [1.7, 1.85, 1.8, 1.9, 1.75, 1.8]
     logarithms = [[math.log(ratio) for ratio in ratios] for ratios in (now, before)]
     expected = stats.ttest_ind(*logarithms, equal_var=False, alternative="less").pvalue
-    found = _p_slower(asdict(geometric_mean(before)), asdict(geometric_mean(now)))
+    found = p_slower(Speeds("speed-up", asdict(geometric_mean(before)), asdict(geometric_mean(now))))
     assert found == pytest.approx(expected, rel=1e-9)
     assert 1e-4 < expected < 1e-2
 
@@ -320,6 +323,109 @@ def test_the_package_s_own_gate_sees_a_rung_at_0_4_of_its_speed(rung: int) -> No
     speedup |= {key: 0.4 * speedup[key] for key in ("ratio", "low", "high")}
     lost = [finding for finding in compare(kept, now, tolerance=0.5, absolute=False) if finding.lost]
     assert [finding.rung for finding in lost] == [kept["arms"][rung]["name"]]
+
+
+def with_products(record: Record, *flops: float) -> Record:
+    record["arms"][0]["timing"]["matmul_flops_per_second"] = list(flops)
+    return record
+
+
+def of_the_first(before: Record, now: Record) -> dict[str, tuple[str, bool]]:
+    found = compare(before, now, tolerance=0.05)
+    return {f.quantity: (f.text, f.lost) for f in found if f.rung == "base" and f.quantity != "top-1"}
+
+
+def test_a_slower_machine_is_no_loss() -> None:
+    """The matrix product of the machine itself was slower by as much."""
+    before, now = (with_products(ledger(), *(share * f for f in (2e11, 2.04e11, 1.96e11))) for share in (1.0, 0.8))
+    all_slower(now)
+    assert of_the_first(before, now) == {
+        "images/s": ("-20.0%", False),
+        "matrix product, TFLOP/s": ("-20.0%", False),
+        "images/s per TFLOP/s": ("+0.0%, within the intervals", False),
+    }
+
+
+def test_slower_code_on_the_same_machine_is_a_loss() -> None:
+    before, now = (with_products(ledger(), 2e11, 2.04e11, 1.96e11) for _ in range(2))
+    all_slower(now)
+    assert of_the_first(before, now)["images/s per TFLOP/s"] == ("LOST: -20.0%", True)
+    # A rate that is known on one side only is of no use.
+    assert of_the_first(ledger(), now) == {"images/s": ("LOST: -20.0%", True)}
+
+
+def test_ledgers_of_earlier_versions_have_the_median_of_the_matrix_products() -> None:
+    before, now = with_products(ledger(), 2e11, 2e11, 2e11), ledger()
+    all_slower(now)
+    now["arms"][0]["timing"] |= {"flops_per_second": 4e10, "share_of_matmul": 0.25}
+    text, lost = of_the_first(before, now)["images/s per TFLOP/s"]
+    assert (text, lost) == ("+0.0%, within the intervals", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        (lambda record: record["environment"].update(cpu_count=8), ("cores", "2", "8")),
+        (lambda record: record["environment"].update(processor="Q"), ("processor", "P", "Q")),
+        (lambda record: record.update(device="H200"), ("device", "cpu", "H200")),
+    ],
+)
+def test_another_machine_is_named_and_its_rate_not_compared(
+    change: Callable[[Record], object], row: tuple[str, str, str]
+) -> None:
+    now = ledger()
+    all_slower(now)
+    change(now)
+    assert of_the_first(ledger(), now) == {"images/s": ("different machine: not compared", False)}
+    first = compare(ledger(), now, tolerance=0.05)[0]
+    assert (first.rung, first.quantity, first.before, first.now) == ("all", *row)
+    assert first.text == "differs from the baseline; speed-ups may, too"
+
+
+def test_another_torch_is_named_and_the_rate_compared() -> None:
+    now = ledger()
+    all_slower(now)
+    now["versions"]["torch"] = "3"
+    first = compare(ledger(), now, tolerance=0.05)[0]
+    assert (first.quantity, first.before, first.now, first.lost) == ("torch", "2", "3", False)
+    assert of_the_first(ledger(), now) == {"images/s": ("LOST: -20.0%", True)}
+
+
+def test_a_rate_of_more_ranks_is_not_compared() -> None:
+    now = ledger()
+    all_slower(now)
+    now["arms"][0]["ranks"] = 2
+    assert of_the_first(ledger(), now)["images/s"] == ("different machine: not compared", False)
+
+
+def top1_text(before: list[Record], now: list[Record]) -> str:
+    records = [ledger(), ledger()]
+    for record, trained in zip(records, (before, now), strict=True):
+        record["arms"][1]["training"]["runs"] = trained
+        record["settings"]["seeds"] = len(trained)
+    return next(f.text for f in compare(*records, tolerance=0.05) if (f.rung, f.quantity) == ("fast", "top-1"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "images", "text"),
+    [
+        ((95.0,), (5.0,), 359, "LOST: -90.00"),
+        ((95.0,), (94.0,), 359, "-1.00, too few seeds to say"),
+        ((95.0,), (94.9,), 359, "-0.10, within the intervals"),
+        ((95.0,), (94.0,), 50_000, "LOST: -1.00"),
+        ((95.0,), (96.0,), 50_000, "+1.00"),
+        ((95.0, 95.2, 95.4), (94.0,), 50_000, "LOST: -1.20"),
+        ((95.0, 95.4), (93.4, 94.2), 50_000, "-1.40, too few seeds to say"),
+    ],
+)
+def test_few_seeds(before: tuple[float, ...], now: tuple[float, ...], images: int, text: str) -> None:
+    assert top1_text(runs(*before, images=images), runs(*now, images=images)) == text
+
+
+def test_single_runs_are_compared_by_the_test_of_two_proportions() -> None:
+    before, now = ({"training": {"runs": runs(right / 4, images=400)}} for right in (380, 364))
+    expected = stats.chi2_contingency([[364, 36], [380, 20]], correction=False).pvalue / 2
+    assert p_less_accurate(before, now) == pytest.approx(expected)
 
 
 def test_a_slowdown_that_nobody_can_judge_is_called_so() -> None:

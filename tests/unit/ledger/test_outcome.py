@@ -19,6 +19,7 @@ from pycls_fast.ledger.processes import Finished, Process, _environment
 from pycls_fast.ledger.runner import Ledger, Settings
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.output_file import write_json
 from pycls_fast.train.run_folder import RunFolder
 
 OUT_OF_MEMORY = """Traceback (most recent call last):
@@ -197,6 +198,22 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     ledger.device = "cpu"
     assert states() == {**there, "far": "needs CUDA"}
     assert collect(ledger, "vit")["arms"][3]["reason"] == "RuntimeError: boom"
+
+
+def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path) -> None:
+    """The machine's speed may differ from round to round; of folders with a round without it nothing is kept."""
+    ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=(Rung(name="same"),))
+    ledger = Ledger(ladder, Settings(seeds=0, rounds=2), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
+    train = {"step_seconds_each": [[0.1]], "images_per_step": 8, "images_per_second": 80.0}
+    about = dict.fromkeys(("precision", "switches", "memory_peak_bytes"), None)
+    sizes = {"image_size": 8, "forward_flops_per_image": 1, "time": 0.0, "device": "cpu"}
+    for number, flops in enumerate((2e11, 1e11)):
+        file = ledger.folder.timing_file(ledger.selection.arms()[0], number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"train": train, "matmul": {"flops_per_second": flops}, **about, **sizes})
+    assert collect(ledger, "vit")["arms"][0]["timing"]["matmul_flops_per_second"] == [2e11, 1e11]
+    write_json(file, {"train": train, **about, **sizes})
+    assert collect(ledger, "vit")["arms"][0]["timing"]["matmul_flops_per_second"] is None
 
 
 def make_run(path: Path, wrong: int) -> None:
