@@ -1,6 +1,7 @@
 """Time an experiment: `python tools/time_net.py --config-name EXPERIMENT [mode=all] [key=value ...]`.
 
-mode=model   the training step and the inference forward pass on one synthetic batch; needs no data
+mode=train   the training step on one synthetic batch; needs no data
+mode=model   the training step and the inference forward pass, likewise
 mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
 mode=both    training steps fed by the loader
 mode=all     all three
@@ -24,12 +25,16 @@ from pycls_fast.errors import UserError
 
 
 class Options(Section):
-    """Keys of this tool only: `repeats` turns of `steps` timed steps each; JSON goes to `output`."""
+    """Keys of this tool only: `repeats` turns of `steps` timed steps each; JSON goes to `output`.
 
-    mode: Literal["model", "loader", "both", "all"] = "all"
+    With `seconds`, a turn has as many steps as last at least that long, and the warm-up lasts half of it.
+    """
+
+    mode: Literal["train", "model", "loader", "both", "all"] = "all"
     steps: Annotated[int, Field(gt=0)] = 5
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     repeats: Annotated[int, Field(gt=0)] = 10
+    seconds: Annotated[float, Field(ge=0.0)] = 0.0
     matmul_size: Annotated[int, Field(gt=0)] | None = None
     compare: tuple[str, ...] = ()
     output: str | None = None
@@ -37,7 +42,7 @@ class Options(Section):
 
 def needs_data(options: Options) -> bool:
     """Whether images are read."""
-    return options.mode != "model"
+    return options.mode not in ("train", "model")
 
 
 def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]:
@@ -74,6 +79,7 @@ def main(config: RunConfig, options: Options) -> int:
         steps=options.steps,
         warmup_steps=options.warmup_steps,
         repeats=options.repeats,
+        seconds=options.seconds,
         matmul_size=options.matmul_size,
         output=options.output,
     )
