@@ -16,13 +16,18 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool only: neighbours, temperature of their votes, split, JSON file, whose preprocessing."""
+    """Keys of this tool only."""
 
     k: Annotated[int, Field(gt=0)] = 20
+    """The number of neighbours that vote."""
     temperature: Annotated[float, Field(gt=0.0)] = 0.07
+    """A vote counts exp(similarity / temperature)."""
     split: str = "val"
+    """The split that is classified by the neighbours in train."""
     output: str | None = None
+    """A JSON file for the numbers."""
     preprocessing: Literal["weights", "config"] = "weights"
+    """Whose preprocessing published weights get: their own, or the configuration's."""
 
 
 def main(config: RunConfig, options: Options) -> int:

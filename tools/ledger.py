@@ -45,11 +45,12 @@ class Options(Section):
     """Keys of this tool only.
 
     The default of `mode` is the ladder's own, mostly cumulative. `steps` and `warmup_steps` are the length of each
-    timing (`rounds` of them per rung), or of the training of mode=gradients and mode=numerics. Each rung is trained
-    with `seeds` seeds from `first_seed` on, on `ranks` processes, `jobs` runs at a time; `gradients` counts those of
-    the first rung; `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is
-    accepted. `loss_scale` is tried on the gradients of mode=gradients. `accept_code` resumes in a folder that was
-    measured before the code changed.
+    timing (`rounds` of them per rung), or of the training of mode=gradients and mode=numerics; a timing lasts at least
+    `seconds`, and its warm-up half of that. Each rung is trained with `seeds` seeds from `first_seed` on, on `ranks`
+    processes, `jobs` runs at a time, which share no GPU; `gradients` counts those of the first rung;
+    `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is accepted.
+    `loss_scale` is tried on the gradients of mode=gradients. `accept_code` resumes in a folder that was measured before
+    the code changed.
     """
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
@@ -60,6 +61,7 @@ class Options(Section):
     rounds: Positive = 3
     steps: Positive | None = None
     warmup_steps: Count | None = None
+    seconds: Annotated[float, Field(ge=0.0)] = 2.0
     numerics_steps: Positive | None = 20
     jobs: Positive = 1
     ranks: Positive = 1
@@ -114,7 +116,7 @@ def main(config: RunConfig, options: Options) -> int:
     from pycls_fast.config.variants import config_folders, same_command, variant
     from pycls_fast.ledger.folder import default_folder
     from pycls_fast.ledger.run_ladder import run_ladder
-    from pycls_fast.ledger.runner import Settings
+    from pycls_fast.ledger.settings import Settings
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or "cumulative"
@@ -125,6 +127,7 @@ def main(config: RunConfig, options: Options) -> int:
         rounds=options.rounds,
         steps=options.steps or 10,
         warmup_steps=5 if options.warmup_steps is None else options.warmup_steps,
+        seconds=options.seconds,
         numerics_steps=options.numerics_steps,
         jobs=options.jobs,
         ranks=options.ranks,

@@ -17,12 +17,16 @@ from pycls_fast.config import RunConfig, Section, command_line
 
 
 class Options(Section):
-    """Keys of this tool only: the split, files for the numbers and for each image's prediction, whose preprocessing."""
+    """Keys of this tool only."""
 
     split: str = "val"
+    """What is scored: val, train, another split that the data has, or all images of data.root."""
     output: str | None = None
+    """A JSON file for the numbers."""
     predictions: str | None = None
+    """A CSV file that lists every image with its class, the predicted one, its probability and the loss."""
     preprocessing: Literal["weights", "config"] = "weights"
+    """Whose preprocessing published weights are scored with: their own, or the configuration's."""
 
 
 def main(config: RunConfig, options: Options) -> int:

@@ -1,6 +1,7 @@
 """Time an experiment: `python tools/time_net.py --config-name EXPERIMENT [mode=all] [key=value ...]`.
 
-mode=model   the training step and the inference forward pass on one synthetic batch; needs no data
+mode=train   the training step on one synthetic batch; needs no data
+mode=model   the training step and the inference forward pass, likewise
 mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
 mode=both    training steps fed by the loader
 mode=all     all three
@@ -26,14 +27,17 @@ from pycls_fast.errors import UserError
 class Options(Section):
     """Keys of this tool only."""
 
-    mode: Literal["model", "loader", "both", "all"] = "all"
-    """What is timed: the network, the input pipeline, training fed by it, or all three."""
+    mode: Literal["train", "model", "loader", "both", "all"] = "all"
+    """What is timed: the training step, that and the inference forward pass, the input pipeline, training fed by it, or all
+    of these."""
     steps: Annotated[int, Field(gt=0)] = 5
     """Timed steps in each turn."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     """Steps before the first turn."""
     repeats: Annotated[int, Field(gt=0)] = 10
     """Turns of each variant."""
+    seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """The shortest turn: it has more steps if they take less time. The warm-up lasts at least half of it."""
     matmul_size: Annotated[int, Field(gt=0)] | None = None
     """The side of the matrices whose product is timed for comparison; null: by the device."""
     compare: tuple[str, ...] = ()
@@ -44,7 +48,7 @@ class Options(Section):
 
 def needs_data(options: Options) -> bool:
     """Whether images are read."""
-    return options.mode != "model"
+    return options.mode not in ("train", "model")
 
 
 def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]:
@@ -81,6 +85,7 @@ def main(config: RunConfig, options: Options) -> int:
         steps=options.steps,
         warmup_steps=options.warmup_steps,
         repeats=options.repeats,
+        seconds=options.seconds,
         matmul_size=options.matmul_size,
         output=options.output,
     )

@@ -71,6 +71,16 @@ class LedgerFolder:
         except json.JSONDecodeError as error:
             raise UserError(f"output: {self._plan_file} is damaged; choose another folder, or remove it") from error
 
+    def check(self, plan: Mapping[str, Any]) -> None:
+        """Check that the folder is new or belongs to the plan and the code; writes nothing.
+
+        Raises:
+            UserError: it holds results of a different plan or of different code.
+        """
+        self._plan = json.loads(json.dumps(plan))
+        if self._plan_file.is_file():
+            self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
+
     def close(self) -> None:
         """Unlock the folder."""
         if self._lock is not None:

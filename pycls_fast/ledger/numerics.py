@@ -3,12 +3,16 @@
 After a full training, two settings differ by chance amplification of their first rounding difference; here the
 rounding itself is measured. The reference has the same weights (the float32 masters, if any), the same images, float64
 and the reference value of every switch.
+
+A head that starts at zero passes no gradient to the other layers, whose errors would not be seen: before training, it
+has small random weights for the measurement.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 
 import torch
@@ -20,6 +24,7 @@ from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.losses import Loss, Targets
+from pycls_fast.network import Network
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
@@ -28,6 +33,7 @@ from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.step import Step
 
+_HEAD_STD = 0.02
 CHUNK = 8
 """Images per pass of the float64 network: with explicit attention each may take gigabytes."""
 
@@ -57,7 +63,8 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
             # No step trains on it, so that its errors are not those of learned images.
             probe = next(batches)
             list(islice(batches, config.optim.accumulation_steps - 1))
-            records = [{"step": 0, **errors(step, network, exact, probe)}]
+            with random_head(step, network):
+                records = [{"step": 0, **errors(step, network, exact, probe)}]
             for number in range(steps):
                 step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
             records.append({"step": steps, **errors(step, network, exact, probe)})
@@ -71,6 +78,24 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         }
         write_json(file, record)
         return DONE
+
+
+@contextmanager
+def random_head(step: Step, network: Network) -> Iterator[None]:
+    """Give a head whose weight is all zeros small normal ones inside the context, the same for every setting."""
+    name = f"{network.head_name}.weight"
+    weights = [network.get_parameter(name), *([step.masters.live()[name]] if step.masters is not None else [])]
+    if any(bool(weight.any()) for weight in weights):
+        yield
+        return
+    drawn_KD = torch.randn(weights[0].shape, generator=torch.Generator().manual_seed(0)) * _HEAD_STD
+    with torch.no_grad():
+        torch._foreach_copy_(weights, [drawn_KD.to(weight) for weight in weights])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_zero_(weights)
 
 
 def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> dict[str, float | None]:

@@ -37,6 +37,11 @@ class Finished:
         """
         return self.status == MISTAKE and OUT_OF_MEMORY not in self.reason()
 
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it failed, perhaps for lack of memory: it said so, or was killed."""
+        return self.status != 0 and OUT_OF_MEMORY in self.reason()
+
     def reason(self) -> str:
         """Why it failed: its "error:" lines, else its exception, else the signal's name or the last line of output.
 
@@ -77,6 +82,7 @@ class Process:
         log: the file for its output.
         inherits: file descriptors that stay open in it while it runs.
         tree: the checkout whose package it imports; None for the one that this process imports.
+        devices: the CUDA devices that it sees, as in `CUDA_VISIBLE_DEVICES`; empty for those that this process sees.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Process:
         log: Path,
         inherits: Sequence[int] = (),
         tree: Path | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         launcher = [sys.executable, "-u"]
         if ranks > 1:
@@ -101,7 +108,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(ranks) | ({} if tree is None else _imports(tree)),
+                env=_environment(ranks, devices) | ({} if tree is None else _imports(tree)),
                 pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -147,9 +154,17 @@ def _of_first_rank(log: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def visible_devices(count: int) -> tuple[str, ...]:
+    """Names, in the form that `CUDA_VISIBLE_DEVICES` takes, of the `count` CUDA devices that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(count)) if given is None else given.split(",")[:count])
+
+
+def _environment(ranks: int, devices: Sequence[str]) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in ours}
+    if devices:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
     share = max(build.cores() // ranks, 1)
     return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept

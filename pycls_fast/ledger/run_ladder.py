@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -19,13 +17,14 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, FAULT, STOPPED
-from pycls_fast.ledger import commands
 from pycls_fast.ledger.conditions import code_digest, conditions
+from pycls_fast.ledger.dry_run import show_plan
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
-from pycls_fast.ledger.processes import Finished
-from pycls_fast.ledger.runner import Ledger, Settings
+from pycls_fast.ledger.processes import visible_devices
+from pycls_fast.ledger.runner import Ledger
+from pycls_fast.ledger.settings import Settings
 from pycls_fast.ledger.table import markdown, print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import write_json
@@ -89,13 +88,17 @@ def run_ladder(
     code = partial(code_digest, tools, configs, trees)
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
     ledger = Ledger(chosen, settings, *base, device, place, tools, say=display.note)
-    if dry_run:
-        with tempfile.TemporaryDirectory() as temporary:
-            _dry_run(ledger, compose, display, Path(temporary))
-        return DONE
-    for name, why in _rule_out(ledger, compose).items():
-        display.note(f"{name}: cannot run: {why}")
+    refused = _rule_out(ledger, compose)
+    if device == "cuda" and settings.seeds and settings.jobs > 1:
+        ledger.cuda_devices = visible_devices(torch.cuda.device_count())
+        _check_jobs(ledger)
     ledger.conditions = conditions(config, device)
+    if dry_run:
+        ledger.check_folder()
+        show_plan(ledger, config, compose, display)
+        return DONE
+    for name, why in refused.items():
+        display.note(f"{name}: cannot run: {why}")
     try:
         record = _work(ledger, config.config_name)
     except KeyboardInterrupt:
@@ -105,6 +108,22 @@ def run_ladder(
     display.note(f"report: {folder / 'index.html'}")
     # The report exists, but a script that asked for accuracies must not take it for complete.
     return FAULT if ledger.selection.arms()[0].name in ledger.untrained else DONE
+
+
+def _check_jobs(ledger: Ledger) -> None:
+    """Check that concurrent training runs need not share CUDA devices.
+
+    Raises:
+        UserError: there are too few devices.
+    """
+    jobs, ranks = ledger.settings.jobs, min(arm.ranks for arm in ledger.selection.runnable())
+    slots = len(ledger.cuda_devices) // ranks
+    if jobs > slots:
+        each = f" of {ranks} ranks each" if ranks > 1 else ""
+        raise UserError(
+            f"jobs: {jobs} trainings at a time{each} need {jobs * ranks} CUDA devices and this process sees "
+            f"{len(ledger.cuda_devices)}; use jobs={max(slots, 1)}"
+        )
 
 
 # What the measurements start, and the package that they import.
@@ -196,51 +215,3 @@ def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: tor
 def _rule_out(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig]) -> dict[str, str]:
     """Before any timing, leave out arms that are known to fail, even if only in training; returns reasons by arm."""
     return ledger.selection.rule_out(lambda arm: refusal(arm, compose, torch.device(ledger.device)))
-
-
-def _dry_run(ledger: Ledger, compose: Callable[[Sequence[str]], RunConfig], display: Display, folder: Path) -> None:
-    """Print the arms and an estimate of the time from a few steps of the first arm, which are kept in `folder`."""
-    _rule_out(ledger, compose)
-    alone = ledger.selection.alone()
-    if alone:
-        display.note("trying each rung on its own, to find those that cannot be part of 'everything' here")
-    for arm in alone:
-        finished, _ = _few_steps(ledger, arm, folder)
-        if finished.status != 0:
-            ledger.selection.exclude(arm, finished)
-    for arm in ledger.selection.arms():
-        ranks = f"  ({arm.ranks} ranks)" if arm.ranks > 1 else ""
-        reason = ledger.selection.why_not(arm)
-        what = (
-            f"{' '.join(arm.overrides) or 'the experiment as it is'}{ranks}" if reason is None else f"not run, {reason}"
-        )
-        display.note(f"{arm.name}: {what}")
-    display.note("timing a few steps of the first rung for the estimate")
-    start, step, steps = _first_step(ledger, ledger.selection.arms()[0], folder)
-    s, count = ledger.settings, len(ledger.selection.runnable())
-    timing = (count * s.rounds + len(ledger.selection.alone())) * (start + (s.steps + s.warmup_steps) * step)
-    numerics = count * (start + s.numerics_steps * step) if s.numerics_steps is not None else 0.0
-    training = count * s.seeds * (start + steps * step) / s.jobs
-    for name, seconds in (("timings", timing), ("rounding", numerics), ("training", training)):
-        display.note(f"{name}: about {seconds / 60:.0f} min")
-    display.note(
-        f"in total about {(timing + numerics + training) / 60:.0f} min if every rung is as fast as the first "
-        f"({step * 1e3:.0f} ms a step, {steps:,} steps a run; evaluation not counted)"
-    )
-
-
-def _first_step(ledger: Ledger, arm: Arm, folder: Path) -> tuple[float, float, int]:
-    """Seconds to start a process, seconds per step, steps per run."""
-    finished, file = _few_steps(ledger, arm, folder)
-    if finished.status != 0:
-        raise UserError(f"ladder: the reference '{arm.name}' does not run: {finished.reason()}")
-    record = json.loads(file.read_text(encoding="utf-8"))
-    step = record["train"]["step_seconds_p50"]
-    return max(finished.seconds - 5 * step, 0.0), step, record["steps_per_run"]
-
-
-def _few_steps(ledger: Ledger, arm: Arm, folder: Path) -> tuple[Finished, Path]:
-    """Time an arm briefly in a separate process; returns how it ended and the file of its record."""
-    file = folder / f"{arm.slug}.json"
-    arguments = commands.timing(arm, file, steps=3, warmup_steps=2)
-    return ledger.process("time_net", arm, arguments, ranks=arm.ranks, log=file.with_suffix(".txt")).wait(), file

@@ -15,39 +15,11 @@ from typing import Any
 from pycls_fast.config.ladder import Ladder
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.folder import LedgerFolder
-from pycls_fast.ledger.plan import Arm, Mode, merged, tree_path
+from pycls_fast.ledger.plan import Arm, merged, tree_path
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.selection import Selection
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured for each arm.
-
-    Attributes:
-        mode: how the rungs of the ladder become arms.
-        seeds: training runs per arm; 0 for none.
-        first_seed: seed of the first one.
-        rounds: timings per arm, in turns; 0 for none.
-        steps, warmup_steps: steps per timing.
-        numerics_steps: training steps between the two measurements of rounding; None for neither.
-        jobs: concurrent training runs. Timings always run one at a time.
-        ranks: processes per arm, unless the ladder sets them.
-        margin: loss of top-1 in points that does not matter.
-        gradients: count the first arm's gradients in float32 against float16's limits.
-    """
-
-    mode: Mode = "cumulative"
-    seeds: int = 3
-    first_seed: int = 0
-    rounds: int = 3
-    steps: int = 10
-    warmup_steps: int = 5
-    numerics_steps: int | None = 20
-    jobs: int = 1
-    ranks: int = 1
-    margin: float = 0.2
-    gradients: bool = True
+from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.trainings import Trainings
 
 
 @dataclass
@@ -59,10 +31,12 @@ class Ledger:
         device: "cpu" or "cuda": where the arms run.
         tools: the folder of the tools.
         say: called with a message after each measurement.
+        cuda_devices: names of the CUDA devices that concurrent training runs divide among them; empty if there is no
+            need to.
         conditions: what else must be the same at every start, by name (`ledger.conditions`).
         selection: the arms, and which of them run.
         untrained: arms that were timed and whose training ended early, and why.
-        unmeasured: other measurements that failed ("ARM: rounding", "gradients"), and why.
+        unmeasured: other measurements that failed or do not apply ("ARM: rounding", "gradients"), and why.
         stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
@@ -77,6 +51,7 @@ class Ledger:
     folder: LedgerFolder
     tools: Path
     say: Callable[[str], None] = print
+    cuda_devices: Sequence[str] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
     selection: Selection = field(init=False)
     untrained: dict[str, str] = field(default_factory=dict)
@@ -97,6 +72,14 @@ class Ledger:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
         self.folder.open(self._plan())
+
+    def check_folder(self) -> None:
+        """Check that the folder is new or belongs to this plan; writes nothing.
+
+        Raises:
+            UserError: it holds results of a different plan or of different code.
+        """
+        self.folder.check(self._plan())
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -129,8 +112,12 @@ class Ledger:
             for arm in order if number % 2 == 0 else reversed(order):
                 self._time(arm, number)
         if s.numerics_steps is not None:
+            with_rounding = self.with_rounding()
             for arm in self.selection.runnable():
-                self._numerics(arm, s.numerics_steps)
+                if arm in with_rounding:
+                    self._numerics(arm, s.numerics_steps)
+                else:
+                    self.unmeasured[f"{arm.name}: rounding"] = _NO_ROUNDING
         if s.gradients:
             self._gradients(self.selection.arms()[0])
         self._train_all()
@@ -138,8 +125,13 @@ class Ledger:
     def total(self) -> int:
         """Number of processes in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.selection.runnable())
-        pieces = max(s.rounds, 1) + s.seeds + (s.numerics_steps is not None)
-        return count * pieces + self.selection.tried_in_vain() + len(self.selection.alone()) + s.gradients
+        pieces = count * (max(s.rounds, 1) + s.seeds)
+        rounding = 0 if s.numerics_steps is None else len(self.with_rounding())
+        return pieces + rounding + self.selection.tried_in_vain() + len(self.selection.alone()) + s.gradients
+
+    def with_rounding(self) -> list[Arm]:
+        """The arms whose rounding is measured, if any is: one process can do it, and it is not another arm's."""
+        return commands.with_own_rounding(self.selection.runnable(), self.typed)
 
     def _try_out(self) -> None:
         """Time the first round, in the ladder's order, which finds what cannot run here; later arms go without it.
@@ -161,9 +153,11 @@ class Ledger:
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
-        steps, warmup_steps = (s.steps, s.warmup_steps) if s.rounds else (1, 0)
-        arguments = commands.timing(arm, file, steps=steps, warmup_steps=warmup_steps)
-        return self._piece(f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}", arm, "time_net", arguments, file)
+        steps, warmup_steps, seconds = (s.steps, s.warmup_steps, s.seconds) if s.rounds else (1, 0, 0.0)
+        arguments = commands.timing(arm, file, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
+        what = f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}"
+        # In later rounds it has run before: another program may have been in its way.
+        return self._piece(what, arm, "time_net", arguments, file, again=number > 0)
 
     def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.folder.numerics_file(arm)
@@ -189,26 +183,34 @@ class Ledger:
         *,
         ranks: int | None = None,
         blame: bool = True,
+        again: bool = False,
     ) -> Finished | None:
-        """Run one process to its end, unless its file exists."""
+        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
-            self._done += 1
+            self.note_done()
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
         ranks = arm.ranks if ranks is None else ranks
-        process = self._start(tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
-        try:
-            while (finished := self._finished(process)) is None:
-                time.sleep(_POLLING_SECONDS)
-        except BaseException:
-            Process.stop([process])
-            raise
-        self._report(what, finished)
+        finished = self._to_its_end(tool, arm, arguments, ranks, file)
+        if again and finished.status != 0:
+            self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
+            finished = self._to_its_end(tool, arm, arguments, ranks, file)
+        self.report(what, finished)
         if blame and finished.status != 0:
             self.selection.blame(arm, finished)
         return finished
 
-    def _finished(self, process: Process) -> Finished | None:
+    def _to_its_end(self, tool: str, arm: Arm, arguments: Sequence[str], ranks: int, file: Path) -> Finished:
+        process = self._start(tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
+        try:
+            while (finished := self.finished(process)) is None:
+                time.sleep(_POLLING_SECONDS)
+        except BaseException:
+            Process.stop([process])
+            raise
+        return finished
+
+    def finished(self, process: Process) -> Finished | None:
         """How a process ended, or None while it runs.
 
         Raises:
@@ -231,10 +233,15 @@ class Ledger:
         text = f"about {_minutes(others * measuring + runs * training / self.settings.jobs)} left"
         return f"{text} before the training" if runs and not self._took[True] else text
 
-    def _report(self, what: str, finished: Finished, *, training: bool = False) -> None:
+    def note_done(self, *, training: bool = False) -> None:
+        """Count a measurement or training run that is finished."""
         self._done += 1
-        self._took[training].append(finished.seconds)
         self._trained += training
+
+    def report(self, what: str, finished: Finished, *, training: bool = False) -> None:
+        """Count a process that has ended, and say how."""
+        self.note_done(training=training)
+        self._took[training].append(finished.seconds)
         if self.folder.stopwatch is not None:
             self.folder.stopwatch.lap()
         if finished.status == 0:
@@ -245,43 +252,29 @@ class Ledger:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
 
     def _train_all(self) -> None:
-        waiting = [(arm, seed) for seed in self.seeds() for arm in self.selection.runnable()]
-        running: list[tuple[Arm, int, Process]] = []
-        reference = self.selection.arms()[0].name
+        trainings = Trainings(self)
         try:
-            while waiting or running:
-                while waiting and len(running) < self.settings.jobs:
-                    arm, seed = waiting.pop(0)
-                    if (self.folder.run_dir(arm, seed) / "summary.json").is_file():
-                        self._done += 1
-                        self._trained += 1
-                    elif not {arm.name, reference} & set(self.untrained):
-                        running.append((arm, seed, self._start_training(arm, seed)))
-                for entry in list(running):
-                    arm, seed, process = entry
-                    finished = self._finished(process)
-                    if finished is not None:
-                        running.remove(entry)
-                        self._report(f"{arm.name}: training, seed {seed}", finished, training=True)
-                        if finished.status != 0:
-                            self.untrained[arm.name] = f"seed {seed}: {finished.reason()}"
-                            if arm.name == reference:
-                                self.say(f"nothing to compare with: no training is started without '{reference}'")
-                time.sleep(_POLLING_SECONDS if running else 0)
+            while trainings.advance():
+                time.sleep(_POLLING_SECONDS)
         except BaseException:
-            Process.stop(process for _, _, process in running)
+            Process.stop(trainings.processes())
             raise
 
-    def _start_training(self, arm: Arm, seed: int) -> Process:
+    def start_training(self, arm: Arm, seed: int, devices: Sequence[str]) -> Process:
+        """Start a training run, which sees only these CUDA devices if there are any."""
         run_dir = self.folder.run_dir(arm, seed)
-        arguments = commands.training(arm, run_dir, seed=seed)
-        return self._start("train_net", arm, arguments, ranks=arm.ranks, log=self.folder.log_file(run_dir))
+        arguments, log = commands.training(arm, run_dir, seed=seed), self.folder.log_file(run_dir)
+        return self._start("train_net", arm, arguments, ranks=arm.ranks, log=log, devices=devices)
 
-    def _start(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+    def _start(
+        self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path, devices: Sequence[str] = ()
+    ) -> Process:
         self.folder.note_code()
-        return self.process(tool, arm, arguments, ranks=ranks, log=log)
+        return self.process(tool, arm, arguments, ranks=ranks, log=log, devices=devices)
 
-    def process(self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path) -> Process:
+    def process(
+        self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path, devices: Sequence[str] = ()
+    ) -> Process:
         """Start a tool with an arm's code; it holds the folder's lock, if there is one."""
         tree = None if arm.tree is None else tree_path(arm.tree)
         tools = self.tools if tree is None else tree / "tools"
@@ -292,6 +285,7 @@ class Ledger:
             log=log,
             inherits=self.folder.inherited,
             tree=tree,
+            devices=devices,
         )
 
     def seeds(self) -> range:
@@ -301,6 +295,8 @@ class Ledger:
 
 # Rare enough to leave the cores to the process that is timed.
 _POLLING_SECONDS = 0.1
+# Why an arm lacks it.
+_NO_ROUNDING = "one process measures it, which has no parallel settings"
 
 
 def _minutes(seconds: float) -> str:

@@ -33,6 +33,7 @@ from pycls_fast.ledger.parts import (
 from pycls_fast.ledger.records import comparison, part_record
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.ledger.timing_table import print_record
+from pycls_fast.ledger.turn_length import turn_length
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.paths import timestamp
@@ -43,9 +44,10 @@ from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.output_file import output_file, write_json
 
-Mode = Literal["model", "loader", "both", "all"]
+Mode = Literal["train", "model", "loader", "both", "all"]
 
 PARTS: Mapping[Mode, tuple[PartName, ...]] = {
+    "train": ("train",),
     "model": ("train", "inference"),
     "loader": ("loader",),
     "both": ("both",),
@@ -86,6 +88,7 @@ def time_variants(
     steps: int,
     warmup_steps: int,
     repeats: int,
+    seconds: float = 0.0,
     matmul_size: int | None = None,
     output: str | None = None,
 ) -> int:
@@ -94,9 +97,10 @@ def time_variants(
     Args:
         variants: name and configuration; the others are compared with the first.
         mode: which parts are timed.
-        steps: timed steps per turn.
-        warmup_steps: steps before the first turn (before every turn for parts with the input pipeline).
+        steps: timed steps per turn, at least.
+        warmup_steps: steps before the first turn (before every turn for parts with the input pipeline), at least.
         repeats: turns per part and variant.
+        seconds: a turn lasts at least this long, and the warm-up half of it, whatever the number of steps.
         matmul_size: side of the matrices whose product sets the peak; None for the device's default.
         output: the JSON file; None for one in `run_dir` if that is set, else in `timings/`.
 
@@ -113,8 +117,9 @@ def time_variants(
         for name, config in variants:
             built.append(_build(name, config, PARTS[mode], world, order, built, matmul_size))
         for part in PARTS[mode]:
-            display.note(f"timing {part}: {repeats} turns of {steps} steps each, {len(built)} variant(s)")
-            _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats)
+            length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
+            display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
+            _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats, seconds=seconds)
         if {"loader", "both"} & set(PARTS[mode]):
             for variant in built:
                 display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
@@ -131,7 +136,9 @@ def time_variants(
                 )
         if not world.is_main:
             return DONE
-        settings = {"mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats}
+        settings = {
+            "mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats, "seconds": seconds
+        }  # fmt: skip
         record = _record(built, settings, world)
         write_json(file, record)
         print_record(display, record)
@@ -252,12 +259,21 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
 
 
 def _measure(
-    variants: Sequence[Variant], name: PartName, world: World, *, steps: int, warmup_steps: int, repeats: int
+    variants: Sequence[Variant],
+    name: PartName,
+    world: World,
+    *,
+    steps: int,
+    warmup_steps: int,
+    repeats: int,
+    seconds: float = 0.0,
 ) -> None:
+    lengths = {}
     for variant in variants:
         variant.turns[name] = []
         with _at_work(variant, name, world):
             variant.parts[name].warm_up(warmup_steps)
+            lengths[variant.name] = turn_length(variant.parts[name], world, steps, seconds)
         _read_metrics(variant, world)
     owners = {id(v.matmul): v for v in variants if v.matmul is not None and name != "loader"}
     for repeat in range(repeats):
@@ -269,7 +285,7 @@ def _measure(
         for variant in variants if repeat % 2 == 0 else reversed(variants):
             world.at(f"timing {variant.name}, {name}: turn {repeat + 1}")
             with _at_work(variant, name, world):
-                turn = variant.parts[name].turn(steps)
+                turn = variant.parts[name].turn(lengths[variant.name])
             variant.turns[name].append(slowest(turn, world))
     for variant in variants:
         variant.skipped_steps += _read_metrics(variant, world)
@@ -318,6 +334,15 @@ def _steps_per_run(variant: Variant) -> int:
     return min(whole, schedule.max_steps or whole)
 
 
+def _evaluated_images_per_run(variant: Variant) -> int:
+    """Images that the evaluations of a whole run score, twice each if there is an average of the weights."""
+    config = variant.config
+    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
+    every = config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
+    evaluations = -(-_steps_per_run(variant) // every)
+    return evaluations * len(variant.sources["val"]) * (1 if config.optim.ema_decay is None else 2)
+
+
 def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
     config, counted, trained = variant.config, variant.complexity, variant.training_complexity
     first = next(iter(variant.turns))
@@ -350,6 +375,7 @@ def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
         "global_batch_size": config.data.global_batch_size,
         "accumulation_steps": config.optim.accumulation_steps,
         "steps_per_run": _steps_per_run(variant),
+        "evaluated_images_per_run": _evaluated_images_per_run(variant),
         "num_workers": build.num_workers(config),
         "precision": config.precision.name,
         "switches": {str(switch): value for switch, value in variant.switches.items()},

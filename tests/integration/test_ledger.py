@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -37,7 +38,7 @@ def ladder(tmp_path: Path) -> Path:
 
 
 def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
-    measured = ("seeds=1", "rounds=1", "steps=2", "warmup_steps=1", "numerics_steps=2", "gradients=false")
+    measured = ("seeds=1", "rounds=1", "steps=2", "warmup_steps=1", "seconds=0", "numerics_steps=2", "gradients=false")
     return command(f"ladder={ladder}", f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
 
 
@@ -121,7 +122,10 @@ def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path)
     fine_tunes = ("needs_weights=true", f"weights={weights}")
     said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true", *fine_tunes), cwd=tmp_path).stdout
     assert "half: speed=reference speed.input_copy=blocking precision=amp_bf16" in said
-    assert "in total about" in said
+    lines = [line.partition(": about ")[0] for line in said.splitlines() if ": about " in line]
+    assert lines == ["timings", "rounding", "training"]
+    # 1,438 images make 22 steps of 64.
+    assert re.search(r"in total about \d+ min if every rung is as fast as the first \(\d+ ms a step, 22 steps", said)
     assert not folder.exists()
 
 

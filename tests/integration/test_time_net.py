@@ -53,7 +53,7 @@ def check_part(
 
 @pytest.mark.parametrize(
     ("mode", "parts"),
-    [("model", {"train", "inference"}), ("loader", {"loader"}), ("both", {"both"})],
+    [("train", {"train"}), ("model", {"train", "inference"}), ("loader", {"loader"}), ("both", {"both"})],
 )
 def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts: set[str]) -> None:
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}"])
@@ -68,6 +68,7 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
     steps = KEYS["steps"] * KEYS["repeats"]
     if "train" in parts:
         check_part(record, "train", batch=64, samples=steps, forward_passes=3)
+    if "inference" in parts:
         batch = config.data.eval_batch_size or 64
         check_part(record, "inference", batch=batch, samples=steps, forward_passes=1)
     if "loader" in parts:
@@ -131,7 +132,7 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("mode=all",), ("data.root: not set",)),
-        (("mode=mdel",), ("mode: must be one of model, loader, both, all", "did you mean model")),
+        (("mode=mdel",), ("mode: must be one of train, model, loader, both, all", "did you mean model")),
         (("mode=model", "compare=[speed=fast]"), ("compare: needs 2 variants",)),
         (("mode=model", "compare=[seed=1,speed.atention=sdpa]"), ("'speed.atention=sdpa'", "did you mean")),
         (

@@ -33,7 +33,8 @@ from pycls_fast.ledger.page import page
 from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.run_ladder import refusal, run_ladder
-from pycls_fast.ledger.runner import Ledger, Settings
+from pycls_fast.ledger.runner import Ledger
+from pycls_fast.ledger.settings import Settings
 from pycls_fast.ledger.table import markdown, rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
@@ -52,12 +53,22 @@ class FakeProcess:
     broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
     started: ClassVar[list[list[str]]] = []
     trees: ClassVar[list[tuple[object, Path]]] = []
+    devices: ClassVar[list[object]] = []
 
     def __init__(
-        self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None
+        self,
+        tool: Path,
+        arguments: list[str],
+        *,
+        ranks: int,
+        log: Path,
+        inherits: object = (),
+        tree: object = None,
+        devices: object = (),
     ) -> None:
         del ranks, inherits
         self.trees.append((tree, tool))
+        self.devices.append(devices)
         self.started.append(arguments)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -79,7 +90,10 @@ class FakeProcess:
         record = {
             "errors": [],
             "train": {**step, "step_seconds_p50": 0.1},
+            "both": {**step, "step_seconds_p50": 0.125},
+            "input_pipeline": {"images_per_second_per_core": 400.0},
             "steps_per_run": 9000,
+            "evaluated_images_per_run": 1600,
             "memory_peak_bytes": None,
             "time": time.time(),
             **about,
@@ -101,6 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(FakeProcess, "broken", {})
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(FakeProcess, "trees", [])
+    monkeypatch.setattr(FakeProcess, "devices", [])
     return FakeProcess
 
 
@@ -279,8 +294,27 @@ def test_a_reference_that_fails_later_ends_the_work(tmp_path: Path, fake: type[F
     fake.broken = {f"timings-{_slug('base')}-round_1": (1, "RuntimeError: broken")}
     with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
         start(tmp_path, rounds=3, seeds=2)
-    # Three in the first round; in the second, which goes back, base is the last.
-    assert len(fake.started) == 6
+    # Three in the first round; in the second, which goes back, base is the last, and is tried once more.
+    assert len(fake.started) == 7
+
+
+def test_a_failure_after_the_first_round_may_be_chance(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program took the memory, say."""
+    finished = fake.finished
+    ends: list[Path] = []
+
+    def once(process: FakeProcess) -> Finished:
+        ends.append(process._log)
+        if process._log.name == f"timings-{_slug('base')}-round_1.txt" and ends.count(process._log) == 1:
+            return Finished(1, 1.0, process._log)
+        return finished(process)
+
+    monkeypatch.setattr(fake, "finished", once)
+    ledger = start(tmp_path, rounds=3)
+    assert (ledger.selection.failed, len(fake.started)) == ({}, 10)
+    assert ledger.total() == ledger._done == 9
 
 
 def test_without_the_references_training_no_other_one_starts(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -380,12 +414,37 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.run()
         measured = [each for each in fake.started if {"mode=numerics", "mode=gradients"} & set(each)]
-        assert len(measured) == len(ledger.selection.runnable()) + 1
+        assert len(measured) == len(ledger.with_rounding()) + 1
         for arguments in measured:
             own = ("mode=", "steps=", "output=")
             config = load_config("vit_digits", [a for a in arguments if not a.startswith(own)])
             assert config.parallel.name == "single"
         fake.started.clear()
+
+
+@pytest.mark.parametrize("mode", ["one_at_a_time", "cumulative"])
+def test_what_one_process_cannot_have_is_no_rounding_of_its_own(
+    mode: Mode, tmp_path: Path, fake: type[FakeProcess]
+) -> None:
+    """It would be the number of the rung without it."""
+    rungs = (
+        Rung(name="ddp", overrides=("parallel=ddp",), ranks=2),
+        Rung(name="half the traffic", overrides=("parallel=ddp", "parallel.compression=fp16"), ranks=2),
+        Rung(name="B", overrides=("b=1",), ranks=2),
+        Rung(name="whole again", overrides=("parallel.compression=none",), ranks=2),
+        Rung(name="C", overrides=("c=1",), ranks=2),
+    )
+    ledger = start(tmp_path, LADDER.model_copy(update={"rungs": rungs}), mode=mode, numerics_steps=2)
+    measured = [each for each in fake.started if "mode=numerics" in each]
+    assert len(measured) == 3
+    record = collect(ledger, "x")
+    found = [arm["name"] for arm in record["arms"] if arm["numerics"] is not None]
+    # One on top of the other, B includes the compression, and the next one is the first with b=1 that has none.
+    assert found == (["base", "B", "C"] if mode == "one_at_a_time" else ["base", "whole again", "C"])
+    why = "one process measures it, which has no parallel settings"
+    assert record["unmeasured"]["half the traffic: rounding"] == why
+    assert len(record["unmeasured"]) == 6 - len(found)
+    assert ledger.total() == ledger._done
 
 
 # What vit_digits cannot have on a CPU, beside what needs CUDA.
@@ -806,6 +865,29 @@ def test_a_dry_run_counts_what_can_run(
     without = dry_run(tmp_path, LADDER, capsys, mode=mode, seeds=1)
     assert with_more[-4:] == without[-4:]
     assert ("C: not run, c needs a package" in without) == (mode == "leave_one_out")
+
+
+def test_a_dry_run_leaves_out_what_its_folder_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And refuses the folder if the work itself would."""
+    settings = {**SETTINGS, "rounds": 30, "seconds": 0.0}
+
+    def run(*typed: str, dry_run: bool) -> list[str]:
+        run_ladder(
+            load_config("vit_digits", typed), LADDER, Settings(**settings), switches=(), base=([], []),
+            compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
+        )  # fmt: skip
+        return [line for line in capsys.readouterr().out.splitlines() if "about" in line and "left" not in line]
+
+    # 90 timings of 0.7 s and 15 steps of 0.1 s.
+    assert [line.partition(" if ")[0] for line in run(dry_run=True)] == ["timings: about 3 min", "in total about 3 min"]
+    run(dry_run=False)
+    (said,) = run(dry_run=True)
+    assert said.startswith(
+        "in total about 0 min if every rung is as fast as the first (100 ms a step, 9,000 steps a run)"
+    )
+    assert said.endswith(f"; what {tmp_path / 'report'} already has is not counted")
+    with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr; choose"):
+        run("optim.lr=0.5", dry_run=True)
 
 
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time"])

@@ -15,7 +15,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger import numerics
-from pycls_fast.ledger.numerics import errors, measure_numerics, relative_error
+from pycls_fast.ledger.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.building import make_step
@@ -47,8 +47,49 @@ def test_errors_are_of_the_formats_size(
 ) -> None:
     for each in measured(tmp_path, digits, f"precision={precision}", name=name):
         assert low < each["gradient_error"] < high
-    # The classifier starts from zeros: without training there are no logits to be wrong.
-    assert low / 10 < each["logit_error"] < high
+        # Also before training, when the ViT's own head is all zeros.
+        assert low / 10 < each["logit_error"] < high
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_params", "bf16"])
+def test_a_wrong_backward_pass_is_seen_before_training(
+    precision: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of zeros would hide it: no gradient reaches the blocks."""
+    found = measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"]
+    build_parts = numerics.build_parts
+
+    def broken(*arguments: Any) -> Any:
+        parts = build_parts(*arguments)
+        (_, last) = parts.network.units()[-1]
+        last.register_full_backward_hook(lambda module, inputs, outputs: tuple(gradient * 1.5 for gradient in inputs))
+        return parts
+
+    monkeypatch.setattr(numerics, "build_parts", broken)
+    assert measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"] > max(10 * found, 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_params", "bf16"])
+def test_only_a_head_of_zeros_is_replaced_and_only_for_the_measurement(precision: str, digits: Path) -> None:
+    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", f"precision={precision}"])
+    switches = build.switches(config, ALONE.device)
+    network = build.model(config, 10, switches)
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    states = (network, step.masters or network)
+    narrow, before = ({name: value.clone() for name, value in each.state_dict().items()} for each in states)
+    with random_head(step, network):
+        inside = (step.masters or network).state_dict()
+        changed = [name for name, value in inside.items() if not torch.equal(value, before[name])]
+        assert changed == ["head.weight"]
+        assert inside["head.weight"].std() == pytest.approx(0.02, rel=0.1)
+        head_KD = network.get_parameter("head.weight")
+        assert torch.equal(head_KD, inside["head.weight"].to(head_KD))
+    for each, expected in zip(states, (narrow, before), strict=True):
+        assert all(torch.equal(value, expected[name]) for name, value in each.state_dict().items())
+    with torch.no_grad():
+        network.get_parameter("head.weight")[0, 0] = 1.0
+    with random_head(step, network):
+        assert float(network.get_parameter("head.weight").detach().abs().sum()) == 1.0
 
 
 def test_a_pipe_takes_the_errors(digits: Path) -> None:

@@ -14,12 +14,12 @@ from pycls_fast.config import command_line, load_config, variants
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder
-from pycls_fast.ledger.runner import Settings
+from pycls_fast.ledger.settings import Settings
 from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
-    "warmup_steps": 1, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
+    "warmup_steps": 1, "seconds": 1.0, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
     "dry_run": True, "accept_code": True, "loss_scale": 8.0, "output": "x.json",
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
         "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
-        "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
+        "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(Settings)}
     more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}

@@ -16,7 +16,8 @@ from pycls_fast.ledger import processes
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.processes import Finished, Process, _environment
-from pycls_fast.ledger.runner import Ledger, Settings
+from pycls_fast.ledger.runner import Ledger
+from pycls_fast.ledger.settings import Settings
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.output_file import write_json

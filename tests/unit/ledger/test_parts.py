@@ -13,6 +13,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger import clocks, parts, timing
 from pycls_fast.ledger.parts import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
+from pycls_fast.ledger.turn_length import turn_length
 from pycls_fast.parallel import ALONE, World
 
 CPU = torch.device("cpu")
@@ -92,6 +93,52 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     # Every turn runs under its own variant's process-wide settings.
     assert all(before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True))
     assert all(len(variant.turns["train"]) == 3 for variant in made)
+
+
+class Slow:
+    """A part with steps of known length: the first ones, then all others."""
+
+    name: PartName = "train"
+    images_per_step = 1
+
+    def __init__(self, *first: float, rest: float) -> None:
+        self.first, self.rest = list(first), rest
+        self.turns: list[int] = []
+
+    def warm_up(self, steps: int) -> None:
+        self.turn(steps)
+
+    def turn(self, steps: int) -> Turn:
+        self.turns.append(steps)
+        seconds = tuple(self.first.pop(0) if self.first else self.rest for _ in range(steps))
+        return Turn(seconds, sum(seconds))
+
+
+def test_a_turn_lasts_as_long_as_asked() -> None:
+    """As many steps as the settled pace needs, not that of the first one."""
+    quick = Slow(0.25, rest=0.125)
+    assert turn_length(quick, ALONE, steps=10, seconds=2.0) == 16
+    # One step, three as slow as it, then what is left of the second that warms up.
+    assert quick.turns == [1, 3, 3]
+    slow = Slow(rest=4.0)
+    assert turn_length(slow, ALONE, steps=10, seconds=2.0) == 10
+    assert slow.turns == [1]
+    untouched = Slow(rest=1.0)
+    assert turn_length(untouched, ALONE, steps=10, seconds=0.0) == 10
+    assert untouched.turns == []
+
+
+def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "set_backend", lambda config, device: None)
+    made = []
+    for rest in (0.5, 0.25):
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "config": None}
+        fields |= {"complexity": None, "training_complexity": None}
+        variant = timing.Variant(name=str(rest), memory=clocks.DeviceMemory(CPU), **fields)
+        variant.parts["train"] = Slow(rest=rest)
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=1, warmup_steps=3, repeats=2, seconds=2.0)
+    assert [[turn.total for turn in variant.turns["train"]] for variant in made] == [[2.0, 2.0]] * 2
 
 
 def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
