@@ -20,7 +20,7 @@ class Options(Section):
     """Keys of this tool only."""
 
     split: str = "val"
-    """What is scored: val, train, another split that the data has, or all images of data.root."""
+    """What is scored: val, train, or all, for a dataset that is not split into train and val."""
     output: str | None = None
     """A JSON file for the numbers."""
     predictions: str | None = None

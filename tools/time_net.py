@@ -28,8 +28,8 @@ class Options(Section):
     """Keys of this tool only."""
 
     mode: Literal["train", "model", "loader", "both", "all"] = "all"
-    """What is timed: the training step, that and the inference forward pass, the input pipeline, training fed by it, or all
-    of these."""
+    """What is timed: the training step, that and the inference forward pass, the input pipeline, training fed by it, or
+    all of these."""
     steps: Annotated[int, Field(gt=0)] = 5
     """Timed steps in each turn."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
