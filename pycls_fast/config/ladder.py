@@ -11,7 +11,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from pycls_fast.config.compose import LADDERS
-from pycls_fast.config.schema import PositiveFloat, PositiveInt, RunConfig, Section, Text, ViTModel
+from pycls_fast.config.schema import RunConfig, Section, ViTModel
+from pycls_fast.config.schema.values import PositiveFloat, PositiveInt, Text
 from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
