@@ -43,6 +43,7 @@ _SAME_ON_RESUME = (
     "optim.min_factored",
     "optim.trainable",
 )
+_SPLIT = {"data.split_seed", "data.folds", "data.fold"}
 # Settings that may differ without a note, except for those of the next list.
 _FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
 _AFFECTS_RESULT = (
@@ -224,7 +225,8 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
             f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
             f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
         )
-    elif _differ(state.get("train_names"), run.train_names):
+    # Another split, which is reported above, has other training images, too.
+    elif not _SPLIT & fixed.keys() and _differ(state.get("train_names"), run.train_names):
         wrong.append(
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
             "another order; use the same files and data.source, or start again in another run_dir"
