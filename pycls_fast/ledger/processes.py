@@ -160,7 +160,7 @@ def visible_devices(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)) if given is None else given.split(",")[:count])
 
 
-def _environment(ranks: int, devices: Sequence[str]) -> dict[str, str]:
+def _environment(ranks: int, devices: Sequence[str] = ()) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in ours}
     if devices:
