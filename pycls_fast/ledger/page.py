@@ -125,7 +125,9 @@ def _seeds(record: Mapping[str, Any]) -> str:
     made = seed_rows(record)
     if not made:
         return ""
-    what = f"Images lost and won: against '{record['reference']}' with the same seed, by McNemar's exact test."
+    what = (
+        f"Images lost and won are those against '{record['reference']}' with the same seed; p is McNemar's exact test."
+    )
     return (
         f"<details><summary>Each seed</summary><p class='quiet'>{escape(what)}</p>"
         f"<div class='scroll'>{_table(made)}</div></details>"

@@ -164,7 +164,14 @@ def markdown(record: Mapping[str, Any]) -> str:
     ]
     each = seed_rows(record)
     if each:
-        lines += ["", "## Each seed", "", f"Images lost and won: against '{record['reference']}'.", "", *_table(each)]
+        lines += [
+            "",
+            "## Each seed",
+            "",
+            f"Images lost and won are those against '{record['reference']}'.",
+            "",
+            *_table(each),
+        ]
     notes = [f"- {arm['name']}: {arm['note']}" for arm in record["arms"] if arm["note"]]
     missing = [f"- {arm['name']}: {arm['reason']}" for arm in record["arms"] if arm["reason"]]
     failed = [f"- {what}: {reason}" for what, reason in record["unmeasured"].items()]

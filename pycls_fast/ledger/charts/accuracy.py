@@ -137,8 +137,7 @@ def _score_errors(arm: Record) -> list[list[float]] | None:
     """Distances of the score from the ends of the paired difference's interval."""
     compared = arm["training"].get("against_reference")
     verdict = compared["verdict"] if compared else {}
-    ends = [verdict.get(key) for key in ("low", "difference", "high")]
-    if None in ends:
+    low, difference, high = (verdict.get(key) for key in ("low", "difference", "high"))
+    if low is None or difference is None or high is None:
         return None
-    low, difference, high = ends
     return [[difference - low], [high - difference]]
