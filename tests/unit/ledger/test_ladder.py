@@ -259,6 +259,14 @@ def work(folder: Path, **settings: Any) -> int:
     )  # fmt: skip
 
 
+def test_a_reference_that_fails_leaves_a_page(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-base-": (1, "error: no")}
+    with pytest.raises(UserError, match="base"):
+        work(tmp_path)
+    assert "Unfinished: 0 of " in (tmp_path / "index.html").read_text()
+    assert "unfinished: 0 of " in (tmp_path / "ledger.md").read_text()
+
+
 def test_there_is_a_page_after_the_timings(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
