@@ -10,9 +10,11 @@ mode=gradients       a short training: how many gradients float16 cannot hold, a
 mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
 
     python tools/ledger.py --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
+    python tools/ledger.py report LEDGER.json [output=FOLDER]
     python tools/ledger.py check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
 
-`check` exits with 1 if a rung has lost speed or accuracy; absolute=false compares only speed-ups.
+`report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a rung has lost speed or
+accuracy; absolute=false compares only speed-ups.
 """
 
 if __name__ == "__main__":
@@ -155,4 +157,8 @@ if __name__ == "__main__":
         from pycls_fast.ledger.gate import check
 
         sys.exit(check(sys.argv[2:]))
+    if sys.argv[1:2] == ["report"]:
+        from pycls_fast.ledger.report import redraw
+
+        sys.exit(redraw(sys.argv[2:]))
     command_line(main, options=Options, trains=True)

@@ -9,7 +9,7 @@ from html import escape
 
 import matplotlib as mpl
 
-from pycls_fast.ledger.charts import Chart
+from pycls_fast.ledger.charts.drawing import Chart
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -27,19 +27,27 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 """
 
 
-def html_page(title: str, parts: Iterable[str], style: str) -> str:
+def html_page(title: str, parts: Iterable[str], style: str, description: str = "") -> str:
     """The page as text.
 
     Args:
         title: plain text, shown by the browser and not in the page.
         parts: HTML of the body, one after another.
         style: CSS rules besides those of every page.
+        description: plain text that programs show beside a link to the page; "" for none.
     """
+    names = (("name", "description"), ("property", "og:description"), ("property", "og:title"))
+    contents = (description, description, title)
+    tags = [
+        f'<meta {kind}="{name}" content="{escape(content)}">'
+        for (kind, name), content in zip(names, contents, strict=True)
+    ]
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            *(tags if description else ()),
             f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
             *parts,
             "</body></html>",

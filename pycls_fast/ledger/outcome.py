@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 
 from pycls_fast.ledger.accuracy import ImagePair, pair_images
 from pycls_fast.ledger.plan import Arm, tree_path
+from pycls_fast.ledger.rates import compare_speed, with_rates
 from pycls_fast.ledger.records import curve
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.statistics import Speedup, mean_interval, speedup
+from pycls_fast.ledger.statistics import mean_interval
 from pycls_fast.ledger.verdicts import Comparison, Verdict, judge, rule
-from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -28,7 +27,7 @@ FORMAT = 1
 Record = dict[str, Any]
 
 
-def collect(ledger: Ledger, config_name: str) -> Record:
+def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Record:
     """The record of a ledger, finished or not.
 
     The structure is `{..., "arms": [{"name", "status", "timing", "numerics", "training"}, ...]}`; the first arm is the
@@ -37,7 +36,7 @@ def collect(ledger: Ledger, config_name: str) -> Record:
     plan, stopwatch = ledger.selection.arms(), ledger.folder.stopwatch
     records = [_arm(ledger, arm) for arm in plan]
     by_name = {record["name"]: record for record in records}
-    of_different_starts = _compare_speed(plan, by_name, stopwatch.starts if stopwatch else [])
+    of_different_starts = compare_speed(plan, by_name, stopwatch.starts if stopwatch else [])
     _compare_accuracy(ledger, plan, by_name)
     timed = next((record for arm in plan for record in _timings(ledger, arm)), None)
     return {
@@ -60,8 +59,23 @@ def collect(ledger: Ledger, config_name: str) -> Record:
         "environment": _environment(),
         "gradients": _gradients(ledger),
         "unmeasured": ledger.unmeasured | of_different_starts,
+        "unfinished": None if finished else _progress(ledger, records),
         "arms": records,
     }
+
+
+def _progress(ledger: Ledger, records: Sequence[Record]) -> Record:
+    """How many of the measurements of the arms that run here exist."""
+    s, arms = ledger.settings, [record for record in records if record["status"] == "measured"]
+    done = sum(
+        len((arm["timing"] or {}).get("rounds", ()))
+        + (arm["numerics"] is not None)
+        + len((arm["training"] or {}).get("runs", ()))
+        for arm in arms
+    )
+    gradients = ledger.folder.gradients_file(ledger.selection.arms()[0]).is_file()
+    each = s.rounds + s.seeds + (s.numerics_steps is not None)
+    return {"done": done + (s.gradients and gradients), "of": len(arms) * each + s.gradients}
 
 
 def _environment() -> Record:
@@ -131,23 +145,22 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
     steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
     p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
     images = parts[0]["images_per_step"]
-    rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
+    median_rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
     memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
     products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
     shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
-    return {
-        "images_per_second": rate,
-        "images_per_second_per_rank": rate / arm.ranks,
+    timing = {
+        "images_per_second": median_rate,
         "step_seconds_p50": p50,
         "step_seconds_p90": p90,
         "images_per_step": images,
         "samples": len(steps),
         # Not known if parts of the network are frozen.
-        "flops_per_second": 3 * flops * rate if "flops_per_second" in parts[0] else None,
+        "flops_per_second": 3 * flops * median_rate if "flops_per_second" in parts[0] else None,
         "share_of_matmul": float(np.median(shares)) if shares else None,
         "memory_peak_bytes": max(memory, default=None),
-        "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
         "rounds": [part["images_per_second"] for part in parts],
+        "paired_rounds": [],
         # The machine's own speed in each round, of all ranks together.
         "matmul_flops_per_second": products if len(products) == len(rounds) else None,
         "times": [record["time"] for record in rounds],
@@ -155,40 +168,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
         "precision": rounds[0]["precision"],
         "switches": rounds[0]["switches"],
     }
-
-
-def _compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: Sequence[float]) -> dict[str, str]:
-    """Add `speedup` and `speedup_before` to the timings; returns speed-ups that lack an interval, and why."""
-    without = {}
-    for arm in plan:
-        timing = records[arm.name]["timing"]
-        for key, other in (("speedup", plan[0].name), ("speedup_before", arm.before)):
-            reference = records[other]["timing"] if other is not None and other in records else None
-            if timing is None:
-                continue
-            timing[key] = None
-            if reference is not None:
-                found = _in_pairs(reference, timing, starts)
-                timing[key] = asdict(found)
-                rounds = min(len(reference["rounds"]), len(timing["rounds"]))
-                if found.low is None and found.rounds < rounds:
-                    without[f"{arm.name}: interval of the speed-up over '{other}'"] = (
-                        "their rounds are from different starts, between which the machine's speed drifts; with more "
-                        "rounds= both are timed again"
-                    )
-    return without
-
-
-def _in_pairs(reference: Record, timing: Record, starts: Sequence[float]) -> Speedup:
-    """The speed-up over rounds in which one start timed both; if there are none, over all rounds without an interval.
-
-    A rung that was repaired, or that failed in an earlier start, may be timed on a different day than the reference.
-    """
-    # After a kill one of them may be a round ahead.
-    rounds = range(min(len(reference["rounds"]), len(timing["rounds"])))
-    together = [i for i in rounds if bisect(starts, reference["times"][i]) == bisect(starts, timing["times"][i])]
-    found = speedup(*([one["rounds"][i] for i in together or rounds] for one in (reference, timing)))
-    return found if together else replace(found, low=None, high=None, rounds=0)
+    return with_rates(timing, arm.ranks)
 
 
 def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:

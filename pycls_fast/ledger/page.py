@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.ledger.charts import Chart, charts
+from pycls_fast.ledger.charts import NAMES, Chart, charts
+from pycls_fast.ledger.details import seed_rows
+from pycls_fast.ledger.headline import headline, machine, on_ranks, origin, title, unfinished
 from pycls_fast.ledger.html_page import figure_html, html_page
+from pycls_fast.ledger.remarks import remarks
 from pycls_fast.ledger.table import repeats, rows, several_codes, state, time_taken, verdict
 
 _STYLE = """
+.headline { font-size: 1.15rem; line-height: 1.4; border-left: .45rem solid #17375e; padding: .1rem .75rem; }
+.partly { border: 2px dashed #555; padding: .25rem .75rem; }
+summary { cursor: pointer; font-weight: 600; margin: 1.5rem 0 .5rem; }
 .answers { display: grid; grid-template-columns: repeat(auto-fill, minmax(15.5rem, 1fr)); gap: .75rem; padding: 0;
   list-style: none; }
 .answers li { border: 1px solid #bbb; border-left: .45rem solid #17375e; border-radius: .25rem; padding: .5rem .75rem; }
@@ -27,6 +32,9 @@ def write_page(record: Mapping[str, Any], folder: Path) -> None:
     """Write `index.html` and `charts/NAME.png` into the folder."""
     drawn = charts(record)
     (folder / "charts").mkdir(exist_ok=True)
+    for name in NAMES:
+        # An earlier page may have had more charts than this one.
+        (folder / "charts" / f"{name}.png").unlink(missing_ok=True)
     for chart in drawn:
         chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
     (folder / "index.html").write_text(page(record, drawn), encoding="utf-8")
@@ -35,18 +43,21 @@ def write_page(record: Mapping[str, Any], folder: Path) -> None:
 def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
     """The page as text."""
     ladder, settings = record["ladder"], record["settings"]
-    title = f"{record['config_name']}: {ladder['description']}"
-    environment, taken, codes = record["environment"], time_taken(record), several_codes(record)
-    when = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
-    machine = f"{environment['processor']}, {environment['cpu_count']} cores, device {record['device']}"
+    named, taken, codes, partly = title(record), time_taken(record), several_codes(record), unfinished(record)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     source = f"<p class='quiet'>Ladder: {escape(ladder['source'])}</p>" if ladder["source"] else ""
+    found = headline(record)
+    facts = [origin(record), machine(record), settings["mode"].replace("_", " "), *repeats(settings)]
+    facts += [taken] if taken else []
     return html_page(
-        title,
+        f"{named}: {ladder['description']}",
         [
-            f"<h1>{escape(title)}</h1>",
-            f"<p class='quiet'>{when} · {escape(machine)} · {settings['mode'].replace('_', ' ')} · "
-            f"{' · '.join(repeats(settings))}{f' · {taken}' if taken else ''}</p>",
+            f"<h1>{escape(named)}</h1>",
+            f"<p>{escape(ladder['description'])}</p>",
+            f"<p class='partly'>{escape(partly.capitalize())}.</p>" if partly else "",
+            *(f"<p class='headline'>{escape(sentence)}</p>" for sentence in found[:1]),
+            f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in found[1:])}</ul>" if found[1:] else "",
+            f"<p class='quiet'>{escape(' · '.join(facts))}</p>",
             f"<p class='quiet'>{codes.capitalize()}.</p>" if codes else "",
             source,
             f"<ul class='answers'>{''.join(_answer(arm, record) for arm in record['arms'])}</ul>",
@@ -54,8 +65,10 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             *(figure_html(chart) for chart in drawn),
             "</section>",
             "<h2>All numbers</h2>",
-            f"<div class='scroll'>{_table(record)}</div>",
+            f"<div class='scroll'>{_table(rows(record))}</div>",
+            *(f"<p class='quiet'>{escape(remark)}</p>" for remark in remarks(record)),
             f"<p class='quiet'>{escape(record['rule'])}</p>" if settings["seeds"] else "",
+            _seeds(record),
             _list("Notes", [(arm["name"], arm["note"]) for arm in record["arms"] if arm["note"]]),
             _list("Not measured", list(record["unmeasured"].items())),
             _list("Not run here", [(arm["name"], arm["reason"]) for arm in record["arms"] if arm["reason"]]),
@@ -64,6 +77,7 @@ def page(record: Mapping[str, Any], drawn: list[Chart]) -> str:
             _overrides(record),
         ],
         _STYLE,
+        " ".join(found),
     )
 
 
@@ -76,9 +90,10 @@ def _answer(arm: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     if arm["name"] == record["reference"]:
         rate = f"{timing['images_per_second']:,.0f} images/s" if timing else ""
         top1 = f"top-1 {training['top1']['mean']:.2f}%" if training and training["top1"] else ""
-        return f"<li class='open'>{name}<span class='big'>1x</span> {rate}<br>{top1}{ended}</li>"
+        ranks = f" on {arm['ranks']} ranks" if arm["ranks"] > 1 else ""
+        return f"<li class='open'>{name}<span class='big'>1x</span>{ranks} {rate}<br>{top1}{ended}</li>"
     found = timing["speedup"] if timing else None
-    speed = f"<span class='big'>{found['ratio']:.2f}x</span> " if found else ""
+    speed = f"<span class='big'>{found['ratio']:.2f}x</span>{on_ranks(arm, record)} " if found else ""
     between = _interval(found) if found else ""
     words = verdict(arm, "against_reference")
     finding = training["against_reference"]["verdict"]["finding"] if words else ""
@@ -92,8 +107,7 @@ def _interval(speedup: Mapping[str, Any]) -> str:
     return "one round, no interval" if speedup["rounds"] == 1 else "no interval"
 
 
-def _table(record: Mapping[str, Any]) -> str:
-    made = rows(record)
+def _table(made: Sequence[Mapping[str, str]]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in made[0])
     body = "".join(
         "<tr>"
@@ -107,11 +121,24 @@ def _table(record: Mapping[str, Any]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _list(title: str, items: list[tuple[str, str]]) -> str:
+def _seeds(record: Mapping[str, Any]) -> str:
+    made = seed_rows(record)
+    if not made:
+        return ""
+    what = (
+        f"Images lost and won are those against '{record['reference']}' with the same seed; p is McNemar's exact test."
+    )
+    return (
+        f"<details><summary>Each seed</summary><p class='quiet'>{escape(what)}</p>"
+        f"<div class='scroll'>{_table(made)}</div></details>"
+    )
+
+
+def _list(heading: str, items: list[tuple[str, str]]) -> str:
     if not items:
         return ""
     lines = "".join(f"<li><b>{escape(name)}</b>: {escape(text)}</li>" for name, text in items)
-    return f"<h2>{title}</h2><ul>{lines}</ul>"
+    return f"<h2>{heading}</h2><ul>{lines}</ul>"
 
 
 def _overrides(record: Mapping[str, Any]) -> str:

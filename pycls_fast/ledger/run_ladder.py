@@ -25,7 +25,7 @@ from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
 from pycls_fast.ledger.processes import visible_devices
 from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.settings import Settings
-from pycls_fast.ledger.table import markdown, print_table
+from pycls_fast.ledger.table import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import write_json
 from pycls_fast.train.weights import find_weights
@@ -182,21 +182,23 @@ def _work(ledger: Ledger, config_name: str) -> dict[str, Any]:
     with closing(ledger):
         ledger.open()
         with _stopped_by_signals(ledger):
+            finished = False
             try:
-                ledger.run()
+                ledger.run(after_phase=lambda: _report(ledger, config_name, finished=False))
+                finished = True
             finally:
-                record = collect(ledger, config_name)
-                write_json(ledger.folder.path / "ledger.json", record)
-        write_reports(record, ledger.folder.path)
+                record = _report(ledger, config_name, finished=finished)
     return record
 
 
-def write_reports(record: dict[str, Any], folder: Path) -> None:
-    """Write `ledger.md`, `index.html` and its charts."""
-    from pycls_fast.ledger.page import write_page
+def _report(ledger: Ledger, config_name: str, *, finished: bool) -> dict[str, Any]:
+    """Write `ledger.json` and the report from what is measured so far; returns the record."""
+    from pycls_fast.ledger.report import write_reports
 
-    (folder / "ledger.md").write_text(markdown(record), encoding="utf-8")
-    write_page(record, folder)
+    record = collect(ledger, config_name, finished=finished)
+    write_json(ledger.folder.path / "ledger.json", record)
+    write_reports(record, ledger.folder.path)
+    return record
 
 
 def refusal(arm: Arm, compose: Callable[[Sequence[str]], RunConfig], device: torch.device) -> str | None:

@@ -97,8 +97,8 @@ class Ledger:
             **self.conditions,
         }
 
-    def run(self) -> None:
-        """Do everything that is not done yet.
+    def run(self, after_phase: Callable[[], object] = lambda: None) -> None:
+        """Do everything that is not done yet; `after_phase` is called after the timings and before the training.
 
         Raises:
             UserError: the reference arm does not run.
@@ -111,6 +111,7 @@ class Ledger:
             order = self.selection.runnable()
             for arm in order if number % 2 == 0 else reversed(order):
                 self._time(arm, number)
+        after_phase()
         if s.numerics_steps is not None:
             with_rounding = self.with_rounding()
             for arm in self.selection.runnable():
@@ -120,7 +121,9 @@ class Ledger:
                     self.unmeasured[f"{arm.name}: rounding"] = _NO_ROUNDING
         if s.gradients:
             self._gradients(self.selection.arms()[0])
-        self._train_all()
+        if s.seeds:
+            after_phase()
+            self._train_all()
 
     def total(self) -> int:
         """Number of processes in the whole plan, as far as it is known."""

@@ -84,6 +84,9 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     )
     gate = [arguments[0], str(ROOT / "tools" / "ledger.py"), "check", *[str(folder / "ledger.json")] * 2]
     assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
+    report = [*gate[:2], "report", str(folder / "ledger.json"), f"output={tmp_path / 'again'}"]
+    assert f"report: {tmp_path / 'again' / 'index.html'}" in run_process(report, cwd=tmp_path).stdout
+    assert (tmp_path / "again" / "ledger.md").read_bytes() == (folder / "ledger.md").read_bytes()
 
 
 def test_sigterm_leaves_the_record_and_the_same_command_resumes(ladder: Path, digits: Path, tmp_path: Path) -> None:
@@ -103,6 +106,7 @@ def test_sigterm_leaves_the_record_and_the_same_command_resumes(ladder: Path, di
     assert "stopped; everything finished so far is saved, and the same command resumes" in said
     assert not [command for command in _commands() if str(folder) in command], "a stopped ledger leaves processes"
     assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, False]
+    assert "Unfinished: 1 of 2 measurements" in (folder / "index.html").read_text()
 
     stamp = timed.stat().st_mtime_ns
     run_process(arguments, cwd=tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pycls_fast.ledger.charts import INK, LINE, PALE, Chart, literal, plain_axes
+from pycls_fast.ledger.charts.drawing import INK, LINE, PALE, Chart, literal, plain_axes
 
 Record = Mapping[str, Any]
 

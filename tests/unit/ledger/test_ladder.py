@@ -190,6 +190,7 @@ def test_rounds_of_different_starts_are_no_pairs(tmp_path: Path, fake: type[Fake
     assert third["unmeasured"] == {}
     found = third["arms"][2]["timing"]["speedup"]
     assert (found["low"], found["rounds"]) == (pytest.approx(1.0), 2)
+    assert [arm["timing"]["paired_rounds"] for arm in third["arms"]] == [[0, 1, 2, 3], [2, 3], [2, 3]]
 
 
 def test_a_single_round_of_another_start_is_told(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -251,15 +252,50 @@ def test_a_signal_leaves_what_is_done(
     before = signal.getsignal(number)
     monkeypatch.setattr(fake, "finished", interrupted)
     monkeypatch.setattr(fake, "stop", stopped_again)
-    status = run_ladder(
-        load_config("vit_digits"), LADDER, Settings(**SETTINGS), switches=(), base=([], []), compose=composed,
-        folder=tmp_path, tools=Path("tools"), dry_run=False,
-    )  # fmt: skip
-    assert status == 3
+    assert work(tmp_path) == 3
     assert len(stopped) == 1
     assert signal.getsignal(number) == before
     assert "the same command resumes" in capsys.readouterr().out
-    assert json.loads((tmp_path / "ledger.json").read_text())["arms"][0]["timing"]["rounds"] == [80.0]
+    record = json.loads((tmp_path / "ledger.json").read_text())
+    assert record["arms"][0]["timing"]["rounds"] == [80.0]
+    assert record["unfinished"] == {"done": 2, "of": 6}
+    assert "**unfinished: 2 of 6 measurements**" in (tmp_path / "ledger.md").read_text()
+    assert "Unfinished: 2 of 6 measurements." in (tmp_path / "index.html").read_text()
+    # Started again, the whole of it replaces this.
+    monkeypatch.setattr(fake, "finished", finished)
+    assert work(tmp_path) == 0
+    assert "unfinished" not in (tmp_path / "ledger.md").read_text()
+
+
+def work(folder: Path, **settings: Any) -> int:
+    return run_ladder(
+        load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
+        compose=composed, folder=folder, tools=Path("tools"), dry_run=False,
+    )  # fmt: skip
+
+
+def test_a_reference_that_fails_leaves_a_page(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-base-": (1, "error: no")}
+    with pytest.raises(UserError, match="base"):
+        work(tmp_path)
+    assert "Unfinished: 0 of " in (tmp_path / "index.html").read_text()
+    assert "unfinished: 0 of " in (tmp_path / "ledger.md").read_text()
+
+
+def test_there_is_a_page_after_the_timings(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    write = fake._write
+
+    def looking(process: FakeProcess, file: Path, arguments: list[str]) -> None:
+        page = tmp_path / "ledger.md"
+        seen.append([line for line in page.read_text().splitlines() if "unfinished" in line] if page.is_file() else [])
+        write(process, file, arguments)
+
+    monkeypatch.setattr(fake, "_write", looking)
+    assert work(tmp_path, numerics_steps=2) == 0
+    assert seen == [[]] * 6 + [["**unfinished: 6 of 9 measurements**"]] * 3
 
 
 @pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["a=1", "runtime.tracker=none"]), ("none", ["a=1"])])
