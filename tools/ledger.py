@@ -38,41 +38,52 @@ class Named(Section):
     """A ladder, by its name or the path of its file."""
 
     name: str = "modern"
+    """Its name, or the path of its file."""
 
     def __str__(self) -> str:
         return self.name
 
 
 class Options(Section):
-    """Keys of this tool only.
-
-    The default of `mode` is the ladder's own, mostly cumulative. `steps` and `warmup_steps` are the length of each
-    timing (`rounds` of them per rung), or of the training of mode=gradients and mode=numerics; a timing lasts at least
-    `seconds`, and its warm-up half of that. Each rung is trained with `seeds` seeds from `first_seed` on, on `ranks`
-    processes, `jobs` runs at a time, which share no GPU; `gradients` counts those of the first rung;
-    `numerics_steps=null` skips the comparison with float64. A loss of up to `margin` points of top-1 is accepted.
-    `loss_scale` is tried on the gradients of mode=gradients. `accept_code` resumes in a folder that was measured before
-    the code changed.
-    """
+    """Keys of this tool only."""
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
+    """How rungs are combined, or a single measurement of gradients or numerics; null: the ladder's own, mostly
+    cumulative."""
     ladder: Named = Named()
+    """The rungs: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()
+    """Rungs to run, by name or by a key that they set; []: all."""
     seeds: Count = 3
+    """Training runs of each rung."""
     first_seed: Count = 0
+    """The seed of the first of them."""
     rounds: Positive = 3
+    """Timings of each rung, in turns."""
     steps: Positive | None = None
+    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: by the mode."""
     warmup_steps: Count | None = None
+    """The least number of steps before a timing; null: by the mode."""
     seconds: Annotated[float, Field(ge=0.0)] = 2.0
+    """The shortest timing; its warm-up lasts at least half of it."""
     numerics_steps: Positive | None = 20
+    """Compare logits and gradients with float64 before training and after so many steps; null: do not."""
     jobs: Positive = 1
+    """Training runs at a time; on CUDA each has GPUs of its own."""
     ranks: Positive = 1
+    """Processes of each timing and training."""
     margin: Annotated[float, Field(gt=0.0)] = 0.2
+    """The loss of top-1 that is accepted, in points."""
     gradients: bool = True
+    """Count the first rung's gradients against float16's limits."""
     dry_run: bool = False
+    """Print the plan and an estimate of its time, and measure nothing."""
     accept_code: bool = False
+    """Resume in a folder that was measured before the code changed."""
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
+    """mode=gradients: the scale that is tried on the gradients."""
     output: str | None = None
+    """The folder of the report; null: a new one in ledger/."""
 
 
 # Keys that the modes without a ladder read.

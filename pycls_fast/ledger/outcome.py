@@ -74,8 +74,11 @@ def _progress(ledger: Ledger, records: Sequence[Record]) -> Record:
         for arm in arms
     )
     gradients = ledger.folder.gradients_file(ledger.selection.arms()[0]).is_file()
-    each = s.rounds + s.seeds + (s.numerics_steps is not None)
-    return {"done": done + (s.gradients and gradients), "of": len(arms) * each + s.gradients}
+    rounding = 0 if s.numerics_steps is None else len(ledger.with_rounding())
+    return {
+        "done": done + (s.gradients and gradients),
+        "of": len(arms) * (s.rounds + s.seeds) + rounding + s.gradients,
+    }
 
 
 def _environment() -> Record:
