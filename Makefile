@@ -19,12 +19,15 @@ $(READY): pyproject.toml setup.py constraints.txt
 train: $(READY)
 	$(BIN)/python tools/train_net.py
 
-# Test files run in parallel, one per core.
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+# Test files run in parallel, one per core, in their order: those of whole runs, which take longest, come first.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# Each test compiles with one process, because the others use the other cores.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m slow
 
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -m cuda

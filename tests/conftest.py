@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from pycls_fast.data import write_digits
+from tests.started import Started
 
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)
 
-# Under nohup and in the background of a shell's script these are ignored, by the processes that tests start, too; some
-# tests send them.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# In the background of a shell's script it is ignored, by the processes that tests start, too; some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,6 +34,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not is_about_cuda(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP ends processes, those that the test starts as well; under nohup it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts processes that end with the test."""
+    processes = Started()
+    yield processes
+    processes.end()
 
 
 @pytest.fixture(scope="session")

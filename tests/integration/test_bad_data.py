@@ -139,6 +139,7 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
             "speed.input_copy=prefetch",
             r"^speed.input_copy: prefetch needs CUDA and this run is on CPU; use speed",
         ),
+        ("precision=tf32", r"^precision: tf32 needs CUDA"),
     ],
 )
 def test_machine_that_cannot(tmp_path: Path, digits: Path, override: str, pattern: str) -> None:

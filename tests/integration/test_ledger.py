@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import ROOT, command, environment, run_process
+from tests.started import Started
 
 SHORT = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "schedule.epochs=1", "schedule.warmup_epochs=0",
@@ -44,12 +45,10 @@ def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
 
 # Some twenty processes, one behind the other.
 @pytest.mark.timeout(900)
-def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Path, started: Started) -> None:
     folder = tmp_path / "report"
     arguments = ledger(ladder, digits, f"output={folder}")
-    process = subprocess.Popen(
-        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = started(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     first = _kill_when_there_is(folder, "timings/same-*/round_0.json", process)
     stamp = first.stat().st_mtime_ns
     time.sleep(1)
@@ -89,13 +88,15 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert (tmp_path / "again" / "ledger.md").read_bytes() == (folder / "ledger.md").read_bytes()
 
 
-def test_sigterm_leaves_the_record_and_the_same_command_resumes(ladder: Path, digits: Path, tmp_path: Path) -> None:
+def test_sigterm_leaves_the_record_and_the_same_command_resumes(
+    ladder: Path, digits: Path, tmp_path: Path, started: Started
+) -> None:
     ladder.write_text(
         "description: one change\nbaseline: {name: plain}\nrungs: [{name: wide, overrides: [model.width=48]}]"
     )
     folder = tmp_path / "report"
     arguments = ledger(ladder, digits, f"output={folder}", "seeds=0", "numerics_steps=null")
-    process = subprocess.Popen(
+    process = started(
         arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     timed = _wait_for(folder, "timings/plain-*/round_0.json", process)
@@ -152,15 +153,15 @@ def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None
     assert line in said
 
 
-def test_an_experiment_that_was_changed_is_another(ladder: Path, digits: Path, tmp_path: Path) -> None:
+def test_an_experiment_that_was_changed_is_another(
+    ladder: Path, digits: Path, tmp_path: Path, started: Started
+) -> None:
     experiment, folder = tmp_path / "mine" / "mine.yaml", tmp_path / "report"
     experiment.parent.mkdir()
     experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.001}\n")
     more = ("--config-dir", str(experiment.parent), f"data.root={digits}", f"ladder={ladder}", *SHORT, "seeds=1")
     arguments = command(*more, f"output={folder}", tool="ledger", config_name="mine")
-    process = subprocess.Popen(
-        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = started(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _kill_when_there_is(folder, "plan.json", process)
     experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.002}\n")
     said = run_process(arguments, cwd=tmp_path, expect=2).stderr

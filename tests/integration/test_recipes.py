@@ -8,12 +8,14 @@ import pytest
 
 from pycls_fast import published
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
+from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.train import train
 from tests.integration.runs import records
 
 # One of each kind of network, loss and optimizer.
 CHEAP = ("deit3_s16", "vit_c_1gf", "mae_finetune_b16", "rsb_a3")
+# One of each kind of network, compiled as the preset does on a CPU with bfloat16, which takes minutes.
+COMPILED = ("vit_b16", "resnet50", "regnety_4gf")
 
 SMALL = (
     "data.source=synthetic",
@@ -59,10 +61,23 @@ def shrunk(name: str, run_dir: Path) -> list[str]:
     [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in published.EXPERIMENTS],
 )
 def test_two_steps(tmp_path: Path, name: str) -> None:
-    config = load_config(name, shrunk(name, tmp_path / "run"))
+    trains(load_config(name, [*shrunk(name, tmp_path / "run"), "speed.compile=off"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", COMPILED)
+def test_two_compiled_steps(tmp_path: Path, name: str) -> None:
+    trains(load_config(name, shrunk(name, tmp_path / "run")))
+
+
+def trains(config: RunConfig) -> None:
+    """Train, and check what was recorded."""
+    assert config.run_dir is not None
+    run_dir = Path(config.run_dir)
     assert train(config) == 0
-    steps = records(tmp_path / "run", "train")
+    steps = records(run_dir, "train")
     assert [record["step"] for record in steps] == [1, 2]
     assert all(0 < record["loss"] < 20 for record in steps)
-    evaluated = {record["weights"] for record in records(tmp_path / "run", "eval")}
+    evaluated = {record["weights"] for record in records(run_dir, "eval")}
     assert evaluated == ({"model", "ema"} if config.optim.ema_decay is not None else {"model"})

@@ -31,6 +31,7 @@ from tests.integration.runs import (
     run_process,
     under_torchrun,
 )
+from tests.started import Started
 
 # Everything that could carry state from step to step.
 EVERYTHING = (
@@ -62,6 +63,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def start_and_interrupt(
+    started: Started,
     arguments: Sequence[str],
     run_dir: Path,
     at_step: int,
@@ -73,14 +75,13 @@ def start_and_interrupt(
 
     Nobody reads standard output where `closed`.
     """
-    process = subprocess.Popen(
+    process = started(
         list(arguments),
         cwd=run_dir.parent,
         env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,
     )
     if closed:
         assert process.stdout is not None
@@ -123,11 +124,11 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
         ]
 
 
-def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterrupted: Path) -> None:
+def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterrupted: Path, started: Started) -> None:
     """Twice, the second time in the second epoch, and never at a step that was saved."""
     run_dir = tmp_path / "run"
     for at_step in (8, 32):
-        status, _, _ = start_and_interrupt(arguments(run_dir, digits), run_dir, at_step, kill_group)
+        status, _, _ = start_and_interrupt(started, arguments(run_dir, digits), run_dir, at_step, kill_group)
         assert status == -signal.SIGKILL
     done = run_process(arguments(run_dir, digits), cwd=tmp_path)
     assert "resumed from" in done.stdout
@@ -136,12 +137,12 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterr
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_says_how_to_go_on(
-    tmp_path: Path, digits: Path, uninterrupted: Path, number: signal.Signals
+    tmp_path: Path, digits: Path, uninterrupted: Path, number: signal.Signals, started: Started
 ) -> None:
     """The whole process group is signalled, as a terminal and launchers do, workers included."""
     run_dir = tmp_path / "run"
     status, out, err = start_and_interrupt(
-        arguments(run_dir, digits), run_dir, 12, lambda process: os.killpg(process.pid, number)
+        started, arguments(run_dir, digits), run_dir, 12, lambda process: os.killpg(process.pid, number)
     )
     assert status == 3, err
     assert "Traceback" not in err
@@ -154,14 +155,14 @@ def test_signal_saves_and_says_how_to_go_on(
     assert_same_run(run_dir, uninterrupted)
 
 
-def test_nobody_reads_the_output(tmp_path: Path, digits: Path) -> None:
+def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started) -> None:
     """Ctrl-C of `... | tee log` ends tee first: the training goes on to its save."""
     run_dir = tmp_path / "run"
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
 
-    status, _, err = start_and_interrupt(arguments(run_dir, digits), run_dir, 12, interrupt, closed=True)
+    status, _, err = start_and_interrupt(started, arguments(run_dir, digits), run_dir, 12, interrupt, closed=True)
     assert status == 3, err
     failed, _, answer = err.splitlines()
     assert failed == "warning: standard output failed (Broken pipe); nothing more is shown"
@@ -181,11 +182,13 @@ def test_a_step_is_saved_before_it_is_shown(tmp_path: Path, digits: Path, monkey
     assert train(load_config("vit_digits", arguments(run_dir, digits, *every)[4:])) == 0
 
 
-def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path) -> None:
+def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path, started: Started) -> None:
     """torchrun passes the signal on; every rank leaves after the same step, and the run goes on from there."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     ranks = under_torchrun(arguments(run_dir, digits), 2)
-    status, out, err = start_and_interrupt(ranks, run_dir, 12, lambda process: process.send_signal(signal.SIGTERM))
+    status, out, err = start_and_interrupt(
+        started, ranks, run_dir, 12, lambda process: process.send_signal(signal.SIGTERM)
+    )
     assert status != 0
     assert "everything up to step" in out, err
     saved = newest_checkpoint(run_dir)["step"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TINY, command, environment, records, run_process
+from tests.started import Started
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 LAUNCHER = ("--multirun", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2")
@@ -65,11 +66,11 @@ def test_a_crash_of_one_task_fails_and_is_in_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path) -> None:
+def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, started: Started) -> None:
     """One task gets the signal, both leave after the same step, and the job that comes after goes on from it."""
     run = tmp_path / "run"
     arguments = (*TINY, *LAUNCHER, "parallel=ddp", "schedule.epochs=4", f"data.root={digits}", f"run_dir={run}")
-    process = subprocess.Popen(
+    process = started(
         command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
@@ -186,6 +187,20 @@ def test_scores_in_half_precision(tmp_path: Path, digits: Path) -> None:
     assert json.loads((tmp_path / "scores.json").read_text())["loss"] == pytest.approx(evaluation["loss"], rel=1e-6)
 
 
+def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Path) -> None:
+    run(tmp_path, digits, "schedule.max_steps=5", "schedule.warmup_epochs=0", "optim.lr=0.01", "precision=amp_bf16")
+    (evaluation,) = records(tmp_path, "eval")
+    losses = []
+    for precision in ("amp_bf16", "fp32"):
+        config = load_config(
+            "vit_digits", [*TINY, f"data.root={digits}", f"precision={precision}", f"weights={tmp_path}"]
+        )
+        assert score(config, "val", str(tmp_path / "scores.json")) == 0
+        losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
+    assert losses[0] == pytest.approx(evaluation["loss"], rel=1e-6)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16_master", "fp16"])
 def test_a_constant_loss_scale_that_is_too_high_stops_with_advice(tmp_path: Path, digits: Path, name: str) -> None:
     overrides = [f"precision={name}", "precision.loss_scale=1e30", "runtime.watchdog=true"]
@@ -308,3 +323,16 @@ def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.Captur
         run(tmp_path / "third", digits, f"weights={tmp_path / 'first'}", "model.width=64")
     own = "model=vit_digits model.patch_size=2 model.width=32 model.depth=2 model.mlp_width=32"
     assert caught.value.lines[0].endswith(f"belongs to another model; {own} builds it")
+
+
+def test_a_tensor_that_weights_allow_names_may_be_missing_in_the_model(tmp_path: Path, digits: Path) -> None:
+    run(tmp_path / "first", digits, "schedule.max_steps=1")
+    state = newest_checkpoint(tmp_path / "first")["model"]
+    weights = tmp_path / "more.safetensors"
+    save_file({**state, "another.scale": torch.ones(3)}, weights)
+    small = [*TINY, f"data.root={digits}", f"weights={weights}", "schedule.max_steps=1"]
+    for number, use in enumerate((train, lambda config: score(config, "val", None))):
+        own = [*small, f"run_dir={tmp_path / str(number)}"]
+        with pytest.raises(UserError, match=r"another\.scale"):
+            use(load_config("vit_digits", own))
+        assert use(load_config("vit_digits", [*own, "weights_allow=[another.scale]"])) == 0

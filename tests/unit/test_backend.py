@@ -26,9 +26,11 @@ def settings_as_before() -> Iterator[None]:
     # Takes back what tests before these have set.
     set_backend()
     before = cudnn.benchmark, cudnn.allow_tf32
+    products = torch.get_float32_matmul_precision()
     yield
     cudnn.benchmark, cudnn.allow_tf32 = before
     set_backend()
+    torch.set_float32_matmul_precision(products)
 
 
 def test_torch_does_not_report_a_cuda_home_without_cuda(
@@ -96,6 +98,33 @@ def test_ranks_of_torchrun_that_update_weights_have_their_share_of_the_cores(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_float32_is_float32_unless_tf32_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, and after a run that had it: torch's own default for convolutions is TF32."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    found = []
+    for precision in ("tf32", "fp32", "tf32", "amp_bf16"):
+        set_backend(f"precision={precision}", "speed.compile=off", device=CUDA)
+        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    assert found == [("high", True), ("highest", False)] * 2
+
+
+@pytest.mark.parametrize(("device", "capability"), [(CPU, (9, 0)), (CUDA, (7, 5))])
+def test_devices_without_tf32(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA from Ampere"):
+        set_backend("precision=tf32", device=device)
+
+
+def test_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(build_device, "keep_freed_memory", kept.append)
+    for value in ("keep", "default"):
+        set_backend(f"speed.allocator={value}")
+    assert kept == [True, False]
 
 
 def test_determinism() -> None:

@@ -582,6 +582,13 @@ class TestOptimizing:
             assert step.loss == CrossEntropy(0.25)
             assert isinstance(step.mixer, Mixer)
 
+    def test_a_step_knows_its_number_of_classes(self) -> None:
+        """A threshold may make every class the right one."""
+        config = vit("loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.0")
+        network = build.model(config, 10, REFERENCE)
+        with pytest.raises(UserError, match=r"^loss\.bce_threshold: .* makes every class a 1: with 10 classes"):
+            make_step(config, network, world(), REFERENCE, steps_per_epoch=7)
+
     @pytest.mark.parametrize("seed", [0, 2**31 - 1])
     def test_the_ends_of_the_seeds(self, seed: int) -> None:
         model = build.model(vit(f"seed={seed}"), 10, REFERENCE)

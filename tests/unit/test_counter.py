@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pycls_fast.counter import counter_seed
+from pycls_fast.counter import counter_seed, microbatch_seed
 
 MASK = 2**64 - 1
 
@@ -52,6 +52,16 @@ def test_the_reference_generator_is_splitmix64() -> None:
 )
 def test_values_never_change(counters: tuple[int, ...], seed: int) -> None:
     assert counter_seed(*counters) == seed
+
+
+def test_each_microbatch_of_each_rank_has_its_seed() -> None:
+    """What is drawn for one is drawn for no other, and again when a run is resumed."""
+    assert microbatch_seed(1, step=2, position=3, rank=4) == counter_seed(1, 2, 3, 4) == 814128022664307656
+    seeds = {
+        microbatch_seed(1, step=step, position=position, rank=rank)
+        for step, position, rank in itertools.product(range(2), repeat=3)
+    }
+    assert len(seeds) == 8
 
 
 def test_neighbours_do_not_collide() -> None:

@@ -75,6 +75,13 @@ def test_the_smaller_of_both_counts(monkeypatch: pytest.MonkeyPatch, quota: int 
     assert build.num_workers(config) == cores // 3
 
 
+def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(40)))
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: None)
+    for count, workers in (("null", 16), ("20", 20)):
+        assert build.num_workers(load_config("vit_digits", [f"data.num_workers={count}"])) == workers
+
+
 @pytest.mark.parametrize(
     ("quota", "omp", "overrides", "threads"),
     [

@@ -143,6 +143,8 @@ def compiles(in_force: Mapping[SwitchName, str]) -> bool:
 
 
 @pytest.mark.slow
+# Compiling for a CPU takes minutes on a busy machine.
+@pytest.mark.timeout(900)
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("experiment", "company", "chosen"), arms())

@@ -26,6 +26,7 @@ from pycls_fast.data.sources.packed import ENTRY, open_packed_split
 from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
+from tests.started import Started
 from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
 
 CONTENT = make_content()
@@ -136,8 +137,9 @@ def test_few_images_start_no_processes_and_splits_share_a_server(monkeypatch: py
     assert os.getpid() not in servers
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_to_all_processes_is_one_line(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_all_processes_is_one_line(tmp_path: Path, number: signal.Signals, started: Started) -> None:
     """No traceback of a process that reads images, and no lock that is left."""
     (tmp_path / "slow.py").write_text("import time\ndef work(source, index):\n    time.sleep(0.02)\n")
     (tmp_path / "tool.py").write_text(
@@ -151,13 +153,12 @@ def test_a_signal_to_all_processes_is_one_line(tmp_path: Path, number: signal.Si
         "            print(index, flush=True)\n"
         "if __name__ == '__main__': command_line(main)\n"
     )
-    running = subprocess.Popen(
+    running = started(
         [sys.executable, str(tmp_path / "tool.py")],
         env={**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     assert running.stdout is not None
     assert running.stdout.readline() == "0\n"
@@ -384,7 +385,7 @@ def descendants(process: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
+def test_kill_9_again_and_again(tmp_path: Path, digits: Path, started: Started) -> None:
     tool = (
         "import runpy; from pycls_fast.data.packing import workers; workers._SECONDS_WITHOUT = 0.0; "
         f"runpy.run_path({str(ROOT / 'tools' / 'prepare_data.py')!r}, run_name='__main__')"
@@ -394,7 +395,7 @@ def test_kill_9_again_and_again(tmp_path: Path, digits: Path) -> None:
     kills = 0
     orphans: list[str] = []
     while True:
-        running = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+        running = started(command, env=environment(), stdout=subprocess.DEVNULL)
         part = tmp_path / "out" / "train" / "images.bin.part"
         before = part.stat().st_size if part.is_file() else 0
         while running.poll() is None and kills < 2:

@@ -140,6 +140,10 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
         )
         steps = []
         for number, batch in enumerate(loader):
+            normalised, erased, mixed = (place == "cpu" for place in chosen)
+            assert batch.images_BHWC.is_floating_point() == normalised
+            assert (batch.erase_B4 is None) == erased
+            assert (batch.mixed is not None) == mixed
             steps.append(Step._inputs(parts, 1 + number // 2, number % 2, batch))
         found.append(steps)
     assert len(found[0]) == len(found[1]) == 4

@@ -228,6 +228,7 @@ def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
     assert not {"device", "world_size"} & set(record["environment"])
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_what_is_done(
     number: signal.Signals,

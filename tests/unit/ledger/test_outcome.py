@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,9 @@ def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
         "pathlib.Path(sys.argv[1] + '_started').touch()\n"
         "while True: time.sleep(0.01)\n"
     )
+    now = 0.0
+    limits: list[float] = []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
     names = ["0", "1", "2"]
     what = ["never", "never", "saves"]
     started = [
@@ -138,11 +142,24 @@ def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
     ]
     while len(list(tmp_path.glob("*_started"))) < len(names):
         time.sleep(0.01)
-    asked = time.monotonic()
+    wait = subprocess.Popen.wait
+
+    def waited(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        nonlocal now
+        if timeout is None:
+            return wait(process)
+        while len(list(tmp_path.glob("*_asked"))) < len(names):
+            time.sleep(0.01)
+        limits.append(timeout)
+        if process is started[2]._process:
+            return wait(process)
+        now += timeout
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
     Process.stop(started)
     # One time limit for all of them.
-    assert time.monotonic() - asked < 1.9
-    assert len(list(tmp_path.glob("*_asked"))) == len(names)
+    assert limits == [1.0, 0.0, 0.0]
     assert [process.wait().status for process in started] == [-9, -9, 3]
 
 

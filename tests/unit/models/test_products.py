@@ -190,9 +190,10 @@ from pycls_fast.models import VisionTransformer
 
 fast = dict(attention="products", linear="products", patches="product", qkv="fused")
 sizes = dict(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3)
-model = VisionTransformer(**sizes, **fast).bfloat16()
+model = VisionTransformer(**sizes, **fast, init="trunc_normal").bfloat16()
 model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
 assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+assert all(block.mlp.fc1.weight.grad.any() for block in model.blocks)
 print("bfloat16 in oneDNN:", torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 

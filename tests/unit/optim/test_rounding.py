@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.optim import Ema
+from pycls_fast.parallel import Wrapped
+from pycls_fast.speed import SwitchName
 
+CPU = torch.device("cpu")
 SHAPES = [(), (7,), (40, 33), (128, 65), (4, 3, 2, 2), (1000,)]
 
 
@@ -83,21 +86,20 @@ def test_a_rare_average_follows_a_frequent_one() -> None:
 
 def test_the_configuration_reaches_the_average() -> None:
     config = load_config("vit_digits", ["optim.ema_decay=0.9", "optim.ema_every_steps=4"])
-    switches = build.switches(config, torch.device("cpu"))
+    switches = build.switches(config, CPU)
     made = build.ema(config, nn.Linear(1, 1), switches)
     assert made is not None
     assert made.every == 4
 
 
 def clipped(foreach: bool, dtype: torch.dtype, limit: float) -> tuple[float, list[Tensor]]:
-    """As `Step._clip`."""
+    """The norm before clipping, and the gradients after it."""
     generator = torch.Generator().manual_seed(2)
     model = network(generator, dtype)
     for value in model.parameters():
         value.grad = torch.randn(value.shape, generator=generator, dtype=torch.float64).float().to(dtype)
     gradients = [value.grad for value in model.parameters() if value.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm, foreach=foreach)
+    norm = Wrapped(model, model, CPU).clip(list(model.parameters()), limit, foreach=foreach)
     return norm.item(), [gradient.double() for gradient in gradients]
 
 
@@ -126,11 +128,12 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
             [f"speed.{switch}={value}", "optim.ema_decay=0.9", "optim.clip_norm=0.5", "model.width=32",
              "model.mlp_width=32", "model.depth=2"],
         )  # fmt: skip
-        switches = build.switches(config, torch.device("cpu"))
+        switches = build.switches(config, CPU)
         network = build.model(config, 10, switches)
         optimizer = build.optimizer(config, network, switches)
         ema = build.ema(config, network, switches)
         assert ema is not None
+        wrapped = Wrapped(network, network, CPU)
         generator = torch.Generator().manual_seed(3)
         images = torch.randn(20, 3, config.data.image_size, config.data.image_size, generator=generator)
         losses = []
@@ -138,10 +141,7 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
             optim.set_lr(optimizer, 3e-3)
             loss = nn.functional.cross_entropy(network(images), torch.arange(20) % 10)
             loss.backward()
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in network.parameters() if p.grad is not None], foreach=value == "foreach"
-            )
-            torch.nn.utils.clip_grads_with_norm_(network.parameters(), 0.5, norm, foreach=value == "foreach")
+            wrapped.clip(list(network.parameters()), 0.5, foreach=switches[SwitchName.CLIP] == "foreach")
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)

@@ -143,10 +143,26 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
     assert len({id(buffer) for buffer in averaged}) == 2 * statistics
 
 
+def state_of(ours: Any, network: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by the parameters' names."""
+    if ours.weights is None:
+        return dict(named_state(optimizer, network.named_parameters()))
+    return dict(ours.weights.named_optimizer_state(optimizer))
+
+
+def held_by(optimizer: Any) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+    """The state of the optimizer that is inside of the others."""
+    for name in ("optim", "inner"):
+        optimizer = getattr(optimizer, name, optimizer)
+    return dict(optimizer.state)
+
+
 def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
     """Of shards, and of what OSS shares out: by name and in the network's shapes, and back."""
     for strategy in ("fairscale_fsdp", "fairscale_sharded_ddp"):
-        config = load_config("vit_digits", [f"parallel={strategy}", *TINY, "data.root=x"])
+        # A head of zeros would make all gradients zero.
+        own = [f"parallel={strategy}", "data.root=x", "model.init=trunc_normal"]
+        config = load_config("vit_digits", [*TINY, *own])
         switches = {**build.switches(config, world.device), SwitchName.PARAM_OFFLOAD: "cpu"}
         network = build.model(config, 10, switches)
         ours = build.wrap(config, network, world, switches)
@@ -155,17 +171,21 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         assert ours.overflow_group is not None
         ours.forward(torch.randn(2, 3, 8, 8)).square().sum().backward()
         first.step()
+        found = state_of(ours, network, first)
+        state = {name: {key: value.clone() for key, value in values.items()} for name, values in found.items()}
+        for values in held_by(first).values():
+            for value in values.values():
+                value.zero_()
+        assert not _whole(state_of(ours, network, first)["head.weight"]["exp_avg"]).any()
         if ours.weights is None:
-            state = named_state(first, network.named_parameters())
             load_named_state(first, network.named_parameters(), state)
-            again = named_state(first, network.named_parameters())
         else:
-            state = ours.weights.named_optimizer_state(first)
             ours.weights.load_optimizer_state(first, state)
-            again = ours.weights.named_optimizer_state(first)
+        again = state_of(ours, network, first)
         assert state["head.weight"]["exp_avg"].shape == (10, 32)
         assert state.keys() == again.keys()
         for name, values in state.items():
+            assert _whole(values["exp_avg"]).any(), name
             assert all(torch.equal(_whole(again[name][key]), _whole(value)) for key, value in values.items()), name
 
 

@@ -32,6 +32,11 @@ def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]
     )  # fmt: skip
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
+    # A head of zeros would make the gradients of all other layers zero.
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT])
     step = make_step(config, network, ALONE, switches, 10)
     generator = torch.Generator().manual_seed(1)
@@ -86,6 +91,7 @@ def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
         with watched(other) as own:
             replace(fresh, accumulation_steps=1)(0, [batches[position]], TrainMetrics(CPU))
         for name, ((_, gradient),) in own.items():
+            assert gradient.any(), name
             before = seen[name][position - 1][1] if position else 0.0
             added = seen[name][position][1] - before
             torch.testing.assert_close(added * MICROBATCHES, gradient, rtol=1e-3, atol=1e-5)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import transfer
+from pycls_fast.data import Batch, transfer
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.loop import Loop
+from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.run import Run
 from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.trackers import Board
@@ -71,16 +76,87 @@ def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monke
     assert reports == [3, 6]
 
 
+def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 3 s that wait 1 s for their data; checkpoints and evaluations take long, and are not counted."""
+    now = 0.0
+    microbatches, add_step, save, take = Loop._microbatches, Clock.add_step, Run.save, Evaluations.take
+
+    def late(self: Loop) -> Iterator[Batch]:
+        nonlocal now
+        for batch in microbatches(self):
+            now += 1.0
+            yield batch
+
+    def compute(self: Clock, images: int) -> None:
+        nonlocal now
+        now += 3.0
+        add_step(self, images)
+
+    def save_slowly(self: Run, step: int) -> None:
+        nonlocal now
+        now += 50.0
+        save(self, step)
+
+    def take_long(self: Evaluations, done: int) -> dict[str, str]:
+        nonlocal now
+        now += 100.0
+        return take(self, done)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Loop, "_microbatches", late)
+    monkeypatch.setattr(Clock, "add_step", compute)
+    monkeypatch.setattr(Run, "save", save_slowly)
+    monkeypatch.setattr(Evaluations, "take", take_long)
+    steps = [record for record in run(tmp_path, "runtime.checkpoint_every_steps=2") if record["kind"] == "train"]
+    names = ("step_seconds", "images_per_second", "data_wait_fraction")
+    rates = [tuple(record[name] for name in names) for record in steps]
+    assert rates == [pytest.approx((4.0, 16.0, 0.25))] * 6
+
+
+@pytest.mark.parametrize("value", ["step", "interval"])
+def test_the_numbers_are_read_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    found = []
+
+    def made(device: torch.device, **named: str) -> TrainMetrics:
+        found.append(named)
+        return TrainMetrics(device, **named)
+
+    monkeypatch.setattr("pycls_fast.train.loop.TrainMetrics", made)
+    run(tmp_path, "schedule.max_steps=1", f"speed.metrics={value}")
+    assert found == [{"read": value}]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) -> None:
+    """Predictions have that of a softmax in any case. Probabilities are sigmoids after a training with them."""
+    records = run(tmp_path, f"loss={loss}", "schedule.max_steps=3", "optim.lr=0.01")
+    (evaluation,) = (record for record in records if record["kind"] == "eval")
+    found = Predictions.load(tmp_path / "predictions.npz")
+    assert found.probabilities_N is not None
+    right_N = found.predicted_N == found.labels_N
+    assert right_N.any()
+    softmax = evaluation["loss"] == pytest.approx(found.losses_N.mean(), rel=1e-4)
+    likely = np.exp(-found.losses_N[right_N]) == pytest.approx(found.probabilities_N[right_N], rel=1e-4)
+    assert softmax == likely == (loss == "cross_entropy")
+
+
 def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint.write
+    write, log, logged = checkpoint.write, Loop._log, threading.Event()
 
     def slowly(*arguments: Any, **named: Any) -> Path:
-        time.sleep(2.0)
+        logged.wait(60.0)
         return write(*arguments, **named)
 
+    def note(self: Loop, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
+        record = log(self, done, numbers)
+        if done == 4:
+            logged.set()
+        return record
+
     monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(Loop, "_log", note)
     records = run(tmp_path)
     order = [(record["kind"], record["step"]) for record in records]
     assert order.index(("train", 4)) < order.index(("checkpoint", 3))
@@ -219,6 +295,25 @@ def test_other_ranks_end_after_the_summary_is_written() -> None:
         run=SimpleNamespace(world=world, total_steps=1), _finish_saving=lambda done: None
     )
     assert Loop._finish(loop_of_rank) == 12.5
+
+
+def test_the_memory_of_a_run_is_that_of_the_rank_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    summarised: list[int] = []
+    monkeypatch.setattr("pycls_fast.train.loop.memory_peak_bytes", lambda device: 10)
+    monkeypatch.setattr(
+        "pycls_fast.train.loop.summarise", lambda run, evaluations, clock, peak: summarised.append(peak)
+    )
+    world = SimpleNamespace(
+        is_main=True,
+        device=ALONE.device,
+        gather=lambda value: [value - 3, value, value + 7],
+        from_main=lambda value: value,
+    )
+    loop: Any = SimpleNamespace(
+        run=SimpleNamespace(world=world), evaluations=None, clock=None, _finish_saving=lambda: None
+    )
+    Loop._finish(loop)
+    assert summarised == [17]
 
 
 def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

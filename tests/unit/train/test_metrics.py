@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from tests.unit.train.test_graphs import batch, made
 
 CPU = torch.device("cpu")
@@ -33,6 +33,11 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
         0 if precision != "fp16_master" else pytest.approx(10, abs=9)
     )
     assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+def test_memory_is_in_bytes() -> None:
+    """A process that has imported torch holds more than 50 MB."""
+    assert memory_peak_bytes(CPU) > 50e6
 
 
 def test_rates_are_those_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:

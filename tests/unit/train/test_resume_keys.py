@@ -14,7 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.building import _with_saved_batch
-from pycls_fast.train.resume import _SAME_ON_RESUME, _check_resumable, _print_changes
+from pycls_fast.train.resume import _AFFECTS_RESULT, _SAME_ON_RESUME, _check_resumable, _print_changes
 
 # A change of each, and the key that the line begins with.
 CHANGES = {
@@ -33,6 +33,15 @@ CHANGES = {
     "optim.ema_decay": ("optim.ema_decay=0.5", "optim.ema_decay"),
     "optim.min_factored": ("optim.min_factored=16", "optim.min_factored"),
     "optim.trainable": ("optim.trainable=[head]", "optim.trainable"),
+}
+# Another value of each setting of the ranks and the switches that changes the result.
+TOLD: dict[str, Any] = {
+    "parallel.compression": "bf16",
+    "parallel.powersgd_rank": 4,
+    "parallel.powersgd_start_step": 7,
+    "parallel.sync_batchnorm": True,
+    "speed.activation_compression": "8bit",
+    "speed.decode_scale": "dct",
 }
 
 
@@ -56,6 +65,7 @@ def go_on(
     ranks: int = 2,
     order: str | None = None,
     names: str | None = None,
+    changed: tuple[str, Any] | None = None,
 ) -> list[str]:
     """What is noted when a run of Adafactor goes on with these overrides.
 
@@ -66,12 +76,16 @@ def go_on(
         ranks: now; the checkpoint is of 2.
         order: of the images, in the checkpoint.
         names: of the images, in the checkpoint; now they are "names-1".
+        changed: one more setting of now, which nothing has checked.
     """
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
     config = load_config("vit_digits", [*own, "data.folds=5", *overrides])
     saved = load_config("vit_digits", ["optim=adafactor", "data.folds=5"]).model_dump(mode="json")
     if without is not None:
         del saved["data"][without]
+    if changed is not None:
+        (section, _, key), value = changed[0].partition("."), changed[1]
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
@@ -155,6 +169,16 @@ def test_what_ranks_and_switches_change_is_told() -> None:
         "changed since the checkpoint: speed.activation_compression null -> 8bit",
         "changed since the checkpoint: ranks 2 -> 3",
     ]
+
+
+@pytest.mark.parametrize("key", TOLD)
+def test_each_of_them_is_told(key: str) -> None:
+    (line,) = go_on(changed=(key, TOLD[key]))
+    assert line.startswith(f"changed since the checkpoint: {key} ")
+
+
+def test_every_key_that_is_told_has_a_case() -> None:
+    assert set(TOLD) == set(_AFFECTS_RESULT)
 
 
 def test_the_order_depends_on_the_storage() -> None:

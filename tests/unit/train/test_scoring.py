@@ -78,6 +78,14 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
+def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
+    """The settings of the process are those of the configuration."""
+    precision = config.precision.model_copy(update={"name": "tf32"})
+    with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA"):
+        TOOLS[tool](config.model_copy(update={"precision": precision}))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("limit", "message"),
     [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
@@ -129,11 +137,15 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
 
 
 def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -> None:
-    likely = []
+    likely, output = [], tmp_path / "scores.json"
     for name in ("cross_entropy", "bce"):
         chosen = config.model_copy(update={"loss": config.loss.model_copy(update={"name": name})})
-        assert score(chosen, "val", None, predictions=str(tmp_path / "x.csv")) == 0
-        likely.append({row["image"]: float(row["probability"]) for row in read_table(tmp_path / "x.csv")})
+        assert score(chosen, "val", str(output), predictions=str(tmp_path / "x.csv")) == 0
+        rows = read_table(tmp_path / "x.csv")
+        likely.append({row["image"]: float(row["probability"]) for row in rows})
+        # The table has the loss of a softmax in any case.
+        loss = sum(float(row["loss"]) for row in rows) / len(rows)
+        assert (json.loads(output.read_text())["loss"] == pytest.approx(loss, rel=1e-4)) == (name == "cross_entropy")
     softmax, sigmoid = likely
     assert max(abs(sigmoid[image] - softmax[image]) for image in softmax) > 0.01
 
