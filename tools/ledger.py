@@ -4,7 +4,7 @@ Every rung of a ladder (configs/ladder/NAME.yaml) is timed in turns with the oth
 with several seeds; a page with charts, a table and `ledger.json` are written to `output`. Started again, it resumes.
 
 mode=cumulative      each rung on top of those before it
-mode=one_at_a_time   each rung alone on the baseline
+mode=one_at_a_time   each rung by itself on the baseline
 mode=leave_one_out   all rungs but one
 mode=gradients       a short training: how many gradients float16 cannot hold, and how many updates it loses
 mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
@@ -48,8 +48,8 @@ class Options(Section):
     """Keys of this tool only."""
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
-    """How rungs are combined, or a single measurement of gradients or numerics; null: the ladder's own, mostly
-    cumulative."""
+    """How rungs are combined (cumulative, one_at_a_time, leave_one_out), or a single measurement: gradients, numerics;
+    null: the ladder's own, mostly cumulative."""
     ladder: Named = Named()
     """The rungs: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ class Options(Section):
     rounds: Positive = 3
     """Timings of each rung, in turns."""
     steps: Positive | None = None
-    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: by the mode."""
+    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
     warmup_steps: Count | None = None
-    """The least number of steps before a timing; null: by the mode."""
+    """The least number of steps before a timing, or before the counted steps of mode=gradients; null: 5, or 20."""
     seconds: Annotated[float, Field(ge=0.0)] = 2.0
     """The shortest timing; its warm-up lasts at least half of it."""
     numerics_steps: Positive | None = 20
@@ -71,19 +71,20 @@ class Options(Section):
     jobs: Positive = 1
     """Training runs at a time; on CUDA each has GPUs of its own."""
     ranks: Positive = 1
-    """Processes of each timing and training."""
+    """Processes of each timing and training, unless the ladder says how many."""
     margin: Annotated[float, Field(gt=0.0)] = 0.2
     """The loss of top-1 that is accepted, in points."""
     gradients: bool = True
     """Count the first rung's gradients against float16's limits."""
     dry_run: bool = False
-    """Print the plan and an estimate of its time, and measure nothing."""
+    """Print the plan and an estimate of its time, from a few steps of the first rung."""
     accept_code: bool = False
     """Resume in a folder that was measured before the code changed."""
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     """mode=gradients: the scale that is tried on the gradients."""
     output: str | None = None
-    """The folder of the report; null: a new one in ledger/."""
+    """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes. A JSON file with
+    mode=gradients and mode=numerics."""
 
 
 # Keys that the modes without a ladder read.

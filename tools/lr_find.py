@@ -19,11 +19,11 @@ class Options(Section):
     """Keys of this tool only."""
 
     steps: Annotated[int, Field(ge=10)] = 100
-    """The number of training steps, with a higher rate in each."""
+    """The number of training steps, with a higher rate in each; fewer if the loss blows up."""
     lr_min: Annotated[float, Field(gt=0.0)] = 1e-7
-    """The rate of the first step."""
+    """optim.lr of the first step."""
     lr_max: Annotated[float, Field(gt=0.0)] = 1.0
-    """The rate of the last step."""
+    """optim.lr of the last step."""
     output: str | None = None
     """The folder for the numbers and the picture; null: a new one in lr_find/."""
 

@@ -28,7 +28,7 @@ class Options(Section):
     """Keys of this tool only."""
 
     mode: Literal["pack", "verify", "index"] | None = None
-    """What to do; the first word of the command."""
+    """What to do, the first word of the command: pack, verify or index."""
     output: str | None = None
     """pack: the folder to write; verify: a JSON file for the list of damaged images."""
     split: str | None = None
@@ -38,7 +38,7 @@ class Options(Section):
     quality: Annotated[int, Field(ge=1, le=100)] = 95
     """pack: JPEG quality of the scaled images."""
     store: Literal["encoded", "raw"] = "encoded"
-    """pack: store JPEGs, or decoded pixels."""
+    """pack: store encoded files, as they are unless they are scaled, or decoded pixels."""
     filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
     """pack: the filter that scales images down."""
 

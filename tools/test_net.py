@@ -20,7 +20,8 @@ class Options(Section):
     """Keys of this tool only."""
 
     split: str = "val"
-    """What is scored: val, train, or all, for a dataset that is not split into train and val."""
+    """What is scored: val, train, test if the data has one, or all for a dataset that is not split into train and
+    val."""
     output: str | None = None
     """A JSON file for the numbers."""
     predictions: str | None = None

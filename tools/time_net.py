@@ -4,7 +4,7 @@ mode=train   the training step on one synthetic batch; needs no data
 mode=model   the training step and the inference forward pass, likewise
 mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
 mode=both    training steps fed by the loader
-mode=all     all three
+mode=all     model, loader and both
 
 Variants are timed in turns and compared with the first, which shows differences far below the machine's own drift:
 
@@ -28,22 +28,22 @@ class Options(Section):
     """Keys of this tool only."""
 
     mode: Literal["train", "model", "loader", "both", "all"] = "all"
-    """What is timed: the training step, that and the inference forward pass, the input pipeline, training fed by it, or
-    all of these."""
+    """What is timed: the training step; model: that and the inference forward pass; the input pipeline; both: training
+    fed by it; or all of these."""
     steps: Annotated[int, Field(gt=0)] = 5
-    """Timed steps in each turn."""
+    """The fewest timed steps in each turn."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps before the first turn."""
+    """Steps before the first turn; of loader and both, before each turn."""
     repeats: Annotated[int, Field(gt=0)] = 10
     """Turns of each variant."""
     seconds: Annotated[float, Field(ge=0.0)] = 0.0
-    """The shortest turn: it has more steps if they take less time. The warm-up lasts at least half of it."""
+    """About how long a turn lasts at least: it has more steps if they take less time. The warm-up lasts half of it."""
     matmul_size: Annotated[int, Field(gt=0)] | None = None
     """The side of the matrices whose product is timed for comparison; null: by the device."""
     compare: tuple[str, ...] = ()
     """Variants, each a text of overrides; they are timed in turns and compared with the first."""
     output: str | None = None
-    """A JSON file; null: timings/<experiment>-<time>.json."""
+    """A JSON file; null: timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
 
 def needs_data(options: Options) -> bool:

@@ -49,13 +49,22 @@ from pycls_fast.build.optimization import (
     schedule,
 )
 from pycls_fast.build.sizes import resolve_auto
-from pycls_fast.build.sources import class_counts, eval_set, imagenet_wnids, names_id, order_name, sources
+from pycls_fast.build.sources import (
+    check_shard_cache,
+    class_counts,
+    eval_set,
+    imagenet_wnids,
+    names_id,
+    order_name,
+    sources,
+)
 
 __all__ = [
     "Switches",
     "apply_precision",
     "autocast",
     "check_mixing",
+    "check_shard_cache",
     "class_counts",
     "compute_dtype",
     "cores",

@@ -9,7 +9,7 @@ import torch
 from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, Switches, level
-from pycls_fast.build.sources import check_shard_cache, order
+from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
@@ -44,7 +44,6 @@ def train_loader(
     config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
-    check_shard_cache(config, source, world)
     sizes = config.data.training_image_sizes
     transforms = {epoch: train_transform(config, size) for epoch, size in sizes.items()}
     transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)

@@ -48,7 +48,7 @@ def help_of_key(word: str, options: type[Section], width: int) -> str:
         raise UserError(f"--help {word}: unknown key{_suggestion(word, {key.name for key in keys})}")
     lines: dict[str, list[str]] = {}
     meanings: dict[str, dict[str, None]] = {}
-    for key in group or named:
+    for key in [*named, *group]:
         lines.setdefault(_line(key), []).extend(_kind(key))
         meanings.setdefault(_line(key), {})[_description(key)] = None
     entries: list[str] = []

@@ -69,6 +69,7 @@ class ImageDataset(Dataset[Sample]):
         self.host = host
         self._repeats = repeats
         self._open_picture = open_picture
+        self._is_away = False
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,11 +144,15 @@ class ImageDataset(Dataset[Sample]):
 
     def _read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         """The stored image and its label, with retries after errors that may pass."""
-        for pause in _PAUSES:
+        for pause in () if self._is_away else _PAUSES:
             try:
                 return self.source.read(index)
             except OSError as error:
                 if error.errno not in _PASSING_ERRORS:
                     raise
                 time.sleep(pause)
-        return self.source.read(index)
+        # Until a read succeeds again, the next images are not waited for, too.
+        self._is_away = True
+        found = self.source.read(index)
+        self._is_away = False
+        return found

@@ -122,9 +122,13 @@ def _compiles(arm: Arm, compose: Compose, device: torch.device) -> bool:
     if arm.tree is not None:
         # Its own code may have other keys.
         return False
-    config = compose(arm.overrides)
-    device = torch.device("cpu") if config.runtime.device == "cpu" else device
-    return build.switches(config, device)[SwitchName.COMPILE] != "off"
+    try:
+        config = compose(arm.overrides)
+        device = torch.device("cpu") if config.runtime.device == "cpu" else device
+        return build.switches(config, device)[SwitchName.COMPILE] != "off"
+    except UserError:
+        # A combination of rungs that the ledger will mark.
+        return False
 
 
 def _start(finished: Finished, record: dict[str, Any]) -> float:

@@ -59,10 +59,10 @@ def estimate(ledger: Ledger, pace: Pace) -> dict[str, float]:
 def _timings(ledger: Ledger, pace: Pace) -> float:
     s, selection = ledger.settings, ledger.selection
     turn = max(s.steps * pace.step, s.seconds) + max(s.warmup_steps * pace.step, s.seconds / 2)
-    pieces = [(arm, number) for number in range(max(s.rounds, 1)) for arm in selection.runnable()]
+    pieces = [(arm, number) for number in range(s.rounds) for arm in selection.runnable()]
     pieces += [(arm, 0) for arm in selection.alone()]
     missing = [arm for arm, number in pieces if not ledger.folder.timing_file(arm, number).is_file()]
-    return sum(pace.process(arm) + (turn if s.rounds else pace.step) for arm in missing)
+    return sum(pace.process(arm) + turn for arm in missing)
 
 
 def _rounding(ledger: Ledger, pace: Pace) -> float:

@@ -79,7 +79,13 @@ class LedgerFolder:
         """
         self._plan = json.loads(json.dumps(plan))
         if self._plan_file.is_file():
-            self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
+            try:
+                before = json.loads(self._plan_file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"output: {self._plan_file} cannot be read ({error}); choose another folder, or remove it"
+                ) from error
+            self._resume(before)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -94,7 +100,9 @@ class LedgerFolder:
 
     def _resume(self, before: Mapping[str, Any]) -> None:
         # More seeds or rounds extend the same plan.
-        other = changed(before, {key: value for key, value in self._plan.items() if key not in _MAY_GROW})
+        asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
+        # A plan of an earlier version counts steps only.
+        other = changed({"seconds": 0.0, **before}, asked)
         if other:
             raise UserError(
                 f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "

@@ -69,14 +69,15 @@ def on_ranks(arm: Record, record: Record) -> str:
 
 def headline(record: Record) -> list[str]:
     """The result in sentences: the fastest arm without a shown loss, then what each rung gains and costs."""
-    others = [arm for arm in record["arms"][1:] if arm["timing"] or arm["training"]]
+    ran = [arm for arm in record["arms"][1:] if arm["status"] == "measured"]
+    others = [arm for arm in ran if arm["timing"] or arm["training"]]
     return [*_best(others, record), *_speeds(others, record), *_accuracies(others, record), *_not_run(record)]
 
 
 def _best(arms: Sequence[Record], record: Record) -> list[str]:
     timed = [arm for arm in arms if arm["timing"] and arm["timing"]["speedup"]]
     quicker = [arm for arm in timed if _speed(arm, "speedup") == "faster"]
-    good = [arm for arm in quicker if _accuracy(arm, "against_reference") != "loses"]
+    good = [arm for arm in quicker if _accuracy(arm, "against_reference") not in ("loses", "ended")]
     if not timed:
         return []
     first = record["reference"]
@@ -85,18 +86,25 @@ def _best(arms: Sequence[Record], record: Record) -> list[str]:
     best = max(good, key=lambda arm: arm["timing"]["speedup"]["ratio"])
     speedup = best["timing"]["speedup"]
     below = ", on top of the rungs before it" if _adds_up(record) else ""
-    cost = _BEST_COSTS[_accuracy(best, "against_reference")]
+    cost = _cost(best, record["settings"].get("margin"))
     return [
         f"{speedup['ratio']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f}){on_ranks(best, record)} over "
         f"'{first}' with '{best['name']}'{below}; {cost}."
     ]
 
 
-_BEST_COSTS = {
-    "kept": "no loss of top-1",
-    "open": "no loss of top-1 shown, but too few runs to exclude one",
-    "unknown": "accuracy not measured",
-}
+def _cost(arm: Record, margin: float | None) -> str:
+    """What a verdict that is no loss says of the arm's accuracy."""
+    kind = _accuracy(arm, "against_reference")
+    if kind == "unknown":
+        return "accuracy not measured"
+    if kind == "open":
+        return "no loss of top-1 shown, but too few runs to exclude one"
+    finding = arm["training"]["against_reference"]["verdict"]["finding"]
+    accepted = "the accepted one" if margin is None else f"{margin:g} points"
+    return {"identical": "every prediction is the same", "gain": "top-1 gains"}.get(
+        finding, f"no loss of top-1 larger than {accepted}"
+    )
 
 
 def _adds_up(record: Record) -> bool:
@@ -110,8 +118,8 @@ def _speeds(arms: Sequence[Record], record: Record) -> list[str]:
     groups: dict[str, list[str]] = {}
     for arm in arms:
         found = _speed(arm, speed_key)
-        if found == "faster" and _accuracy(arm, accuracy_key) == "loses":
-            found = "faster at a loss"
+        if found == "faster":
+            found = {"loses": "faster at a loss", "ended": "faster, ended"}.get(_accuracy(arm, accuracy_key), found)
         speedup = arm["timing"] and arm["timing"][speed_key]
         ratio = f" ({speedup['ratio']:.2f}x{on_ranks(arm, record)})" if speedup else ""
         groups.setdefault(found, []).append(f"'{arm['name']}'{ratio}")
@@ -120,6 +128,7 @@ def _speeds(arms: Sequence[Record], record: Record) -> list[str]:
     sentences = {
         "faster": f"Faster than {over}{', without a shown loss of top-1' if trained else ''}",
         "faster at a loss": f"Faster than {over}, with a loss of top-1",
+        "faster, ended": f"Faster than {over}, but training ended early",
         "slower": f"Slower than {over}",
         "open": f"Not shown to be faster or slower than {over}",
     }
@@ -138,7 +147,11 @@ def _accuracies(arms: Sequence[Record], record: Record) -> list[str]:
     return [f"{words}: {', '.join(groups[found])}." for found, words in _COSTS.items() if found in groups]
 
 
-_COSTS = {"loses": "Loses top-1", "open": "Too few runs to exclude a loss of top-1"}
+_COSTS = {
+    "loses": "Loses top-1",
+    "ended": "Training ended early",
+    "open": "Too few runs to exclude a loss of top-1",
+}
 
 
 def _speed(arm: Record, key: str) -> str:
@@ -152,7 +165,9 @@ def _speed(arm: Record, key: str) -> str:
 
 
 def _accuracy(arm: Record, key: str) -> str:
-    """What the verdict says of a loss: "loses", "kept", "open" or "unknown"."""
+    """What is known of a loss: "loses", "kept", "open", "unknown", or "ended" for a training that ended early."""
+    if (arm["training"] or {}).get("reason"):
+        return "ended"
     found = (arm["training"] or {}).get(key)
     if not found:
         return "unknown"

@@ -34,7 +34,8 @@ def _rates(reference: str, several: bool) -> str:
     ranks = ", of all ranks together" if several else ""
     return (
         f"images/s{ranks}: the geometric mean of the rounds that are paired with those of '{reference}', so that rows "
-        "agree with their speed-up; ms a step: the median of all steps, in brackets the 90th percentile."
+        "whose rounds are all paired agree with their speed-up; ms a step: the median of all steps, in brackets the "
+        "90th percentile."
     )
 
 

@@ -128,7 +128,7 @@ class Ledger:
     def total(self) -> int:
         """Number of processes in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.selection.runnable())
-        pieces = count * (max(s.rounds, 1) + s.seeds)
+        pieces = count * (s.rounds + s.seeds)
         rounding = 0 if s.numerics_steps is None else len(self.with_rounding())
         return pieces + rounding + self.selection.tried_in_vain() + len(self.selection.alone()) + s.gradients
 
@@ -156,9 +156,8 @@ class Ledger:
     def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
-        steps, warmup_steps, seconds = (s.steps, s.warmup_steps, s.seconds) if s.rounds else (1, 0, 0.0)
-        arguments = commands.timing(arm, file, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
-        what = f"{arm.name}: timing {number + 1} of {max(s.rounds, 1)}"
+        arguments = commands.timing(arm, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
+        what = f"{arm.name}: timing {number + 1} of {s.rounds}"
         # In later rounds it has run before: another program may have been in its way.
         return self._piece(what, arm, "time_net", arguments, file, again=number > 0)
 

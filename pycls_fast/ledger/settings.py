@@ -15,7 +15,7 @@ class Settings:
         mode: how the rungs of the ladder become arms.
         seeds: training runs per arm; 0 for none.
         first_seed: seed of the first one.
-        rounds: timings per arm, in turns; 0 for none.
+        rounds: timings per arm, in turns.
         steps, warmup_steps: steps per timing, at least.
         seconds: the shortest timing; its warm-up lasts half of it or more.
         numerics_steps: training steps between the two measurements of rounding; None for neither.

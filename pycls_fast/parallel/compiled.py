@@ -56,8 +56,8 @@ def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: Co
     torch._dynamo.config.accumulated_recompile_limit += variants
     if what == "blocks":
         # torch would cut each block where DDP fills a bucket, and fail where drop-path's rate crosses a cut
-        # (pytorch/pytorch#196227). Between blocks DDP exchanges beside the computation without it. Once for all: a
-        # block is compiled in its first forward pass, when another network may have been built.
+        # (pytorch/pytorch#196227). Between blocks DDP exchanges beside the computation without it. For the whole
+        # process: a block is compiled in its first forward pass, when another network may have been built.
         torch._dynamo.config.optimize_ddp = False
     modules = [model] if what == "model" else [unit for _, unit in units]
     # If only numbers such as drop-path's rate can differ, they may become dynamic; if shapes differ, torch would make

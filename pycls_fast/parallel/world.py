@@ -133,16 +133,16 @@ def start_world(
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
+    If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
+    the other ranks, which wait for this one, and the error would be printed only when a timeout ends all of them. The
+    process has to end then, which aborts NCCL's communicators.
+
     Args:
         device: "auto", "cpu" or "cuda".
         backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
         timeout_seconds: ranks that wait longer for each other report where each one is and end.
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
-
-    If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
-    the other ranks, which wait for this one, and the error would be printed only when a timeout ends all of them. The
-    process has to end then, which aborts NCCL's communicators.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -225,7 +225,9 @@ def _join(
         finish_round(launch)
     # A random name, which no other run of this launch uses.
     name = f"monitor/{world.from_main(secrets.token_hex(4))}"
-    own = Monitor(lambda: dist.PrefixStore(name, connect()), rank, size, timeout_seconds=timeout_seconds)
+    # Its patience must be shorter than the ranks' own.
+    patience = datetime.timedelta(seconds=30)
+    own = Monitor(lambda: dist.PrefixStore(name, connect(patience)), rank, size, timeout_seconds=timeout_seconds)
     monitor = watch.enter_context(own)
     return replace(world, monitor=monitor)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +68,7 @@ def build_parts(
     config = resolve_normalization(config, world, resumed_from, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
+    build.check_shard_cache(config, sources["train"], world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)
@@ -137,21 +137,26 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
 
 def load_network(
     config: RunConfig,
-    source: str | Path,
     data: Source,
     world: World,
     switches: build.Switches,
     *,
     for_training: bool,
 ) -> tuple[Network, Loaded]:
-    """The network with saved weights, on its device and in the precision's format, and where they came from.
+    """The network with the weights that `weights` names, on its device and in the precision's format; their origin.
 
     Raises:
         UserError: see `load_weights`.
     """
+    assert config.weights is not None
     network = build.model(config, build.num_classes(config, data), switches)
     origin = load_weights(
-        network, source, classes=data.classes, allow=config.weights_allow, for_training=for_training, world=world
+        network,
+        config.weights,
+        classes=data.classes,
+        allow=config.weights_allow,
+        for_training=for_training,
+        world=world,
     )
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     build.apply_precision(config, network, world.device)

@@ -33,7 +33,7 @@ class DivergenceCheck:
         precision, step = self._run.config.precision, self._run.step
         if step.scaler.is_enabled():
             scale = step.scaler.get_scale()
-            if scale < precision.loss_scale_floor:
+            if precision.loss_scale == "dynamic" and scale < precision.loss_scale_floor:
                 raise UserError(
                     f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
                     "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16",

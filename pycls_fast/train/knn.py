@@ -123,7 +123,7 @@ def score_neighbours(
         config = build.resolve_auto(config, len(train), world)
         config = build.for_scoring(resolve_normalization(config, world, note=display.note))
         with enough_to_score(config, world):
-            network, origin = load_network(config, found, train, world, switches, for_training=True)
+            network, origin = load_network(config, train, world, switches, for_training=True)
             with display:
                 memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
                 features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)

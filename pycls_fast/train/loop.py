@@ -193,7 +193,7 @@ class Loop:
         # All ranks repeat a save that failed after the same step, as they stop.
         reached = self.agreement.reached(_STOP if self.stop else _SAVE_FAILED if run.saver.failed else 0)
         stopping = reached == _STOP
-        # A rank reports the failure again in the step in which all know it.
+        # Not if idle: the rank that failed reports it once more in the step in which all repeat the save.
         repeating = reached == _SAVE_FAILED and not run.saver.idle
         evaluating = self.evaluations.due(done)
         regular = runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0
@@ -207,6 +207,8 @@ class Loop:
             # printed: the terminal may have gone with whoever asked to stop.
             self._finish_saving(done)
             run.save(done)
+            if not runtime.checkpoint_async:
+                self._finish_saving(done)
         if record is not None:
             self._show(record)
         if numbers.get("damaged"):

@@ -163,7 +163,8 @@ class Run(TrainingParts):
             self.display.warn(f"{error}; saving step {step:,} instead")
             self.saved_step = None
             self.save(step)
-            return self.finish_saving()
+            self.finish_saving()
+            return True
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

@@ -52,7 +52,7 @@ def check_same_settings(config: RunConfig, world: World) -> None:
 
 
 def check_same_data(sources: Mapping[str, Source], world: World) -> None:
-    """Check that all ranks found the same images in the same order, as far as that is known without reading them.
+    """Check that all ranks found the same numbers of images with the same labels, and the same classes.
 
     Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,
     and with one class folder less on wrong labels. All ranks call this.
@@ -64,7 +64,8 @@ def check_same_data(sources: Mapping[str, Source], world: World) -> None:
     for split, source in sources.items():
         facts[f"number of {split} images"] = f"{len(source):,}"
         facts[f"number of {split} classes"] = f"{len(source.classes):,}"
-        facts[f"checksum of the {split} class names"] = _checksum("\0".join(source.classes).encode())
+        names = "\0".join(source.classes).encode("utf-8", "surrogateescape")
+        facts[f"checksum of the {split} class names"] = _checksum(names)
         facts[f"checksum of the {split} labels"] = _checksum_of(getattr(source, "labels", None))
         facts[f"checksum of the {split} shards' sizes"] = _checksum_of(block_ends(source))
     different = _differences(facts, world)
@@ -76,11 +77,12 @@ def check_same_data(sources: Mapping[str, Source], world: World) -> None:
 def _differences(values: dict[str, Any], world: World) -> list[str]:
     """`name: value on rank 8 (host), but value on rank 0 (host)` for each value that differs; the same on all ranks."""
     found = []
-    (main, here), *others = world.gather((values, platform.node()))
-    for name in main:
+    (main, here), *others = gathered = world.gather((values, platform.node()))
+    for name in dict.fromkeys(name for theirs, _ in gathered for name in theirs):
+        first = main.get(name)
         for rank, (theirs, host) in enumerate(others, start=1):
-            if theirs.get(name) != main[name]:
-                found.append(f"{name}: {theirs.get(name)} on rank {rank} ({host}), but {main[name]} on rank 0 ({here})")
+            if theirs.get(name) != first:
+                found.append(f"{name}: {theirs.get(name)} on rank {rank} ({host}), but {first} on rank 0 ({here})")
                 break
     return found
 

@@ -75,7 +75,7 @@ def score(
         config = build.resolve_auto(config, len(source), world)
         config = build.for_scoring(resolve_normalization(config, world, note=display.note))
         with enough_to_score(config, world):
-            network, origin = load_network(config, found, source, world, switches, for_training=False)
+            network, origin = load_network(config, source, world, switches, for_training=False)
             batches_done = 0
 
             def on_batch(images: int) -> None:

@@ -40,6 +40,8 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
         raise UserError(f"split: the data has {', '.join([*sources, *(['all'] if has_all else [])])}; got {split}")
     source = sources[split]
     note = _other_split(config, sources, split, found, ours) if is_drawn(source) else None
+    if split == "all" and _is_own_root(config, ours):
+        note = f"data.root: {found} was trained on most of these images"
     if note is not None:
         display.note(note)
     if ours is not None and ours.classes is not None:
@@ -67,8 +69,7 @@ def _other_split(
     names = None if ours is None else ours.train_names
     if names is not None and names == build.names_id(sources["train"]):
         return None
-    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
-    if root is None or config.data.root is None or user_path(root) != user_path(config.data.root):
+    if not _is_own_root(config, ours):
         total = sum(len(source) for source in sources.values())
         return (
             f"data.root: split at random, so {len(sources[split]):,} of its {total:,} images are scored; split=all "
@@ -80,6 +81,12 @@ def _other_split(
         f"data.root: the random split is not the one that {found} was trained on (other images, or other values of "
         "data.val_fraction, data.split_seed or data.fold): the weights may have been trained on images scored here"
     )
+
+
+def _is_own_root(config: RunConfig, ours: Weights | None) -> bool:
+    """Whether these are the data that the weights were trained on."""
+    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
+    return root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
 
 
 def _with_classes(source: Source, classes: tuple[str, ...], found: Path | str) -> Source:

@@ -53,7 +53,7 @@ class Loaded(Origin):
 
     fitted: foreign.Fitted
     image_size: int | None
-    """The side of the images that they were trained with, in pixels; None if the source does not say."""
+    """The side of the images that they are for, in pixels; None if the source does not say."""
 
 
 def load_weights(
@@ -115,11 +115,15 @@ def load_weights(
 
 
 def _image_size(found: Path | str, ours: Weights | None) -> int | None:
-    """The side of the images that weights were trained with, in pixels, if they say it."""
+    """The side of the images that weights are for, in pixels, if they say it."""
     if ours is not None and ours.config is not None:
         size: int | None = ours.config.get("data", {}).get("image_size")
         return size
-    about = foreign.described(found, for_scoring=False)
+    try:
+        about = foreign.described(found, for_scoring=False)
+    except UserError:
+        # Who asks for the preprocessing gets the error; here it would only have been a note.
+        return None
     return None if about is None else about.trained_size
 
 

@@ -43,7 +43,7 @@ def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
     return command(f"ladder={ladder}", f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
 
 
-# Some twenty processes, one behind the other.
+# Some twenty processes, one after the other.
 @pytest.mark.timeout(900)
 def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Path, started: Started) -> None:
     folder = tmp_path / "report"
@@ -120,7 +120,7 @@ def _arms(folder: Path) -> list[dict[str, Any]]:
     return arms
 
 
-def test_a_dry_run_measures_one_step(ladder: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Path) -> None:
     folder, weights = tmp_path / "report", tmp_path / "any.pt"
     # Of an experiment that fine-tunes; a timing reads none.
     weights.touch()

@@ -27,7 +27,7 @@ from pycls_fast.config.schema.optimization import (
     Schedule,
 )
 from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import AUTO, ModuleNames, Text
+from pycls_fast.config.schema.values import ModuleNames, Text
 
 
 class RunConfig(Section):
@@ -66,7 +66,6 @@ class RunConfig(Section):
 
 
 __all__ = [
-    "AUTO",
     "LAMB",
     "SGD",
     "Adafactor",
@@ -76,7 +75,6 @@ __all__ = [
     "Data",
     "Lion",
     "Loss",
-    "ModuleNames",
     "Muon",
     "Parallel",
     "Precision",

@@ -36,11 +36,12 @@ class Data(Section):
     val: Text | None = None
     """The validation files, or the hub's split, if they do not have the usual name."""
     path_column: Text = "path"
-    """The column of a table that holds the images' paths, relative to root."""
+    """The column of a table that holds the images' paths: absolute, or relative to root (to the table's folder if root
+    is a table)."""
     image_column: Text | None = None
-    """The column of a Parquet file that holds the images; null: the only one that can be."""
+    """The column of Parquet or hub data that holds the images; null: the only one with images."""
     label_column: Text = "label"
-    """The column of a table that holds the classes."""
+    """The column, or the field of a tar's .json, that holds the classes."""
     hub_config: Text | None = None
     """The configuration of a hub dataset that has several."""
     index_cache: Annotated[Text, Off] = "auto"
@@ -49,7 +50,7 @@ class Data(Section):
     shard_cache: Text | None = None
     """A local folder for copies of remote shards; null: images are read from the remote shards one by one."""
     shard_cache_gib: PositiveFloat | None = None
-    """The most that the shard cache holds, in GiB; the least recently used shards are deleted."""
+    """The most that the shard cache holds, in GiB; the least recently used shards are deleted; null: no limit."""
     shuffle: Literal["auto", "full", "blocks"] = "auto"
     """The order of training images: a permutation of all, or shard by shard (blocks); auto: blocks for remote data."""
     shuffle_buffer: PositiveInt = 16384
@@ -58,7 +59,7 @@ class Data(Section):
     """How often a class appears in an epoch: by its number of images, by the square root of it, or all equally
     often."""
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
-    """What `tools/test_net.py` scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch."""
+    """What tools/test_net.py scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
     eval_root: Text | None = None
     """The folder with the files of eval_set."""
     wnids: Text | None = None
@@ -72,9 +73,9 @@ class Data(Section):
     """Pairs of a first epoch and the size of training images from then on; before the first pair, and in evaluation, it
     is image_size."""
     global_batch_size: PositiveIntOrAuto = 256
-    """Images per step over all ranks and microbatches; auto: by the number of training images."""
+    """Images per step over all ranks and microbatches; auto: by the number of training images, up to 64."""
     eval_batch_size: PositiveInt | None = None
-    """Images per rank in evaluation; null: as in training, in tools that only score at most 128."""
+    """Images per rank in evaluation; null: as in training; in tools that only score, at most 128."""
     num_workers: Annotated[int, Field(ge=0)] | None = None
     """Loader processes per rank; null: the rank's share of the CPU cores, at most 16."""
     prefetch_factor: PositiveInt = 2
@@ -94,7 +95,7 @@ class Data(Section):
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     """The standard deviations of red, green and blue, on the scale 0 to 1."""
     max_damaged: Annotated[int, Field(ge=0)] = 100
-    """Damaged images are reported and skipped; more than so many end the run."""
+    """Damaged images are reported, replaced in training and left out of evaluations; more than so many end the run."""
     synthetic_train_images: PositiveInt = 4096
     """The number of training images of source=synthetic."""
     synthetic_val_images: PositiveInt = 512
@@ -133,8 +134,8 @@ class Augment(Section):
     """
 
     crop: Literal["random_resized", "pad", "none"] = "random_resized"
-    """The training crop: a random area and shape, resized; padding, then a random crop of image_size; or only the
-    resize."""
+    """The training crop: a random area and shape, resized; padding, then a random crop of image_size; or the centre
+    square, after resizing the short side."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     """crop=random_resized: the smallest and the largest area, as a share of the image's."""
     ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
@@ -144,7 +145,7 @@ class Augment(Section):
     pad_mode: Literal["constant", "reflect"] = "constant"
     """crop=pad: add black, or the mirrored image."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """The filter that resizes images, with antialiasing."""
+    """The filter that resizes images, with antialiasing; also that of rotations in the policies."""
     hflip: Probability = 0.5
     """The probability of a horizontal flip."""
     vflip: Probability = 0.0
@@ -163,7 +164,7 @@ class Augment(Section):
     """The largest changes of brightness, contrast, saturation and hue; null: off."""
     repeats: PositiveInt = 1
     """Repeated augmentation (Hoffer et al., 2020): each image of an epoch appears so many times, augmented differently;
-    an epoch has as many times fewer images."""
+    an epoch has that many times fewer different images."""
     erase_probability: Probability = 0.0
     """The probability that a random box of an image is erased (Zhong et al., 2020)."""
     erase_value: Literal["mean", "noise"] = "mean"

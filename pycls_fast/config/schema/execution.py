@@ -18,7 +18,7 @@ class Precision(Section):
     """
 
     name: Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"] = "fp32"
-    """The level."""
+    """The level: the formats of weights, products and gradients (docs/switches.md)."""
     loss_scale: LossScale = "dynamic"
     """The factor on the loss: changed as gradients overflow or not, or a constant."""
     loss_scale_start: PositiveFloat = 65536.0
@@ -32,7 +32,7 @@ class Precision(Section):
     loss_scale_floor: PositiveFloat = 2.0**-14
     """A dynamic factor that falls below this ends the run: the gradients are not finite at any scale."""
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """torchao's scaling: a factor for each tensor, for each row, or that with gradients of weights in high
+    """torchao's scaling: a factor for each tensor, for each row, or for each row with gradients of weights in high
     precision."""
     fp8_skip: tuple[Text, ...] = ("head", "pooling")
     """Layers whose qualified name contains one of these stay in 16 bits, as do those with a side that is not a multiple
@@ -63,13 +63,14 @@ class Parallel(Section):
     prefetch_units: Annotated[int, Field(ge=0)] = 1
     """fsdp and hsdp: the number of blocks whose weights are gathered ahead; 0: torch's default order."""
     shard_degree: PositiveInt | None = None
-    """hsdp: the number of ranks that share one copy of the weights; null: those of a node."""
+    """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by
+    replicate_degree."""
     replicate_degree: PositiveInt | None = None
-    """hsdp: the number of such groups; null: as many as there are."""
+    """hsdp: the number of such groups; null: all ranks divided by shard_degree."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""
     recompute_every: PositiveInt = 1
-    """With speed.recompute on: recompute every so many-th block, starting with the first."""
+    """With speed.recompute=full or selective: recompute only the first of every so many blocks."""
 
 
 class Speed(Section):
@@ -135,7 +136,7 @@ class Runtime(Section):
     eval_every_epochs: PositiveIntOrAuto = 1
     """Epochs between two evaluations; auto: at most 20 evaluations in a run."""
     eval_every_steps: PositiveInt | None = None
-    """Steps between two evaluations, instead of epochs."""
+    """Steps between two evaluations, instead of epochs; null: by epochs."""
     checkpoint_every_steps: PositiveInt | None = None
     """Steps between two checkpoints, besides those of the evaluations; null: only those."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
@@ -148,7 +149,7 @@ class Runtime(Section):
     watchdog: bool = False
     """Name the first module whose output or gradient is not finite; makes every step slower."""
     profile_step: PositiveInt | None = None
-    """The first of three steps, counted from 1, of which rank 0 writes a profile (profile/)."""
+    """The first of three steps, counted from 1, of which rank 0 writes a profile (profile/); null: none."""
     tensorboard: bool = True
     """Write tensorboard/."""
     tracker: Literal["none", "wandb", "mlflow"] = "none"

@@ -80,7 +80,7 @@ class ResNetModel(_Model):
     kind: Literal["resnet"]
     """The network's family."""
     depth: Literal[18, 26, 34, 50, 101, 152, 200]
-    """The number of layers; from 50 on with bottleneck blocks."""
+    """The number of layers; all but 18 and 34 with bottleneck blocks."""
     stem: Literal["imagenet", "deep", "small"] = "imagenet"
     """The first layers: a 7x7 convolution and a max-pool, three 3x3 ones and a max-pool, or one 3x3 without a
     stride."""

@@ -47,9 +47,9 @@ class _Optim(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices and convolutions."""
     decay_norms: bool = False
-    """Decay the weights of norms, too."""
+    """Decay the scales and shifts of norms, and layer scales, too."""
     decay_biases: bool = False
-    """Decay biases, too."""
+    """Decay the biases of other layers, too."""
     decay_embeddings: bool = False
     """Decay positions, class and register tokens, too."""
     clip_norm: PositiveFloat | None = None
@@ -57,8 +57,8 @@ class _Optim(Section):
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """A layer's learning rate divided by the next layer's (BEiT, MAE); null: one rate for all."""
     layer_decay_groups: PositiveInt | None = None
-    """The most layers of layer_decay: more blocks than that are joined to groups of consecutive ones (ConvNeXt); null:
-    each block is a layer."""
+    """The most layers of layer_decay: more blocks than that are joined into groups of consecutive ones (ConvNeXt);
+    null: each block is a layer."""
     accumulation_steps: PositiveInt = 1
     """The number of microbatches that a rank computes one after the other in each step."""
     trainable: Annotated[ModuleNames, Field(min_length=1)] = ("all",)
@@ -66,7 +66,7 @@ class _Optim(Section):
     norm, "blocks.1*"]). The rest has no gradient and no optimizer state, and modules that are frozen as a whole stay in
     evaluation mode, so that batch norm keeps its statistics and nothing is dropped."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Keep a moving average of the weights with this decay per step, whatever ema_every_steps; null: none."""
+    """Keep a moving average of the weights with this decay per step, whatever ema_every_steps is; null: none."""
     ema_warmup: bool = True
     """Average with a smaller decay at first, so that the initial values are forgotten."""
     ema_every_steps: PositiveInt = 1
@@ -141,7 +141,8 @@ class Adafactor(_Optim):
 class Muon(_Optim):
     """Muon (Jordan et al., 2024) for the matrices and convolutions of the blocks, AdamW for the rest.
 
-    Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate and decay serve both.
+    Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate and decay serve both;
+    betas and eps are AdamW's.
     """
 
     name: Literal["muon"]
@@ -153,9 +154,9 @@ class Muon(_Optim):
     newton_schulz_steps: PositiveInt = 5
     """Iterations that make an update orthogonal."""
     betas: Betas = (0.9, 0.999)
-    """AdamW's decay of the first and the second moment, per step."""
+    """The decay of the first and the second moment, per step."""
     eps: PositiveFloat = 1e-8
-    """AdamW's: added to the root of the second moment."""
+    """Added to the root of the second moment."""
 
 
 class AdamW8bit(_Optim):
@@ -176,9 +177,10 @@ class Schedule(Section):
     """Learning rate per step: a linear warm-up, then a curve."""
 
     name: Literal["cosine", "linear", "step", "constant"] = "cosine"
-    """The curve: cosine and linear fall to final_factor, step falls by step_factor after every step_epochs epochs."""
+    """The curve: cosine and linear fall to final_factor, step is multiplied by step_factor after every step_epochs
+    epochs."""
     epochs: PositiveIntOrAuto = 100
-    """The length of the run; auto: by the number of training images."""
+    """The length of the run; auto: by the number of training images, 10 to 50."""
     max_steps: PositiveInt | None = None
     """Stop after so many steps, without changing the curve; null: at the end of the epochs."""
     warmup_epochs: EpochsOrAuto = 5.0

@@ -44,7 +44,10 @@ class LabelledSource(Source, Protocol):
 
 
 def name_hashes(source: Source) -> np.ndarray | None:
-    """A hash of each image's name below the data's root, uint64; None if images have only numbers."""
+    """A hash of each image's name, uint64; None if images have only numbers.
+
+    The name is the layout's: the path below the root, as a table writes it, or the key in a shard.
+    """
     hashes: Callable[[], np.ndarray | None] | None = getattr(source, "name_hashes", None)
     return None if hashes is None else hashes()
 

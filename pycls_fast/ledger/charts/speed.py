@@ -42,7 +42,7 @@ def throughput(record: Record) -> Chart | None:
         return 0.0 if not arm["timing"] else 1.0 if arm is first else scaled(arm, "ratio") or 0.0
 
     def text(arm: Record) -> str:
-        return f"{ratio(arm):.2f}x" if arm["timing"] else state(arm)
+        return (f"{ratio(arm):.2f}x" if ratio(arm) else "") if arm["timing"] else state(arm)
 
     def interval(arm: Record) -> tuple[float, float] | None:
         if arm is first or not arm["timing"]:

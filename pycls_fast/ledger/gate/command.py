@@ -63,4 +63,6 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: not JSON ({error})") from error
     if not isinstance(record, dict) or record.get("kind") != "ledger":
         raise UserError(f"{file}: not a ledger.json")
+    if record.get("unfinished"):
+        raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
     return record

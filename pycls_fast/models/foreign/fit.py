@@ -92,7 +92,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         Mismatch: one line for each kind of mismatch, with the names to allow; `UnknownKind` has only one line.
         UserError: the weights are of another kind of model, or have settings that the network lacks.
     """
-    if read.layout == TRANSFORMERS:
+    if read.layout == TRANSFORMERS and not isinstance(network, TimmModel):
         raise UserError(
             f"weights: {read.source} is in the form of Hugging Face's transformers; use timm's (timm:NAME, or "
             "hf:timm/NAME)"

@@ -281,6 +281,24 @@ def test_an_error_that_stays_is_damage(monkeypatch: pytest.MonkeyPatch, number: 
     assert asked == [2] * reads
 
 
+def test_a_disk_that_stays_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    away, paused = True, []
+
+    def read(index: int) -> None:
+        if away:
+            raise OSError(errno.EIO, "it is away")
+
+    monkeypatch.setattr(dataset.time, "sleep", paused.append)
+    images = ImageDataset(HookedSource(20, read), EVAL, training=False)
+    assert all(images[(0, index)].damaged for index in range(3))
+    assert len(paused) == 3
+    away = False
+    assert not images[(0, 3)].damaged
+    away = True
+    assert images[(0, 4)].damaged
+    assert len(paused) == 6
+
+
 def test_programming_errors_are_not_hidden() -> None:
     def wrong(index: int) -> None:
         raise TypeError("a bug")

@@ -277,6 +277,7 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
         (["good", "mode"], "a different mode (cumulative and one_at_a_time) cannot be compared"),
         (["good", "reference"], "a different first rung (base and fast) cannot be compared"),
         (["nothing", "good"], "nothing to compare"),
+        (["good", "unfinished"], "unfinished; run the ledger's command again, which resumes it"),
     ],
 )
 def test_mistakes(
@@ -290,6 +291,7 @@ def test_mistakes(
     Path("mode").write_text(json.dumps({**ledger(), "settings": {"seeds": 3, "mode": "one_at_a_time"}}))
     Path("reference").write_text(json.dumps({**ledger(), "reference": "fast"}))
     Path("nothing").write_text(json.dumps({**ledger(), "arms": []}))
+    Path("unfinished").write_text(json.dumps({**ledger(), "unfinished": {"done": 1, "of": 9}}))
     assert check(arguments) == 2
     assert line in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ def arm(name: str, ratio: float, low: float | None, high: float | None, finding:
 
 def record(*arms: Record, mode: str = "one_at_a_time") -> Record:
     first = {"name": "plain", "timing": {"images_per_second": 100}}
-    return completed({"arms": [first, *arms], "settings": {"mode": mode}, "device": "cpu"})
+    return completed({"arms": [first, *arms], "settings": {"mode": mode, "margin": 0.2}, "device": "cpu"})
 
 
 def test_gains_and_costs() -> None:
@@ -38,7 +38,7 @@ def test_gains_and_costs() -> None:
         )
     )
     assert found == [
-        "1.50x (1.40 to 1.60) over 'plain' with 'good'; no loss of top-1.",
+        "1.50x (1.40 to 1.60) over 'plain' with 'good'; no loss of top-1 larger than 0.2 points.",
         "Faster than 'plain', without a shown loss of top-1: 'good' (1.50x), 'doubtful' (1.20x).",
         "Faster than 'plain', with a loss of top-1: 'bad' (2.00x).",
         "Slower than 'plain': 'slow' (0.50x).",
@@ -70,10 +70,28 @@ def test_rungs_that_add_up_are_judged_against_the_one_before() -> None:
         ),
         ([arm("a", 1.5, 0.9, 2.6, None)], "No rung is shown to be faster than 'plain'."),
         ([arm("a", 1.5, 1.4, 1.6, "loss")], "No rung is shown to be faster than 'plain' without a loss of top-1."),
+        (
+            [arm("a", 1.5, 1.4, 1.6, "identical")],
+            "1.50x (1.40 to 1.60) over 'plain' with 'a'; every prediction is the same.",
+        ),
+        ([arm("a", 1.5, 1.4, 1.6, "gain")], "1.50x (1.40 to 1.60) over 'plain' with 'a'; top-1 gains."),
     ],
 )
 def test_the_first_sentence(rungs: list[Record], first: str) -> None:
     assert headline(record(*rungs))[0] == first
+
+
+def test_a_rung_that_failed_or_whose_training_ended_is_not_recommended() -> None:
+    ended = arm("ended", 2.0, 1.9, 2.1, "not enough runs")
+    ended["training"]["reason"] = "seed 0: the loss is not finite"
+    failed = arm("failed", 3.0, 2.9, 3.1, "no loss", status="failed")
+    assert headline(record(arm("good", 1.5, 1.4, 1.6, "no loss"), ended, failed)) == [
+        "1.50x (1.40 to 1.60) over 'plain' with 'good'; no loss of top-1 larger than 0.2 points.",
+        "Faster than 'plain', without a shown loss of top-1: 'good' (1.50x).",
+        "Faster than 'plain', but training ended early: 'ended' (2.00x).",
+        "Training ended early: 'ended'.",
+        "Not run here, or failed: 'failed'.",
+    ]
 
 
 def test_nothing_is_measured_yet() -> None:

@@ -12,7 +12,8 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.runner import Ledger, Settings
+from pycls_fast.ledger.runner import Ledger
+from pycls_fast.ledger.settings import Settings
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 

@@ -310,7 +310,10 @@ def test_the_memory_of_a_run_is_that_of_the_rank_with_most(monkeypatch: pytest.M
         from_main=lambda value: value,
     )
     loop: Any = SimpleNamespace(
-        run=SimpleNamespace(world=world), evaluations=None, clock=None, _finish_saving=lambda: None
+        run=SimpleNamespace(world=world, total_steps=1),
+        evaluations=None,
+        clock=None,
+        _finish_saving=lambda done: None,
     )
     Loop._finish(loop)
     assert summarised == [17]
