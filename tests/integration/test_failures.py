@@ -152,7 +152,7 @@ def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Pat
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path, asynchronous: bool) -> None:
-    """Rank 1 cannot write the checkpoint of step 8; a later step is saved instead, and the run continues."""
+    """Rank 1 cannot write the checkpoint of step 8; it or a later step is saved instead, and the run continues."""
     launch = Launch(
         tmp_path,
         digits,
@@ -168,7 +168,8 @@ def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path, asynchro
     assert len(found) == 1
     saved = [record["step"] for record in records(launch.run_dir, "checkpoint")]
     assert saved[:2] == [4, int(found[0])]
-    assert 8 < saved[1] <= 12
+    # Without a thread the failure is known at once, and the same step is saved again.
+    assert 8 < saved[1] <= 12 if asynchronous else saved[1] == 8
     assert saved[-1] == STEPS
     assert_whole(launch)
 
