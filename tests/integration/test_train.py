@@ -307,7 +307,7 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     )
     assert "1,438" in run_process(arguments, cwd=tmp_path).stdout
     done = run_process([*arguments[:-1], "split=tset"], cwd=tmp_path, expect=2)
-    assert done.stderr == "error: split: the data has train, val; got tset\n"
+    assert done.stderr == "error: split: the data has train, val, all; got tset\n"
 
 
 def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:

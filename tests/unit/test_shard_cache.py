@@ -8,9 +8,12 @@ import torch
 from pycls_fast import build
 from pycls_fast.build.sources import check_shard_cache
 from pycls_fast.config import load_config
-from pycls_fast.data import ImageLoader, SyntheticSource
+from pycls_fast.data import SyntheticSource
 from pycls_fast.errors import UserError
-from tests.unit.test_build import FAST, world
+from pycls_fast.parallel import ALONE
+from pycls_fast.train.building import build_parts
+from pycls_fast.train.display import Display
+from tests.unit.test_build import world
 
 REMOTE = ("data.source=tar", "data.root=s3://bucket", "data.shard_cache=/shards")
 
@@ -60,12 +63,9 @@ def test_a_limit_below_what_is_read_at_once(
 
 
 def test_training_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is built."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-    def loader(*limit: str) -> ImageLoader:
-        config = load_config("vit_digits", [*REMOTE, *limit, "data.num_workers=0", "data.global_batch_size=64"])
-        return build.train_loader(config, Shards(5), world(), FAST, start_step=0, steps=3)
-
-    assert len(loader()) == 3
+    monkeypatch.setattr(build, "sources", lambda config, world: dict.fromkeys(("train", "val"), Shards(5)))
+    keys = [*REMOTE, "data.shard_cache_gib=1", "data.num_workers=0", "data.global_batch_size=64"]
     with pytest.raises(UserError, match=r"^data.shard_cache_gib"):
-        loader("data.shard_cache_gib=1")
+        build_parts(load_config("vit_digits", keys), ALONE, Display(speaks=False, mode="plain"))

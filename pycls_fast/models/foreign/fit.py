@@ -92,7 +92,9 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         Mismatch: one line for each kind of mismatch, with the names to allow; `UnknownKind` has only one line.
         UserError: the weights are of another kind of model, or have settings that the network lacks.
     """
-    if read.layout == TRANSFORMERS and not isinstance(network, TimmModel):
+    own = {name.removeprefix("network.") for name in network.state_dict()}
+    # A user's own model may have such names, too.
+    if read.layout == TRANSFORMERS and own.isdisjoint(read.plain):
         raise UserError(
             f"weights: {read.source} is in the form of Hugging Face's transformers; use timm's (timm:NAME, or "
             "hf:timm/NAME)"

@@ -19,6 +19,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.gradients import count_gradients
 from pycls_fast.ledger.numerics import measure_numerics
+from pycls_fast.train import knn, scored_split
 from pycls_fast.train import score as scoring
 from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test
@@ -117,7 +118,9 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("too late")
 
     monkeypatch.setattr(build, "sources", work)
-    monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
+    for module in (scoring, knn):
+        monkeypatch.setattr(module, "find_weights", lambda weights: tmp_path)
+    monkeypatch.setattr(scored_split, "opened", lambda weights, world: None)
     (tmp_path / "file").touch()
     config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])
     run = partial(TOOLS[tool], config)
