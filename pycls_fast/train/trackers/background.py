@@ -79,7 +79,7 @@ class Background:
             if self._failure is None:
                 try:
                     call(tracker)
-                except Exception as error:  # noqa: BLE001  # as above
+                except Exception as error:  # noqa: BLE001  # its network or server
                     self._failure = self._failed(_reason(error))
 
     def _cannot_start(self, reason: str) -> str:
