@@ -33,6 +33,7 @@ PAGE = ROOT / "docs" / "results" / "gpu_ladder.md"
 # Dense bf16 peak of an H100 or H200 SXM (NVIDIA's data sheet) in FLOP/s, the denominator of MFU.
 PEAK = 989.4e12
 HALVINGS = 3
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,11 @@ def rungs(subject: Subject) -> Iterator[Rung]:
         yield Rung(subject, "preset", preset, tuple(preset.split()))
     for name, arguments in peers(subject):
         yield Rung(subject, "timm", name, arguments, peer="timm_step")
-    for kernel in ("default", "cudnn") if subject.is_vit else ("default",):
-        yield Rung(subject, "timm", f"timm's benchmark.py, compiled, {kernel} attention", (kernel,), peer="benchmark")
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        for kernel in ("default", "cudnn") if subject.is_vit else ("default",):
+            attention = f", {kernel} attention" if subject.is_vit else ""
+            name = f"timm's benchmark.py, autocast, compiled ({mode}){attention}"
+            yield Rung(subject, "timm", name, (mode, kernel), peer="benchmark")
     for switch in CATALOGUE:
         usable = [value for value in switch.values if switch.requires.get(value) != "cpu"]
         applies = ("vit" if subject.is_vit else "resnet") in switch.applies_to
@@ -175,8 +179,7 @@ def command(rung: Rung, batch: int, file: Path, options: argparse.Namespace) -> 
             *("--steps", str(counts[0]), "--warmup-steps", str(counts[1]), "--repeats", str(counts[2])),
         ]  # fmt: skip
         if options.shrink:
-            small = "test_vit" if subject.is_vit else "test_resnet"
-            return [*line, "--model", small, "--image-size", "64", "--matmul-size", "64"]
+            return [*line, "--model", tiny(subject), "--image-size", "64", "--matmul-size", "64"]
         patch = ["--patch-size", str(subject.patch_size)] if subject.patch_size else []
         return [*line, "--model", subject.timm, *patch]
     overrides = [*PLAIN, f"data.global_batch_size={batch}", f"runtime.device={options.device}", "parallel=single"]
@@ -201,20 +204,30 @@ def last_of_each(settings: Sequence[str]) -> list[str]:
 
 
 def benchmark_command(rung: Rung, batch: int, file: Path, options: argparse.Namespace) -> list[str]:
-    """timm's `benchmark.py` at its fastest: compiled, fast norms; other attention kernels disabled for cudnn."""
-    script = options.timm_source / "benchmark.py"
+    """timm's `benchmark.py`: autocast, compiled, fast norms; other attention kernels disabled for cudnn."""
+    mode, kernel = rung.settings
     off = "torch.backends.cuda.enable_flash_sdp(False); torch.backends.cuda.enable_mem_efficient_sdp(False); "
-    shut = off + "torch.backends.cuda.enable_math_sdp(False); " if rung.settings == ("cudnn",) else ""
+    shut = off + "torch.backends.cuda.enable_math_sdp(False); " if kernel == "cudnn" else ""
     start = f"import runpy, sys, torch; {shut}sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    # It reports ten times and divides by the number of steps between reports.
+    iterations = ("1", "10") if options.shrink else ("15", "40")
     line = [
-        sys.executable, "-c", start, str(script), "--bench", "train", "--model", rung.subject.timm, "-b", str(batch),
-        "--num-classes", "1000", "--img-size", "224", "--amp", "--amp-dtype", "bfloat16", "--torchcompile",
-        "--no-retry", "--num-warm-iter", "15", "--num-bench-iter", "40",
-        "--results-file", str(file.with_suffix(".timm")),
+        sys.executable, "-c", start, str(options.timm_source / "benchmark.py"), "--bench", "train", "-b", str(batch),
+        "--model", tiny(rung.subject) if options.shrink else rung.subject.timm, "--num-classes", "1000",
+        "--img-size", "64" if options.shrink else "224", "--amp", "--amp-dtype", "bfloat16", "--torchcompile",
+        "--no-retry", "--num-warm-iter", iterations[0], "--num-bench-iter", iterations[1], "--device", options.device,
+        "--results-file", str(file.with_suffix(".timm")), "--results-format", "json",
     ]  # fmt: skip
-    if rung.subject.patch_size:
+    if mode != "default":
+        line += ["--torchcompile-mode", mode]
+    if rung.subject.patch_size and not options.shrink:
         line += ["--model-kwargs", f"patch_size={rung.subject.patch_size}"]
     return [*line, *(["--fast-norm", "--opt", "adamw"] if rung.subject.is_vit else ["--channels-last", "--opt", "sgd"])]
+
+
+def tiny(subject: Subject) -> str:
+    """timm's model for `--shrink`."""
+    return "test_vit" if subject.is_vit else "test_resnet"
 
 
 def measure(rung: Rung, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +238,7 @@ def measure(rung: Rung, folder: Path, options: argparse.Namespace) -> dict[str, 
     found: dict[str, Any] = {}
     for _ in range(1 + HALVINGS):
         found = attempt(command(rung, batch, file, options), rung, file, options.limit)
-        if found["status"] != "out of memory":
+        if found["status"] != OUT_OF_MEMORY:
             break
         batch //= 2
     file.write_text(json.dumps({"rung": rung.name, **found}, indent=1) + "\n", encoding="utf-8")
@@ -241,21 +254,27 @@ def attempt(line: Sequence[str], rung: Rung, file: Path, limit: float) -> dict[s
         return {"status": f"stopped after {limit:g} s"}
     if done.returncode == 0:
         if rung.peer == "benchmark":
-            return {"status": "ok", "record": timm_record(file.with_suffix(".timm"))}
+            return timm_result(file.with_suffix(".timm"))
         return {"status": "ok", "record": json.loads(file.read_text(encoding="utf-8"))}
-    if "OutOfMemoryError" in done.stderr or "out of memory" in done.stderr:
-        return {"status": "out of memory"}
+    if "OutOfMemoryError" in done.stderr or OUT_OF_MEMORY in done.stderr:
+        return {"status": OUT_OF_MEMORY}
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     what = "refused" if done.returncode == 2 else "failed"
     return {"status": f"{what}: {lines[-1].removeprefix('error: ')[:200] if lines else f'status {done.returncode}'}"}
 
 
-def timm_record(file: Path) -> dict[str, Any]:
-    """The output of timm's `benchmark.py` under our keys; it has no matrix product and no memory."""
+def timm_result(file: Path) -> dict[str, Any]:
+    """What timm's `benchmark.py` wrote, under our keys; it measures no matrix product and no memory.
+
+    Its status is 0 for models that failed, too.
+    """
     result = json.loads(file.read_text(encoding="utf-8"))
-    result = result[0] if isinstance(result, list) else result
+    if "error" in result:
+        said = str(result["error"])
+        return {"status": OUT_OF_MEMORY if OUT_OF_MEMORY in said.lower() else f"failed: {said.splitlines()[0][:200]}"}
     rate, batch = float(result["train_samples_per_sec"]), int(result["train_batch_size"])
-    return {"global_batch_size": batch, "train": {"images_per_second": rate, "step_seconds_p50": batch / rate}}
+    train = {"images_per_second": rate, "step_seconds_p50": batch / rate}
+    return {"status": "ok", "record": {"global_batch_size": batch, "train": train}}
 
 
 def load(rung: Rung, folder: Path) -> dict[str, Any] | None:
@@ -382,6 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out.with_suffix("")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    if options.timm_source is None and not options.page_only:
+        print("--timm-source is not given: the rungs with timm's benchmark.py are not run", flush=True)
     for rung in [] if options.page_only else [rung for subject in chosen for rung in rungs(subject)]:
         if not fnmatch.fnmatch(f"{rung.table}: {rung.name}", options.select):
             continue

@@ -153,6 +153,45 @@ def test_out_of_memory_is_tried_with_less_and_failures_are_told(
     assert "| refused: speed.attention: no such kernel here" in row(rung(), load(rung(), tmp_path), None)
 
 
+# What timm's benchmark.py does with these options: CSV unless asked otherwise, and status 0 for a model that failed.
+STAND_IN = """
+import json, sys
+value = dict(zip(sys.argv[1:], sys.argv[2:]))
+batch, mode = int(value["-b"]), value.get("--torchcompile-mode")
+if batch > 2:
+    found = {"model": value["--model"], "error": "CUDA out of memory. Tried to allocate 2 GiB"}
+elif mode is None:
+    found = {"model": value["--model"], "train_samples_per_sec": 50.0, "train_batch_size": batch}
+else:
+    found = {"model": value["--model"], "error": f"{mode}: no kernel\\nmore"}
+with open(value["--results-file"], "w") as file:
+    file.write(json.dumps(found) if value.get("--results-format") == "json" else ",".join(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (
+            "default",
+            {
+                "status": "ok",
+                "record": {
+                    "global_batch_size": 2,
+                    "train": {"images_per_second": 50.0, "step_seconds_p50": 0.04},
+                },
+            },
+        ),
+        ("max-autotune-no-cudagraphs", {"status": "failed: max-autotune-no-cudagraphs: no kernel"}),
+    ],
+)
+def test_what_timms_own_benchmark_writes_is_read(tmp_path: Path, mode: str, expected: dict[str, Any]) -> None:
+    (tmp_path / "benchmark.py").write_text(STAND_IN, encoding="utf-8")
+    (own,) = (r for r in rungs(SUBJECTS["resnet50"]) if r.peer == "benchmark" and r.settings[0] == mode)
+    assert measure(own, tmp_path / "records", parse([*SHRUNK, "--timm-source", str(tmp_path)])) == expected
+    assert load(own, tmp_path / "records") == {"rung": own.name, **expected}
+
+
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
