@@ -191,7 +191,14 @@ def apply_precision(
     chosen = level(config)
     if chosen.float8:
         settings = config.precision
-        use_float8(network, device, recipe=settings.fp8_recipe, skip=settings.fp8_skip, emulate=settings.fp8_emulate)
+        use_float8(
+            network,
+            device,
+            recipe=settings.fp8_recipe,
+            skip=settings.fp8_skip,
+            emulate=settings.fp8_emulate,
+            head=network.head_name,
+        )
     if chosen.weights == "float32" or sharded:
         return None
     return optim.MasterWeights(

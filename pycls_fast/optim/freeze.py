@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.named_parts import HEAD, is_inside, named_parts, unknown_part
 
 
 def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
@@ -33,7 +30,12 @@ def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
     parameters = dict(network.named_parameters())
     kept: set[str] = set()
     for pattern in trainable:
-        kept |= _matched(network, parameters, head if pattern == "head" else pattern, pattern)
+        parts = named_parts(network, pattern, head=head)
+        found = {name for name in parameters if is_inside(name, parts)}
+        if not found:
+            what = "nothing in this network that can be trained"
+            raise unknown_part("optim.trainable", pattern, network, what=what, words=("all", HEAD))
+        kept |= found
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in kept)
     for module in list(network.modules()):
@@ -46,18 +48,3 @@ def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
-
-
-def _matched(network: nn.Module, parameters: dict[str, Any], wanted: str, pattern: str) -> set[str]:
-    names = [name for name, _ in network.named_modules() if name]
-    found = [name for name in (*names, *parameters) if fnmatch.fnmatchcase(name, wanted)]
-    kept = {key for key in parameters for name in found if key == name or key.startswith(f"{name}.")}
-    if kept:
-        return kept
-    near = difflib.get_close_matches(pattern, ["head", "all", *names], n=1, cutoff=0.5)
-    top = ", ".join(name for name, _ in network.named_children())
-    raise UserError(
-        f"optim.trainable: {pattern} names nothing in this network that can be trained"
-        f"{f'; did you mean {near[0]}?' if near else ''}; use all, head, or names of its parts ({top}), with * for any "
-        "part of a name"
-    )

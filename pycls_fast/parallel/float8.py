@@ -14,24 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.named_parts import HEAD, is_inside, named_parts, unknown_part
 
 # torch._scaled_mm requires sides that are multiples of 16; float8 tensor cores came with Ada and Hopper.
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
+# Skipped by default, and not in every network.
+_POOLING = "pooling"
 
 
-def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: Sequence[str], emulate: bool) -> None:
+def use_float8(
+    network: nn.Module, device: torch.device, *, recipe: str, skip: Sequence[str], emulate: bool, head: str
+) -> None:
     """Replace the network's linear layers in place by ones that multiply in float8.
 
     Args:
         network: its parameters stay the same objects.
         device: the run's device.
         recipe: torchao's: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in high precision).
-        skip: layers whose qualified name contains one of these are not replaced.
+        skip: layers that are not replaced: "head", and qualified names of layers or of what they are in, with * for any
+            part of a name.
         emulate: round to float8 and multiply in the wider format, on hardware without float8.
+        head: qualified name of the final linear layer.
 
     Raises:
-        UserError: the device has no float8, torchao is not installed, or no layer qualifies.
+        UserError: the device has no float8, torchao is not installed, the network does not have a skipped name, or no
+            layer qualifies.
     """
     if not emulate:
         _check_hardware(device)
@@ -39,6 +47,7 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError("precision: fp8 needs torchao; pip install -e '.[torchao]'") from error
+    skipped = [part for pattern in skip for part in _parts(network, pattern, head)]
     converted: list[str] = []
 
     def fits(module: nn.Module, name: str) -> bool:
@@ -46,7 +55,7 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
             isinstance(module, nn.Linear)
             and module.in_features % _MULTIPLE == 0
             and module.out_features % _MULTIPLE == 0
-            and not any(part in name for part in skip)
+            and not is_inside(name, skipped)
         )
         converted.extend([name] if fitting else [])
         return fitting
@@ -64,6 +73,13 @@ def use_float8(network: nn.Module, device: torch.device, *, recipe: str, skip: S
             f"precision: fp8 found no linear layer with sides that are multiples of {_MULTIPLE} and outside "
             f"precision.fp8_skip={list(skip)}; use precision=amp_bf16"
         )
+
+
+def _parts(network: nn.Module, pattern: str, head: str) -> list[str]:
+    parts = named_parts(network, pattern, head=head)
+    if not parts and pattern != _POOLING:
+        raise unknown_part("precision.fp8_skip", pattern, network, what="nothing in this network", words=(HEAD,))
+    return parts
 
 
 def _autocast_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

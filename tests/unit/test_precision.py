@@ -143,7 +143,7 @@ class TestRefused:
     def test_fp8_off_cuda(self) -> None:
         config = load_config("vit_digits", ["precision=fp8"])
         with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA and this run is on CPU; use .*amp_bf16"):
-            build.apply_precision(config, nn.Linear(16, 16), CPU)
+            build.apply_precision(config, build.model(config, 10, build.switches(load_config("vit_digits"), CPU)), CPU)
 
     def test_fp8_for_a_resnet(self) -> None:
         with pytest.raises(UserError, match=r"precision: fp8 is for linear layers .*; use precision=amp_bf16"):
@@ -172,22 +172,30 @@ class TestFloat8:
     def torchao(self) -> None:
         pytest.importorskip("torchao")
 
-    def network(self, recipe: str, *, emulate: bool = True, device: torch.device = CPU) -> nn.Module:
+    def network(
+        self,
+        recipe: str,
+        *,
+        emulate: bool = True,
+        device: torch.device = CPU,
+        skip: str = "head,blocks.1",
+        depth: int = 2,
+    ) -> nn.Module:
         config = load_config(
             "vit_digits",
             [
                 "precision=fp8", f"precision.fp8_recipe={recipe}", f"precision.fp8_emulate={str(emulate).lower()}",
-                "precision.fp8_skip=[head,blocks.1]",
+                f"precision.fp8_skip=[{skip}]",
             ],
         )  # fmt: skip
-        network = self.plain().to(device)
+        network = self.plain(depth).to(device)
         assert build.apply_precision(config, network, device) is None
         return network
 
-    def plain(self) -> nn.Module:
+    def plain(self, depth: int = 2) -> nn.Module:
         torch.manual_seed(0)
         switches = build.switches(load_config("vit_digits"), CPU)
-        config = load_config("vit_digits", ["model.depth=2", "model.class_token=true"])
+        config = load_config("vit_digits", [f"model.depth={depth}", "model.class_token=true"])
         network = build.model(config, 10, switches)
         for value in network.parameters():
             value.data.add_(torch.randn_like(value) * 0.1)
@@ -213,6 +221,28 @@ class TestFloat8:
         for ours, theirs in (outs, gradients):
             # e4m3 has 4 bits of significand: an error of 2^-4 at most per factor, a few per cent over a sum.
             assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3
+
+    def replaced(self, skip: str) -> set[str]:
+        from torchao.float8.float8_linear import Float8Linear
+
+        network = self.network("tensorwise", skip=skip, depth=11)
+        return {name for name, module in network.named_modules() if isinstance(module, Float8Linear)}
+
+    def test_a_skipped_name_is_that_of_one_module_and_a_pattern_of_several(self) -> None:
+        everything = self.replaced("head,pooling")
+        assert {name.split(".")[1] for name in everything} == {str(block) for block in range(11)}
+        in_second = {name for name in everything if name.startswith("blocks.1.")}
+        assert len(in_second) == 6
+        assert everything - self.replaced("head,blocks.1") == in_second
+        projections = {name for name in everything if name.endswith("attention.projection")}
+        assert everything - self.replaced("head,*.projection") == projections
+
+    @pytest.mark.parametrize(("given", "suggested"), [("haed", "head"), ("blocks.99", "blocks.9")])
+    def test_a_skipped_name_that_is_not_there_is_refused(self, given: str, suggested: str) -> None:
+        with pytest.raises(
+            UserError, match=rf"precision.fp8_skip: {given} names nothing .* did you mean {suggested}\?"
+        ):
+            self.replaced(given)
 
     @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
     def test_any_number_of_tokens(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +276,7 @@ class TestFloat8:
         assert {name.split(".")[0] for name in found} == {"blocks"}
 
     def test_no_layer_that_fits(self) -> None:
-        config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true"])
+        config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true", "precision.fp8_skip=['*']"])
+        network = build.model(config, 10, build.switches(config, CPU))
         with pytest.raises(UserError, match=r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$"):
-            build.apply_precision(config, nn.Sequential(nn.Linear(16, 10)), CPU)
+            build.apply_precision(config, network, CPU)

@@ -35,8 +35,8 @@ class Precision(Section):
     """torchao's scaling: a factor for each tensor, for each row, or for each row with gradients of weights in high
     precision."""
     fp8_skip: tuple[Text, ...] = ("head", "pooling")
-    """Layers whose qualified name contains one of these stay in 16 bits, as do those with a side that is not a multiple
-    of 16."""
+    """What stays in 16 bits: head, and qualified names of layers or of what they are in, with * for any part of a name.
+    So do layers with a side that is not a multiple of 16."""
     fp8_emulate: bool = False
     """Round to float8 on hardware without it, slowly."""
 
