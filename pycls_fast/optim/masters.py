@@ -74,11 +74,12 @@ class MasterWeights:
                 master.grad = torch.empty_like(master)
                 new.append((master.grad, parameter.grad))
             else:
-                added.append((master.grad, parameter.grad.to(self._wide)))
+                added.append((master.grad, parameter.grad))
             parameter.grad = None
         if new:
             torch._foreach_copy_([to for to, _ in new], [gradient for _, gradient in new])
         if added:
+            # Widened within the addition: copies in the wide format would take as much memory again.
             torch._foreach_add_([to for to, _ in added], [gradient for _, gradient in added])
 
     @torch.no_grad()
@@ -118,7 +119,7 @@ class MasterWeights:
             value.copy_(state[name])
 
     def _allocate(self) -> None:
-        if self._kept:
+        if self._kept or all(master.untyped_storage().size() for master in self.masters):
             return
         for master in self.masters:
             master.untyped_storage().resize_(master.numel() * master.element_size())

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -125,6 +126,30 @@ def test_no_other_memory_of_the_gradients_size_is_left_between_microbatches() ->
     gradients = sum(p.numel() * p.element_size() for p in network.parameters())
     assert len(sizes) == MICROBATCHES
     assert max(sizes[1:]) - sizes[0] < gradients / 4
+
+
+@pytest.mark.parametrize("precision", ["bf16_params", "bf16"])
+def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_copy(precision: str) -> None:
+    step, network, batches = made("vit_digits", f"precision={precision}", *SMALL)
+    largest = max(parameter.numel() for parameter in network.parameters())
+    copies: list[list[int]] = []
+    take = step.masters.take_gradients
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.ops.aten._to_copy.default:
+                copies[-1].append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    def counted() -> None:
+        copies.append([])
+        with Copies():
+            take()
+
+    step.masters.take_gradients = counted
+    step(0, batches, TrainMetrics(CPU))
+    assert len(copies) == MICROBATCHES
+    assert all(size < largest for sizes in copies for size in sizes)
 
 
 def test_gradients_are_gone_after_the_step() -> None:
