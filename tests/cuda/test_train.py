@@ -23,6 +23,7 @@ from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import start_run
 from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
+from tests.started import Started
 
 pytestmark = [
     pytest.mark.cuda,
@@ -155,14 +156,14 @@ def test_many_saves_and_a_second_process_that_goes_on(tmp_path: Path, digits: Pa
 
 
 def test_deterministic_runs_go_on_with_the_same_bits(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
     """In processes of their own: cuBLAS reads the variable when it starts."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen = ("runtime.device=cuda", "runtime.deterministic=true")
     whole, killed = (arguments(tmp_path / name, digits, *chosen) for name in ("whole", "killed"))
     run_process(whole, cwd=tmp_path)
-    start_and_interrupt(killed, tmp_path / "killed", 8, kill_group)
+    start_and_interrupt(started, killed, tmp_path / "killed", 8, kill_group)
     assert "resumed from" in run_process(killed, cwd=tmp_path).stdout
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 

@@ -72,10 +72,10 @@ MEMORY: tuple[Switch, ...] = (
         "the device when they compute.",
         mathematics="None; the CPU's kernels round and order the update differently.",
         helps="When optimizer state does not fit: AdamW's 8 bytes a parameter leave the device.",
-        hurts="Time: each step waits for the gradients on the host, the CPU's update and the way back (86.6 M "
-        "parameters of AdamW, fused, two CPU cores: 38 ms for the update alone). torchrun gives each rank one thread "
-        "(OMP_NUM_THREADS=1); with this switch a rank uses its share of the cores, even if you set OMP_NUM_THREADS=1 "
-        "yourself, unless runtime.threads is set.",
+        hurts="Time: each step waits for the gradients on the host, the CPU's update and the way back (22 M "
+        "parameters of AdamW, fused, one core: 28 ms for the update alone, docs/results/optimizers_cpu.md). torchrun "
+        "gives each rank one thread (OMP_NUM_THREADS=1); with this switch a rank uses its share of the cores, even if "
+        "you set OMP_NUM_THREADS=1 yourself, unless runtime.threads is set.",
         source="Ren et al., ZeRO-Offload, 2021, arXiv 2101.06840; torch.distributed.fsdp.CPUOffloadPolicy.",
         ran="Its arithmetic on the CPU (torch 2.11 and 2.15). CUDA: not run.",
     ),
