@@ -3,33 +3,69 @@
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-_ROUND = "pycls_fast/round"
+_CURRENT = "pycls_fast/round"
+# Seconds between a rank's looks for the current round.
+_PAUSE = 0.05
 
 
-def open_store(size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """The store of this launch, and a part of it that only the current processes use.
+def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """A part of the launch's store that only the current processes use.
 
-    torchrun's agent keeps one store for all its attempts (torch 2.11 to 2.15), so that keys of earlier processes are
-    still there: gloo would try to connect to dead ranks. A failed attempt changes the restart count; an attempt that
-    ended because the number of ranks changed has called `finish_round`.
+    torchrun's agents keep one store for all their attempts (torch 2.11 to 2.15), so that keys of earlier processes are
+    still there: gloo would try to connect to dead ranks. Nothing in the environment names an attempt: each agent counts
+    only the failures of its own ranks. So the ranks meet in a round that rank 0 names.
+
+    Args:
+        rank, size: this process among all.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        torch.distributed.DistStoreError: not all ranks came.
     """
     if size == 1:
         # One rank needs no launcher.
-        alone = dist.HashStore()
-        return alone, alone
+        return dist.HashStore()
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return store, dist.PrefixStore(f"restart {restarts}, round {store.add(_ROUND, 0)}", store)
+    return dist.PrefixStore(meet(store, rank, size, timeout), store)
 
 
-def finish_round(store: dist.Store) -> None:
-    """End the rendezvous round, so that later processes do not read this round's keys; one rank calls it."""
-    store.add(_ROUND, 1)
+def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Wait until all ranks are here; returns the name of their round, which no other round has.
+
+    Every process brings a random token. Rank 0 publishes its own as the current round's name, waits for a token of
+    every other rank under that name, and publishes them; a rank has met the others when its own token is among them.
+    Until then the current round may be one of earlier processes.
+    """
+    token = secrets.token_hex(8)
+    if rank == 0:
+        store.set(_CURRENT, token)
+        # Waits for each, as long as the store's own timeout.
+        others = [store.get(_token_key(token, other)).decode() for other in range(1, size)]
+        store.set(_members_key(token), " ".join(others))
+        return token
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        current = store.get(_CURRENT).decode()
+        store.set(_token_key(current, rank), token)
+        if store.check([_members_key(current)]) and token in store.get(_members_key(current)).decode().split():
+            return current
+        time.sleep(_PAUSE)
+    raise dist.DistStoreError(f"rank {rank} waited {timeout.total_seconds():g} s for the other ranks")
+
+
+def _token_key(name: str, rank: int) -> str:
+    return f"{_CURRENT} {name}/{rank}"
+
+
+def _members_key(name: str) -> str:
+    return f"{_CURRENT} {name}/members"
 
 
 def connect(timeout: timedelta = timedelta(seconds=300)) -> dist.Store:

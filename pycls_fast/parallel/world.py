@@ -22,7 +22,7 @@ from pycls_fast.parallel.devices import choose_device
 from pycls_fast.parallel.mesh import degrees, make_mesh
 from pycls_fast.parallel.mistakes import report_mistake
 from pycls_fast.parallel.monitor import Monitor
-from pycls_fast.parallel.rendezvous import connect, finish_round, open_store
+from pycls_fast.parallel.rendezvous import connect, open_store
 
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ def _join(
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
         raise SystemExit(FAULT)
-    launch, store = open_store(size, timeout)
+    store = open_store(rank, size, timeout)
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     group.callback(dist.destroy_process_group)
@@ -220,9 +220,6 @@ def _join(
     world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
     if size == 1:
         return world
-    world.barrier()
-    if world.is_main:
-        finish_round(launch)
     # A random name, which no other run of this launch uses.
     name = f"monitor/{world.from_main(secrets.token_hex(4))}"
     # Its patience must be shorter than the ranks' own.
