@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import signal
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
@@ -61,11 +63,25 @@ def _workers_as_chosen() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _deaths_noticed_when_waiting() -> Iterator[None]:
+    """Undo the signal handler of torch's iterators, which raises for a dead worker wherever the main thread is.
+
+    In the middle of a step or a save that would be a traceback. Who waits for the worker's batch finds out as well,
+    within 5 s.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    # None is a handler that Python did not set and cannot set again.
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGCHLD, before)
+
+
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises a `UserError` that a worker returned."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        with _workers_as_chosen():
+        with _workers_as_chosen(), _deaths_noticed_when_waiting():
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
@@ -75,7 +91,7 @@ class ImageLoader(DataLoader[Any]):
                     raise batch
                 yield batch
         except RuntimeError as error:
-            death = _worker_death(str(error))
+            death = _worker_death(str(error), getattr(iterator, "_workers", []))
             if death is None:
                 raise
             raise UserError(death) from error
@@ -83,14 +99,16 @@ class ImageLoader(DataLoader[Any]):
             _stop_workers(iterator)
 
 
-def _worker_death(message: str) -> str | None:
+def _worker_death(message: str, workers: Sequence[BaseProcess]) -> str | None:
     """The message for a worker that torch found dead; None if torch's `message` is about something else."""
     if not message.startswith("DataLoader worker"):
         return None
     what = message.splitlines()[0].removesuffix(" ").removesuffix(".")
-    if "Bus error" in message:
-        return f"{what}: shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"
-    return f"{what}; usually out of memory (see the kernel's log): lower data.num_workers or data.prefetch_factor"
+    signals = [-worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
+    if signal.SIGBUS in signals:
+        return f"{what} (bus error): shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"
+    name = f" ({(signal.strsignal(signals[0]) or str(signals[0])).lower()})" if signals else ""
+    return f"{what}{name}; usually out of memory (see the kernel's log): lower data.num_workers or data.prefetch_factor"
 
 
 def make_loader(
