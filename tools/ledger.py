@@ -133,7 +133,7 @@ def main(config: RunConfig, options: Options) -> int:
     from pycls_fast.ledger.settings import Settings
 
     ladder = read_ladder(options.ladder.name, config_folders())
-    mode = options.mode or ladder.mode or "cumulative"
+    mode = options.mode or ladder.mode or ladder.default_mode
     settings = Settings(
         mode=mode,
         seeds=options.seeds,

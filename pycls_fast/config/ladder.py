@@ -18,16 +18,17 @@ from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 
 Overrides = tuple[Text, ...]
+Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 
 
 class Rung(Section):
     """One change: its name and the overrides that make it, as on the command line.
 
     `ranks` is the number of processes of this rung and, in a cumulative ladder, of those after it. `needs` names the
-    only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches. `against`
-    names the rung that this one is one change away from, if that is not the baseline: in mode one_at_a_time the two
-    are compared, and selecting this one also selects the other. `tree` is the folder of another checkout (a git
-    worktree, say) whose code this rung runs, in mode one_at_a_time.
+    only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches, and
+    `batch_ratio` the global batch. `against` names the rung that this one is one change away from, if that is not the
+    baseline: in mode one_at_a_time the two are compared, and selecting this one also selects the other. `tree` is the
+    folder of another checkout (a git worktree, say) whose code this rung runs, in mode one_at_a_time.
     """
 
     name: Text
@@ -35,17 +36,23 @@ class Rung(Section):
     ranks: PositiveInt | None = None
     needs: Literal["cuda"] | None = None
     image_size_ratio: PositiveFloat | None = None
+    batch_ratio: PositiveFloat | None = None
     against: Text | None = None
     tree: Text | None = None
     note: str = ""
 
 
 class Ladder(Section):
-    """A baseline and the changes to it, in order; `mode` is the only mode that its rungs can run in (None: any)."""
+    """A baseline and the changes to it, in order.
+
+    `mode` is the only mode that its rungs can run in (None: any), `default_mode` the one that they run in without
+    `mode=`.
+    """
 
     description: Text
     source: str = ""
     mode: Literal["one_at_a_time"] | None = None
+    default_mode: Mode = "cumulative"
     baseline: Rung
     rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
 
@@ -83,14 +90,19 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
 
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
-    """The ladder with ratios replaced by image sizes in pixels, in whole patches of the experiment's model."""
+    """The ladder with ratios replaced by image sizes in pixels, in whole patches of the experiment's model, and by
+    batch sizes."""
     patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
 
     def sized(rung: Rung) -> Rung:
-        if rung.image_size_ratio is None:
-            return rung
-        size = max(round(config.data.image_size * rung.image_size_ratio / patch), 1) * patch
-        return rung.model_copy(update={"overrides": (*rung.overrides, f"data.image_size={size}")})
+        overrides = list(rung.overrides)
+        if rung.image_size_ratio is not None:
+            size = max(round(config.data.image_size * rung.image_size_ratio / patch), 1) * patch
+            overrides.append(f"data.image_size={size}")
+        if rung.batch_ratio is not None:
+            batch = max(round(config.data.global_batch_size * rung.batch_ratio), 1)
+            overrides.append(f"data.global_batch_size={batch}")
+        return rung.model_copy(update={"overrides": tuple(overrides)})
 
     return ladder.model_copy(update={"baseline": sized(ladder.baseline), "rungs": tuple(map(sized, ladder.rungs))})
 

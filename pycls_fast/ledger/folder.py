@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.config.ladder import Mode
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.conditions import UNKNOWN_CODE, changed
 from pycls_fast.ledger.lock import FolderLock
-from pycls_fast.ledger.plan import Arm, Mode, readable
+from pycls_fast.ledger.plan import Arm, readable
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
 

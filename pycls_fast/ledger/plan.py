@@ -9,15 +9,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.config.ladder import Ladder, Mode, Rung
 from pycls_fast.config.quoting import key_of
 from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 
-Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 EVERYTHING = "everything"
 
 # Longest name in a path, in characters; file systems allow about 250.

@@ -14,14 +14,14 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.ladder import Ladder, for_experiment
+from pycls_fast.config.ladder import Ladder, Mode, for_experiment
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, FAULT, STOPPED
 from pycls_fast.ledger.conditions import code_digest, conditions
 from pycls_fast.ledger.dry_run import show_plan
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.plan import Arm, Mode, pick, tree_path
+from pycls_fast.ledger.plan import Arm, pick, tree_path
 from pycls_fast.ledger.processes import visible_devices
 from pycls_fast.ledger.runner import Ledger
 from pycls_fast.ledger.settings import Settings

@@ -90,7 +90,12 @@ class Ledger:
             # The mode is in the settings, `tree` in the arms' paths, and `against` does not affect any measurement.
             "ladder": self.ladder.model_dump(
                 mode="json",
-                exclude={"mode": True, "baseline": {"against", "tree"}, "rungs": {"__all__": {"against", "tree"}}},
+                exclude={
+                    "mode": True,
+                    "default_mode": True,
+                    "baseline": {"against", "tree"},
+                    "rungs": {"__all__": {"against", "tree"}},
+                },
             ),
             "base": [*self.flags, *self.typed],
             **asdict(self.settings),

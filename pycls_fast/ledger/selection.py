@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pycls_fast.config.ladder import Ladder
+from pycls_fast.config.ladder import Ladder, Mode
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.plan import Arm, Mode, arms
+from pycls_fast.ledger.plan import Arm, arms
 from pycls_fast.ledger.processes import Finished
 
 

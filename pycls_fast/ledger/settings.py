@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pycls_fast.ledger.plan import Mode
+from pycls_fast.config.ladder import Mode
 
 
 @dataclass(frozen=True)

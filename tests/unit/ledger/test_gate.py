@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -317,14 +318,21 @@ def test_the_package_s_own_baseline_is_of_its_own_ladder() -> None:
     assert not any(finding.lost for finding in compare(kept, kept, tolerance=0.5, absolute=False))
 
 
-@pytest.mark.parametrize("rung", [1, 2, 3])
-def test_the_package_s_own_gate_sees_a_rung_at_0_4_of_its_speed(rung: int) -> None:
+def test_the_package_s_own_gate_sees_a_rung_at_0_4_of_its_speed() -> None:
+    """In nearly all cases, if the rounds on the machine of that day scatter by 10%."""
     kept = json.loads((Path(__file__).parents[2] / "gate" / "baseline.json").read_text(encoding="utf-8"))
-    now = copy.deepcopy(kept)
-    speedup = now["arms"][rung]["timing"]["speedup"]
-    speedup |= {key: 0.4 * speedup[key] for key in ("ratio", "low", "high")}
-    lost = [finding for finding in compare(kept, now, tolerance=0.5, absolute=False) if finding.lost]
-    assert [finding.rung for finding in lost] == [kept["arms"][rung]["name"]]
+    draw = np.random.default_rng(0)
+    found = 0
+    for case in range(120):
+        now, rung = copy.deepcopy(kept), 1 + case % 3
+        for arm in now["arms"][1:]:
+            speedup = arm["timing"]["speedup"]
+            slower = 0.4 if arm is now["arms"][rung] else 1.0
+            rounds = slower * speedup["ratio"] * np.exp(draw.normal(0, 0.1, speedup["rounds"]))
+            arm["timing"]["speedup"] = speedup | asdict(geometric_mean(rounds.tolist()))
+        lost = [finding.rung for finding in compare(kept, now, tolerance=0.5, absolute=False) if finding.lost]
+        found += lost == [kept["arms"][rung]["name"]]
+    assert found >= 0.9 * 120
 
 
 def with_products(record: Record, *flops: float) -> Record:

@@ -18,7 +18,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
+from pycls_fast.config.ladder import Ladder, Mode, Rung, for_experiment, read_ladder
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import conditions as condition
@@ -30,7 +30,7 @@ from pycls_fast.ledger.folder import LedgerFolder, default_folder
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.page import page
-from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, pick
+from pycls_fast.ledger.plan import EVERYTHING, arms, pick
 from pycls_fast.ledger.processes import Finished, Process
 from pycls_fast.ledger.run_ladder import refusal, run_ladder
 from pycls_fast.ledger.runner import Ledger

@@ -50,7 +50,13 @@ def test_rounding_is_measured_after_some_steps_or_not_at_all() -> None:
 
 @pytest.mark.parametrize(
     ("ladder", "given", "expected"),
-    [("modern", {}, "cumulative"), ("switches", {}, "one_at_a_time"), ("modern", {"mode": "leave_one_out"}, None)],
+    [
+        ("modern", {}, "cumulative"),
+        ("switches", {}, "one_at_a_time"),
+        ("apex", {}, "one_at_a_time"),
+        ("modern", {"mode": "leave_one_out"}, None),
+        ("apex", {"mode": "cumulative"}, None),
+    ],
 )
 def test_a_ladder_may_bring_its_mode(
     ladder: str, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch

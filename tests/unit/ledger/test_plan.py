@@ -10,11 +10,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.ladder import Ladder, Rung, for_experiment, read_ladder
+from pycls_fast.config.ladder import Ladder, Mode, Rung, for_experiment, read_ladder
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import text_override
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.plan import EVERYTHING, Mode, arms, merged, pick
+from pycls_fast.ledger.plan import EVERYTHING, arms, merged, pick
 
 LADDER = Ladder(
     description="three changes",
@@ -124,6 +124,12 @@ def test_a_larger_image_has_whole_patches() -> None:
         assert found % patch == 0
         assert found > before
         assert size is None or found == size
+
+
+def test_a_batch_is_scaled_from_the_experiments() -> None:
+    ladder = LADDER.model_copy(update={"rungs": (Rung(name="both", image_size_ratio=2, batch_ratio=1.5),)})
+    config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=96"])
+    assert for_experiment(ladder, config).rungs[0].overrides == ("data.image_size=448", "data.global_batch_size=144")
 
 
 # The rungs of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).
