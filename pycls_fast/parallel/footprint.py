@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from pycls_fast.strategies import STRATEGIES
+
 
 def footprint(
     parameters: int,
@@ -45,10 +47,11 @@ def footprint(
     weights = 4.0 * parameters * (1 + averaged)
     gradients, state = 4.0 * trained, 4.0 * trained * state_copies
     casts = float(autocast_bytes * (min(largest_unit, reached) if recomputes else reached))
-    if strategy in ("single", "ddp") or degree == 1:
+    facts = STRATEGIES[strategy]
+    if facts.shards == "nothing" or degree == 1:
         halves = float(compute_bytes * (parameters + trained)) if compute_bytes < 4 else 0.0
         return weights + gradients + state + halves + casts
-    if strategy == "fairscale_sharded_ddp":
+    if facts.shards == "state":
         # The average holds whole weights. Each gradient is sent to its owner as soon as it is computed, one block's at
         # a time; with accumulation all are kept until the last microbatch.
         sent = gradients / degree + 4.0 * min(largest_unit, trained)

@@ -10,18 +10,13 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.parallel import footprint
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
 from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
 if TYPE_CHECKING:
-    from pycls_fast.config.schema import Optim, RunConfig
+    from pycls_fast.config.schema import RunConfig
     from pycls_fast.train.run import Run
-
-# Optimizer state, in float32 copies of the weights (others: `_state_copies`). Muon keeps two for the parameters that it
-# leaves to AdamW.
-_STATE_COPIES = {"adamw": 2.0, "lamb": 2.0, "lion": 1.0, "muon": 1.0, "adamw8bit": 0.5}
-
 
 # A GPU is seldom busy with fewer.
 _FEW_IMAGES = 16
@@ -121,7 +116,7 @@ def memory_per_rank(run: Run) -> float:
     return footprint(
         run.complexity.parameters,
         run.largest_unit,
-        state_copies=_state_copies(config.optim),
+        state_copies=OPTIMIZERS[config.optim.name].state_copies(config.optim.own()),
         trained=trained,
         reached=reached,
         averaged=run.step.ema is not None,
@@ -133,14 +128,6 @@ def memory_per_rank(run: Run) -> float:
         recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
         accumulates=config.optim.accumulation_steps > 1,
     )
-
-
-def _state_copies(optim: Optim) -> float:
-    if optim.name == "sgd":
-        return 1.0 if optim.momentum else 0.0
-    if optim.name == "adafactor":
-        return 0.5 if optim.momentum_dtype == "bfloat16" else 1.0
-    return _STATE_COPIES[optim.name]
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

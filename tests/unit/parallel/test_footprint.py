@@ -18,8 +18,10 @@ from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.ledger.timing import synthetic_batch
 from pycls_fast.parallel import ALONE, World, footprint, place_model
 from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.strategies import STRATEGIES
 from pycls_fast.train.building import make_step
-from pycls_fast.train.introduction import _state_copies, memory_per_rank
+from pycls_fast.train.introduction import memory_per_rank
 from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -84,6 +86,7 @@ def test_one_process_holds_what_the_table_says(overrides: tuple[str, ...]) -> No
         ("optim=adafactor", "optim.momentum_dtype=float32"),
         ("optim=lion",),
         ("optim=adamw",),
+        ("optim=lamb",),
     ],
 )
 def test_optimizers_keep_what_the_table_says(overrides: tuple[str, ...]) -> None:
@@ -100,7 +103,8 @@ def test_optimizers_keep_what_the_table_says(overrides: tuple[str, ...]) -> None
     )
     weights = sum(parameter.nbytes for parameter in network.parameters())
     # What Adafactor keeps of its second moments is a row and a column of each matrix.
-    assert kept / weights == pytest.approx(_state_copies(config.optim), abs=0.05)
+    expected = OPTIMIZERS[config.optim.name].state_copies(config.optim.own())
+    assert kept / weights == pytest.approx(expected, abs=0.05)
 
 
 @pytest.fixture
@@ -137,7 +141,7 @@ def test_footprint() -> None:
     assert footprint(**sizes, degree=4, accumulates=True, averaged=True) == 12_000 + 2_000
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp", "fairscale_sharded_ddp", "fairscale_fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_footprint_counts_the_copies_that_autocast_keeps_whole(strategy: str) -> None:
     sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2, "strategy": strategy}
     for degree in (1, 4):
