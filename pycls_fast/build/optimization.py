@@ -17,7 +17,7 @@ from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
-from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
+from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Live
 from pycls_fast.speed import OPTIMIZERS, SwitchName
@@ -141,16 +141,21 @@ def optimizer(
 def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
     """The optimizer's groups of the network's parameters."""
     settings = config.optim
+    kinds = optim.Kinds(
+        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
+        embedding_names=network.embedding_names(),
+        scales=(LayerScale,),
+        scale_names=network.scale_names(),
+    )
     return optim.parameter_groups(
         network,
-        weight_decay=settings.weight_decay,
-        decay_norms=settings.decay_norms,
-        decay_biases=settings.decay_biases,
-        decay_embeddings=settings.decay_embeddings,
-        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
-        embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
-        scales=(LayerScale,),
-        scale_names=network.scale_names() if isinstance(network, TimmModel) else (),
+        optim.Decay(
+            settings.weight_decay,
+            norms=settings.decay_norms,
+            biases=settings.decay_biases,
+            embeddings=settings.decay_embeddings,
+        ),
+        kinds,
         units=network.layers(),
         layer_decay=settings.layer_decay,
         layer_decay_groups=settings.layer_decay_groups,
