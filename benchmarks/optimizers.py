@@ -24,7 +24,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.clocks import synchronize
 from pycls_fast.ledger.statistics import paired_ratio, spread
-from pycls_fast.speed import COMPILABLE, OPTIMIZERS, SwitchName
+from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.environment import device_name, environment, versions
 
 WARMUP = 3
@@ -84,8 +84,8 @@ def make_variants(name: str, model: str, device: torch.device, *, compiled: bool
     config = configured(name, model, "loop", compile_step="off")
     network = build.model(config, 1000, build.switches(config, device)).to(device)
     gradients = [1e-3 * torch.randn_like(parameter) for parameter in network.parameters()]
-    choices = [(which, "off") for which in OPTIMIZERS[name]]
-    choices += [(which, "on") for which in COMPILABLE[name] if compiled]
+    choices = [(which, "off") for which in OPTIMIZERS[name].implementations]
+    choices += [(which, "on") for which in OPTIMIZERS[name].compilable if compiled]
     variants = []
     for which, compile_step in choices:
         config = configured(name, model, which, compile_step=compile_step)

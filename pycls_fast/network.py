@@ -31,6 +31,14 @@ class Network(nn.Module):
         """The blocks by which parameters are grouped, as in `units`; more if some of them take several arguments."""
         return self.units()
 
+    def embedding_names(self) -> set[str]:
+        """Parameters that are embeddings (tokens, positions), if that cannot be recognised by their owner's type."""
+        return set()
+
+    def scale_names(self) -> set[str]:
+        """Parameters that are layer scales or belong to norms, if that cannot be recognised by their owner's type."""
+        return set()
+
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Every module that owns values, in the order of the random draws, with the function that fills it.
 

@@ -1,7 +1,7 @@
 """Imports point one way, and docstrings begin with what they describe.
 
-tools -> ledger -> inference -> train -> build -> {config, parallel, speed, precision} -> {models, data, optim, losses}
--> leaves.
+tools -> ledger -> inference -> train -> build -> {config, parallel, speed, precision, strategies} -> {models, data,
+optim, losses} -> leaves.
 
 A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 _LEAVES = {"errors", "counter", "network", "named_parts", "paths", "exit_status"}
 _BOTTOM = {"models", "data", "optim", "losses"}
-_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "parallel"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
 _TRAIN = _BUILD | {"build", "published"}
 _INFERENCE = _TRAIN | {"train"}
 _LEDGER = _INFERENCE | {"inference"}
@@ -41,9 +41,10 @@ ALLOWED: dict[str, set[str]] = {
     "losses": _LEAVES,
     "speed": _LEAVES,
     "precision": _LEAVES,
-    "config": _LEAVES | {"speed", "precision"},
+    "strategies": set(),
+    "config": _LEAVES | {"speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
-    "parallel": _LEAVES | _BOTTOM - {"models"},
+    "parallel": _LEAVES | {"strategies"} | _BOTTOM - {"models"},
     "build": _BUILD,
     "train": _TRAIN,
     "inference": _INFERENCE,

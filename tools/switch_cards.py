@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pycls_fast.config import NoOptions, options_line
-from pycls_fast.parallel.strategies import STRATEGY_CARDS, Strategy
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Level
 from pycls_fast.speed import CATALOGUE, Device, Switch
+from pycls_fast.strategies import STRATEGIES, Strategy
 
 PAGE = Path(__file__).parents[1] / "docs" / "switches.md"
 
@@ -19,7 +19,7 @@ _HEAD = """\
 # Performance switches
 
 Made by `python tools/switch_cards.py` from `pycls_fast/speed/`, `pycls_fast/precision.py` and
-`pycls_fast/parallel/strategies.py`; change it there. After the switches: [precision levels](#precision-levels) and
+`pycls_fast/strategies.py`; change it there. After the switches: [precision levels](#precision-levels) and
 [strategies](#strategies).
 
 `speed=reference` sets every switch to its first value, the plain implementation; `speed=fast` to the best known one for
@@ -188,7 +188,7 @@ def _end(card: Switch | Level | Strategy) -> Iterator[str]:
 def main(options: NoOptions) -> int:
     """Write the page."""
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(CATALOGUE, tuple(LEVELS.values()), STRATEGY_CARDS), encoding="utf-8")
+    PAGE.write_text(page(CATALOGUE, tuple(LEVELS.values()), tuple(STRATEGIES.values())), encoding="utf-8")
     print(PAGE)
     return 0
 

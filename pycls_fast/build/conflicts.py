@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.precision import LEVELS
-from pycls_fast.speed import CATALOGUE, Device, SwitchName
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS, Device, SwitchName, optimizers_with
+from pycls_fast.strategies import strategy_of
 
 Switches = Mapping[SwitchName, str]
 """The resolved value of every performance switch."""
@@ -30,7 +31,7 @@ def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[s
         )
     yield from _compiled(chosen)
     compiled, half = chosen[SwitchName.COMPILE], LEVELS[config.precision.name].weights != "float32"
-    if config.parallel.name == "fairscale_fsdp" and half and compiled != "off":
+    if strategy_of(config.parallel.name).flattens and half and compiled != "off":
         yield (
             f"speed.compile: {compiled} cannot see inside FairScale's wrappers around norms that stay float32 under "
             f"precision={config.precision.name}; use speed.compile=off or parallel=fsdp"
@@ -117,10 +118,12 @@ def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
 
 def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
     """Yield one line for each setting that conflicts with a step recorded as a CUDA graph."""
-    if config.optim.name not in ("adamw", "sgd") or chosen[SwitchName.OPTIMIZER] != "fused":
+    implementation = chosen[SwitchName.OPTIMIZER]
+    if implementation not in OPTIMIZERS[config.optim.name].capturable:
+        usable = optimizers_with(lambda optimizer: "fused" in optimizer.capturable)
         yield (
-            "speed.cuda_graphs: on needs an optimizer that reads its lr on the device, adamw or sgd with "
-            f"speed.optimizer=fused; got optim.name={config.optim.name} with {chosen[SwitchName.OPTIMIZER]}; use "
+            f"speed.cuda_graphs: on needs an optimizer that reads its lr on the device, {usable} with "
+            f"speed.optimizer=fused; got optim.name={config.optim.name} with {implementation}; use "
             "speed.cuda_graphs=off"
         )
     if config.optim.accumulation_steps > 1:

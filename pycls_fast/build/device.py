@@ -22,8 +22,9 @@ from pycls_fast.build.imports import import_modules
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import DTENSORS, World, keep_freed_memory, keep_in_float32, start_world
+from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
+from pycls_fast.strategies import strategy_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -48,9 +49,9 @@ def world(config: RunConfig) -> Iterator[World]:
 
 
 def strategy(config: RunConfig, world: World) -> str:
-    """The name of the resolved strategy, a key of `parallel.wrap.STRATEGIES`."""
+    """The name of the resolved strategy, a key of `STRATEGIES`."""
     name = config.parallel.name
-    if name in ("auto", "ddp"):
+    if strategy_of(name).replicates:
         return "ddp" if world.size > 1 else "single"
     return name
 
@@ -68,7 +69,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         kind,
         config.optim.name,
         in_16_bits=level(config).in_16_bits,
-        sharded=config.parallel.name in DTENSORS,
+        sharded=strategy_of(config.parallel.name).has_dtensors,
     )
     _give_way(config, resolved)
     in_float8 = level(config).float8 and kind == "cuda" and not config.precision.fp8_emulate
@@ -115,7 +116,7 @@ def has_decoder(name: str) -> bool:
 def _compiles_once(config: RunConfig) -> bool:
     """Whether the run can be compiled: unsharded network, one image size, no watchdog hooks."""
     return (
-        config.parallel.name in ("auto", "single", "ddp")
+        strategy_of(config.parallel.name).shards == "nothing"
         and not config.data.image_size_schedule
         and not config.runtime.watchdog
     )

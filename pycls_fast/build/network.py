@@ -16,8 +16,9 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
-from pycls_fast.parallel import SHARDED, FlatShards, Settings, World, Wrapped, use_float8, wrap_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.parallel import FlatShards, Settings, World, Wrapped, use_float8, wrap_model
+from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
 _INITIALISATION = 1
@@ -152,8 +153,8 @@ def _without_blocks(config: RunConfig, network: models.TimmModel) -> list[str]:
             # A rate for the last of many layers is too large for all of them.
             way_out = "optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
             lines.append(f"optim.layer_decay: {config.optim.layer_decay:g} {works} {way_out}")
-        if config.optim.name == "muon":
-            lines.append(f"optim.name: muon {works} optim=adamw")
+        if OPTIMIZERS[config.optim.name].needs_units:
+            lines.append(f"optim.name: {config.optim.name} {works} optim=adamw")
     return lines
 
 
@@ -263,4 +264,4 @@ def wrap(
 
 def is_sharded(config: RunConfig, world: World) -> bool:
     """Whether each rank holds only a part of the weights; such a network is built on the meta device."""
-    return strategy(config, world) in SHARDED
+    return STRATEGIES[strategy(config, world)].shards_weights

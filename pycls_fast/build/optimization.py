@@ -17,10 +17,10 @@ from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
-from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
+from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Live
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import OPTIMIZERS, SwitchName
 
 
 def loss(
@@ -118,8 +118,8 @@ def optimizer(
     def make(groups: list[optim.Group]) -> Optimizer:
         # Under fairscale_sharded_ddp a rank may own no parameter of a group.
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
-        if isinstance(settings, schema.AdamW8bit):
-            need_compiler(device, "optim.name: adamw8bit", "optim=adamw")
+        if OPTIMIZERS[settings.name].compiles_itself:
+            need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
         made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
@@ -141,56 +141,43 @@ def optimizer(
 def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
     """The optimizer's groups of the network's parameters."""
     settings = config.optim
+    kinds = optim.Kinds(
+        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
+        embedding_names=network.embedding_names(),
+        scales=(LayerScale,),
+        scale_names=network.scale_names(),
+    )
     return optim.parameter_groups(
         network,
-        weight_decay=settings.weight_decay,
-        decay_norms=settings.decay_norms,
-        decay_biases=settings.decay_biases,
-        decay_embeddings=settings.decay_embeddings,
-        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
-        embedding_names=network.embedding_names() if isinstance(network, TimmModel) else (),
-        scales=(LayerScale,),
-        scale_names=network.scale_names() if isinstance(network, TimmModel) else (),
+        optim.Decay(
+            settings.weight_decay,
+            norms=settings.decay_norms,
+            biases=settings.decay_biases,
+            embeddings=settings.decay_embeddings,
+        ),
+        kinds,
         units=network.layers(),
         layer_decay=settings.layer_decay,
         layer_decay_groups=settings.layer_decay_groups,
-        split_hidden=isinstance(settings, schema.Muon),
+        split_hidden=OPTIMIZERS[settings.name].needs_units,
     )
 
 
+# A section's own keys are the arguments of its optimizer's function.
+_MAKE: dict[str, Callable[..., Optimizer]] = {
+    "adamw": optim.adamw,
+    "sgd": optim.sgd,
+    "lamb": optim.lamb,
+    "lion": optim.lion,
+    "adafactor": optim.adafactor,
+    "muon": optim.muon,
+    "adamw8bit": optim.adamw8bit,
+}
+
+
 def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
-    if isinstance(settings, schema.SGD):
-        return optim.sgd(
-            groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, implementation=implementation
-        )
-    if isinstance(settings, schema.AdamW):
-        return optim.adamw(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
-    if isinstance(settings, schema.LAMB):
-        return optim.lamb(groups, lr=lr, betas=settings.betas, eps=settings.eps, implementation=implementation)
-    if isinstance(settings, schema.Lion):
-        return optim.lion(groups, lr=lr, betas=settings.betas, implementation=implementation)
-    if isinstance(settings, schema.Adafactor):
-        return optim.adafactor(
-            groups,
-            lr=lr,
-            momentum=settings.momentum,
-            momentum_dtype=settings.momentum_dtype,
-            beta2_decay=settings.beta2_decay,
-            beta2_cap=settings.beta2_cap,
-            min_factored=settings.min_factored,
-            clip_threshold=settings.clip_threshold,
-        )
-    if isinstance(settings, schema.Muon):
-        return optim.muon(
-            groups,
-            lr=lr,
-            momentum=settings.momentum,
-            nesterov=settings.nesterov,
-            newton_schulz_steps=settings.newton_schulz_steps,
-            betas=settings.betas,
-            eps=settings.eps,
-        )
-    return optim.adamw8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
+    choice = {"implementation": implementation} if len(OPTIMIZERS[settings.name].implementations) > 1 else {}
+    return _MAKE[settings.name](groups, lr=lr, **settings.own(), **choice)
 
 
 def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:

@@ -80,31 +80,27 @@ def predict(
             advance=advance,
         )
         if format == "csv":
-            # Row by row: millions of images take hours, and an error or a kill must not lose them all.
-            with _opened(path) as stream:
-                table = csv.writer(stream, lineterminator="\n")
-                for row in _csv_rows(predictions):
-                    # Not around the loop: reading images can fail, too.
-                    with _writing(path):
-                        table.writerow(row)
+            _write_csv(path, predictions)
         else:
             found += predictions
     if format == "sheet":
         assert path is not None
-        upright = classifier.config.data.exif_orientation
-        for file in write_sheets([_cell(source, each, upright) for each in found], path) if found else ():
-            print(file)
+        _write_sheets(path, source, found, upright=classifier.config.data.exif_orientation)
     elif format != "csv":
         with _opened(path) as stream, _writing(path):
             if format == "json":
                 _write_json(stream, classifier, found, unreadable)
             else:
                 _write_table(stream, classifier, found)
+    _report_unreadable(unreadable, len(source))
+    return DONE if len(unreadable) < len(source) else MISTAKE
+
+
+def _report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None:
     for name, reason in unreadable:
         print(f"unreadable: {name}: {reason}", file=sys.stderr)
     if unreadable:
-        print(f"{len(unreadable):,} of {len(source):,} images could not be read", file=sys.stderr)
-    return DONE if len(unreadable) < len(source) else MISTAKE
+        print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 
 
 def _no_advance(count: int) -> None:
@@ -199,6 +195,16 @@ def _write_json(
     stream.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
+def _write_csv(path: Path | None, predictions: Iterable[Prediction]) -> None:
+    """Write row by row: millions of images take hours, and an error or a kill must not lose them all."""
+    with _opened(path) as stream:
+        table = csv.writer(stream, lineterminator="\n")
+        for row in _csv_rows(predictions):
+            # Not around the loop: reading images can fail, too.
+            with _writing(path):
+                table.writerow(row)
+
+
 def _csv_rows(found: Iterable[Prediction]) -> Iterator[list[Any]]:
     header_is_written = False
     for each in found:
@@ -231,6 +237,11 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
 def percent(probability: float) -> str:
     """A probability in percent, with two decimals near 0 and 1 and one elsewhere."""
     return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
+
+
+def _write_sheets(path: Path, source: GivenImages, found: Sequence[Prediction], *, upright: bool) -> None:
+    for file in write_sheets([_cell(source, each, upright) for each in found], path) if found else ():
+        print(file)
 
 
 def _cell(source: GivenImages, each: Prediction, upright: bool) -> Cell:

@@ -2,7 +2,7 @@
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group, by_name, layers, parameter_groups
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Decay, Group, Kinds, by_name, layers, parameter_groups
 from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
@@ -28,9 +28,11 @@ __all__ = [
     "NORMS",
     "CastOutput",
     "ConstantScaler",
+    "Decay",
     "Ema",
     "Group",
     "HostOptimizer",
+    "Kinds",
     "MasterWeights",
     "RanksScaler",
     "Schedule",

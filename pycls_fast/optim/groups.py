@@ -7,6 +7,7 @@ are hidden ones (both by the model's units).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,17 +20,45 @@ BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)
 
 
+@dataclass(frozen=True)
+class Decay:
+    """The weight decay, and the kinds of parameters that it is for besides matrices and convolutions.
+
+    Attributes:
+        weight_decay: weight decay of the decayed group.
+        norms: decay scales and shifts of normalisations, and layer scales.
+        biases: decay biases of other layers.
+        embeddings: decay embeddings (class token, positions).
+    """
+
+    weight_decay: float
+    norms: bool = False
+    biases: bool = False
+    embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How a model's embeddings and scales are recognised.
+
+    Attributes:
+        embeddings: module types that own embeddings.
+        embedding_names: names of further embeddings, if tokens and positions are not separate modules.
+        scales: module types that count as normalisations, besides `NORMS`.
+        scale_names: names of further such parameters, if layer scales are not separate modules.
+    """
+
+    embeddings: tuple[type[nn.Module], ...] = ()
+    embedding_names: Collection[str] = ()
+    scales: tuple[type[nn.Module], ...] = ()
+    scale_names: Collection[str] = ()
+
+
 def parameter_groups(
     model: nn.Module,
+    decay: Decay,
+    kinds: Kinds = Kinds(),
     *,
-    weight_decay: float,
-    decay_norms: bool = False,
-    decay_biases: bool = False,
-    decay_embeddings: bool = False,
-    embeddings: Sequence[type[nn.Module]] = (),
-    embedding_names: Collection[str] = (),
-    scales: Sequence[type[nn.Module]] = (),
-    scale_names: Collection[str] = (),
     units: Units = (),
     layer_decay: float | None = None,
     layer_decay_groups: int | None = None,
@@ -39,14 +68,8 @@ def parameter_groups(
 
     Args:
         model: parameters that do not require a gradient are left out.
-        weight_decay: weight decay of the decayed group.
-        decay_norms: decay scales and shifts of normalisations.
-        decay_biases: decay biases of other layers.
-        decay_embeddings: decay parameters of the `embeddings` modules (class token, positions).
-        embeddings: module types that count as embeddings.
-        embedding_names: names of further embedding parameters, if tokens and positions are not separate modules.
-        scales: further module types that count as normalisations.
-        scale_names: names of further such parameters, if layer scales are not separate modules.
+        decay: what is decayed.
+        kinds: which parameters are embeddings and scales.
         units: the model's repeated blocks in forward order (`model.layers()`).
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
@@ -54,12 +77,12 @@ def parameter_groups(
         split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units but
             for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
     """
-    flags = {"norm": decay_norms, "bias": decay_biases, "embedding": decay_embeddings, "weight": True}
+    flags = {"norm": decay.norms, "bias": decay.biases, "embedding": decay.embeddings, "weight": True}
     layer_of = layers(model, units, layer_decay_groups) if layer_decay is not None else {}
     inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
     last = _last_layer(units, layer_decay_groups)
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
-    for kind, parameter in _kinds(model, tuple(embeddings), embedding_names, (*NORMS, *scales), scale_names):
+    for kind, parameter in _parameters(model, kinds):
         # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise.
         hidden = kind == "weight" and parameter.ndim >= 2 and min(parameter.shape[:2]) > 1 and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not flags[kind])
@@ -67,7 +90,10 @@ def parameter_groups(
     groups: list[Group] = []
     for layer, rest, undecayed in sorted(found):
         name = "not decayed" if undecayed else "decayed"
-        group: Group = {"params": found[layer, rest, undecayed], "weight_decay": 0.0 if undecayed else weight_decay}
+        group: Group = {
+            "params": found[layer, rest, undecayed],
+            "weight_decay": 0.0 if undecayed else decay.weight_decay,
+        }
         if split_hidden:
             group["hidden"] = not rest
             name = f"{'other' if rest else 'hidden'}, {name}"
@@ -114,22 +140,18 @@ def _last_layer(units: Units, groups: int | None) -> int:
     return 1 + (len(units) if groups is None else min(groups, len(units)))
 
 
-def _kinds(
-    model: nn.Module,
-    embeddings: tuple[type[nn.Module], ...],
-    embedding_names: Collection[str],
-    norms: tuple[type[nn.Module], ...],
-    norm_names: Collection[str],
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(model: nn.Module, kinds: Kinds) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each trained parameter once, after its kind: "norm", "embedding", "bias" or "weight"."""
+    norms = (*NORMS, *kinds.scales)
     seen: set[nn.Parameter] = set()
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, norms) or f"{owner}.{name}" in norm_names:
+            if isinstance(module, norms) or f"{owner}.{name}" in kinds.scale_names:
                 yield "norm", parameter
-            elif isinstance(module, embeddings) or f"{owner}.{name}" in embedding_names:
+            elif isinstance(module, kinds.embeddings) or f"{owner}.{name}" in kinds.embedding_names:
                 yield "embedding", parameter
             else:
                 yield ("bias" if name == "bias" else "weight"), parameter

@@ -1,6 +1,6 @@
 """Optimizers: one function per algorithm, with the implementation (`loop`, `foreach`, `fused`) as an argument.
 
-Each optimizer's implementations are in `speed.OPTIMIZERS`. None reads a value from the device: that is why Adafactor is
+What else is known of each is in `speed/optimizers.py`. None reads a value from the device: that is why Adafactor is
 not torch's, which reads two norms of every tensor on the host at every step.
 """
 

@@ -7,17 +7,16 @@ from pycls_fast.parallel.compiled import compile_model, uncompiled
 from pycls_fast.parallel.fairscale_fsdp import plain_name
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.float8 import use_float8
-from pycls_fast.parallel.footprint import footprint
+from pycls_fast.parallel.footprint import Copies, footprint
 from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
-from pycls_fast.parallel.wrap import DTENSORS, SHARDED, place_model, wrap_model
+from pycls_fast.parallel.wrap import place_model, wrap_model
 from pycls_fast.parallel.wrapped import Settings, Wrapped
 
 __all__ = [
     "ALONE",
-    "DTENSORS",
-    "SHARDED",
     "Agreement",
+    "Copies",
     "FlatShards",
     "Settings",
     "World",

@@ -23,6 +23,7 @@ from pycls_fast.parallel.mesh import degrees, make_mesh
 from pycls_fast.parallel.mistakes import report_mistake
 from pycls_fast.parallel.monitor import Monitor
 from pycls_fast.parallel.rendezvous import connect, open_store
+from pycls_fast.strategies import Strategy, strategy_of
 
 T = TypeVar("T")
 
@@ -185,10 +186,11 @@ def _join(
 ) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     _note_lone_tasks()
+    facts = strategy_of(strategy)
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     grid: tuple[int | None, int] = (None, size)
-    if strategy == "hsdp":
+    if facts.has_groups:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
     chosen = choose_device(device, local_rank)
@@ -200,9 +202,9 @@ def _join(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     # ddp with one rank runs too, on the same code path, without torchrun.
-    if size == 1 and strategy not in _MESHED:
+    if size == 1 and not facts.has_mesh:
         return World(rank=0, size=1, device=chosen)
-    backends = _backends(backend, chosen, strategy)
+    backends = _backends(backend, chosen, facts)
     # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
     timeout = datetime.timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
     if size > 1 and dist.is_initialized():
@@ -216,7 +218,7 @@ def _join(
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
-    mesh = make_mesh(chosen.type, *grid, timeout) if strategy in _MESHED else None
+    mesh = make_mesh(chosen.type, *grid, timeout) if facts.has_mesh else None
     world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
     if size == 1:
         return world
@@ -229,7 +231,7 @@ def _join(
     return replace(world, monitor=monitor)
 
 
-def _backends(backend: str, device: torch.device, strategy: str) -> str:
+def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
     """The backends for `init_process_group`.
 
     Raises:
@@ -240,7 +242,7 @@ def _backends(backend: str, device: torch.device, strategy: str) -> str:
     if backend == "nccl" and device.type != "cuda":
         raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
     # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" and strategy in _MESHED else backend
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and facts.has_mesh else backend
 
 
 def _note_lone_tasks() -> None:
@@ -264,7 +266,6 @@ def lost_ranks(error: BaseException) -> str | None:
     return first_line(error) if is_lost else None
 
 
-_MESHED = ("fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp")
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 

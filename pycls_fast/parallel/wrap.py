@@ -33,7 +33,7 @@ def _alone(network: Network, world: World, settings: Settings) -> Wrapped:
     return Wrapped(forward=network, evaluated=network, device=world.device)
 
 
-STRATEGIES: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
     "single": _alone,
     "ddp": ddp.replicate,
     "fsdp": fsdp.shard,
@@ -41,11 +41,6 @@ STRATEGIES: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
     "fairscale_fsdp": fairscale_fsdp.shard,
     "fairscale_sharded_ddp": fairscale_ddp.shard,
 }
-
-DTENSORS = ("fsdp", "hsdp")
-"""Strategies whose weights are torch's DTensors."""
-# Strategies whose networks are built on the meta device.
-SHARDED = ("fsdp", "hsdp", "fairscale_fsdp")
 
 
 def wrap_model(
@@ -63,7 +58,7 @@ def wrap_model(
     Args:
         model: on the device, or on the meta device for strategies that shard; with its memory format and recomputation.
         world: the ranks.
-        strategy: a name of `STRATEGIES`; None: "ddp" with several ranks, else "single".
+        strategy: a name of `IMPLEMENTATIONS`; None: "ddp" with several ranks, else "single".
         settings: the strategy's settings.
         compiled, compile_mode: see `compile_model`.
         initialise: called on a model from the meta device, or on what holds its weights, after its initial values are
@@ -76,7 +71,7 @@ def wrap_model(
     if compiled != "off":
         compile_model(model, model.units(), what=compiled, mode=compile_mode)
     empty = is_empty(model)
-    wrapped = STRATEGIES[name](model, world, settings)
+    wrapped = IMPLEMENTATIONS[name](model, world, settings)
     if is_empty(model):
         materialise(model, world.device, param_offload=settings.param_offload)
     if empty and initialise is not None:

@@ -8,12 +8,12 @@
 """
 
 from pycls_fast.speed.catalogue import CATALOGUE
-from pycls_fast.speed.presets import COMPILABLE, HAS_GLIBC, META2022, OPTIMIZERS, resolve
+from pycls_fast.speed.optimizers import OPTIMIZERS, optimizers_with
+from pycls_fast.speed.presets import HAS_GLIBC, META2022, resolve
 from pycls_fast.speed.switch import Device, Numerics, Switch, SwitchName
 
 __all__ = [
     "CATALOGUE",
-    "COMPILABLE",
     "HAS_GLIBC",
     "META2022",
     "OPTIMIZERS",
@@ -21,5 +21,6 @@ __all__ = [
     "Numerics",
     "Switch",
     "SwitchName",
+    "optimizers_with",
     "resolve",
 ]

@@ -7,40 +7,11 @@ from collections.abc import Mapping
 
 from pycls_fast.errors import UserError
 from pycls_fast.speed.catalogue import CATALOGUE
+from pycls_fast.speed.optimizers import OPTIMIZERS
 from pycls_fast.speed.switch import Device, Switch, SwitchName
 
 # Some process settings exist only in glibc.
 HAS_GLIBC = platform.libc_ver()[0] == "glibc"
-
-# The implementations of each optimizer (`optim.name`), the plain one first, and those that can be compiled.
-OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
-    "sgd": ("loop", "foreach", "fused"),
-    "adamw": ("loop", "foreach", "fused"),
-    "lamb": ("loop", "foreach"),
-    "lion": ("loop", "foreach"),
-    "adafactor": ("loop",),
-    "muon": ("loop",),
-    "adamw8bit": ("loop",),
-}
-COMPILABLE: Mapping[str, tuple[str, ...]] = {
-    "sgd": ("loop", "foreach"),
-    "adamw": ("loop", "foreach"),
-    "lamb": ("loop", "foreach"),
-    "lion": ("loop",),
-    "adafactor": ("loop",),
-    "muon": ("loop",),
-    # torchao compiles each update itself.
-    "adamw8bit": (),
-}
-# The implementations that update sharded weights (torch's DTensors). Missing: Adafactor and Muon, which need whole
-# matrices, and torchao's 8-bit state.
-SHARDABLE: Mapping[str, tuple[str, ...]] = {
-    "sgd": ("loop", "foreach"),
-    "adamw": ("loop", "foreach", "fused"),
-    "lamb": ("loop", "foreach"),
-    "lion": ("loop", "foreach"),
-}
-
 
 # How the recipe of Meta's post of 2022 and its code (pycls) differ from the reference: queries, keys and values are one
 # product (torch's MultiheadAttention); images are mixed on the device and otherwise prepared by the loader; the host
@@ -123,26 +94,25 @@ def _fit_optimizer(
     The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
     """
     compiled = resolved.get(SwitchName.OPTIMIZER_COMPILE) == "on"
-    there = OPTIMIZERS[optimizer]
-    if compiled and not COMPILABLE[optimizer]:
+    facts = OPTIMIZERS[optimizer]
+    if compiled and facts.compiles_itself:
         return [f"speed.optimizer_compile: optim.name={optimizer} compiles itself; use speed.optimizer_compile=off"]
-    if sharded and optimizer not in SHARDABLE:
+    if sharded and not facts.shardable:
         return [
             f"optim.name: {optimizer} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
             "parallel=ddp"
         ]
-    usable = tuple(
-        name for name in (COMPILABLE[optimizer] if compiled else there) if not sharded or name in SHARDABLE[optimizer]
-    )
+    there = facts.compilable if compiled else facts.implementations
+    usable = tuple(name for name in there if not sharded or name in facts.shardable)
     value = resolved[SwitchName.OPTIMIZER]
     if value in usable:
         return []
     if SwitchName.OPTIMIZER not in chosen:
         resolved[SwitchName.OPTIMIZER] = usable[-1] if device == "cuda" else usable[0]
         return []
-    if sharded and value in there and value not in SHARDABLE[optimizer]:
+    if sharded and value in facts.implementations and value not in facts.shardable:
         why = f"has no {value} for weights that are sharded over ranks (fsdp, hsdp)"
     else:
         compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
-        why = f"has no {value}" if value not in there else compiles
+        why = f"has no {value}" if value not in facts.implementations else compiles
     return [f"speed.optimizer: optim.name={optimizer} {why}; use speed.optimizer={' or '.join(usable)}"]

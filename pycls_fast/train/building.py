@@ -17,7 +17,7 @@ from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
 from pycls_fast.optim import local
 from pycls_fast.parallel import FlatShards, World, place_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
@@ -125,13 +125,13 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
     Raises:
         UserError: it does.
     """
-    if config.optim.name != "lamb" or not config.optim.weight_decay:
+    if not OPTIMIZERS[config.optim.name].trust_ratio or not config.optim.weight_decay:
         return
     head: Any = network.get_submodule(network.head_name)
     if not any(world.gather(bool(local(head.weight).any()))):
         raise UserError(
-            f"optim.name: lamb hardly changes {network.head_name}, which begins with zeros: its steps are in "
-            "proportion to the weights; use optim=adamw, or a model with another initial head"
+            f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "
+            "are in proportion to the weights; use optim=adamw, or a model with another initial head"
         )
 
 

@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycls_fast import build
-from pycls_fast.parallel import footprint
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.parallel import Copies, footprint
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
 from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
 if TYPE_CHECKING:
-    from pycls_fast.config.schema import Optim, RunConfig
+    from pycls_fast.config.schema import RunConfig
     from pycls_fast.train.run import Run
-
-# Optimizer state, in float32 copies of the weights (others: `_state_copies`). Muon keeps two for the parameters that it
-# leaves to AdamW.
-_STATE_COPIES = {"adamw": 2.0, "lamb": 2.0, "lion": 1.0, "muon": 1.0, "adamw8bit": 0.5}
-
 
 # A GPU is seldom busy with fewer.
 _FEW_IMAGES = 16
@@ -110,10 +105,9 @@ def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
 
 def memory_per_rank(run: Run) -> float:
     """Peak bytes of weights, gradients, optimizer and average during a step; see `footprint`."""
-    config, group = run.config, run.step.wrapped.shard_group
-    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
+    optim = run.config.optim
     trained = reached = None
-    if "all" not in config.optim.trainable:
+    if "all" not in optim.trainable:
         # In the order of the forward pass, provided that the network lists its parameters in that order.
         from_first = list(itertools.dropwhile(lambda p: not p.requires_grad, run.network.parameters()))
         trained = sum(p.numel() for p in from_first if p.requires_grad)
@@ -121,10 +115,18 @@ def memory_per_rank(run: Run) -> float:
     return footprint(
         run.complexity.parameters,
         run.largest_unit,
-        state_copies=_state_copies(config.optim),
+        _copies(run),
+        state_copies=OPTIMIZERS[optim.name].state_copies(optim.own()),
         trained=trained,
         reached=reached,
         averaged=run.step.ema is not None,
+    )
+
+
+def _copies(run: Run) -> Copies:
+    config, group = run.config, run.step.wrapped.shard_group
+    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
+    return Copies(
         strategy=build.strategy(config, run.world),
         degree=1 if group is None else group.size(),
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -133,14 +135,6 @@ def memory_per_rank(run: Run) -> float:
         recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
         accumulates=config.optim.accumulation_steps > 1,
     )
-
-
-def _state_copies(optim: Optim) -> float:
-    if optim.name == "sgd":
-        return 1.0 if optim.momentum else 0.0
-    if optim.name == "adafactor":
-        return 0.5 if optim.momentum_dtype == "bfloat16" else 1.0
-    return _STATE_COPIES[optim.name]
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,50 +207,66 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
         UserError: some must not differ.
     """
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
-    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-    ordered = state.get("order")
-    # The order that results matters, not how it was chosen; older checkpoints do not have it.
-    same = tuple(key for key in _SAME_ON_RESUME if ordered is None or key != "data.shuffle")
+    changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     # A key that was added after the checkpoint was saved is not compared.
-    fixed = {key: pair for key, pair in sorted(changed.items()) if _under(key, same) and key in before}
-    if "model.kind" in fixed:
-        # The other kind's settings follow from it.
-        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
+    known = {key: pair for key, pair in changed.items() if key in before}
+    fixed = _fixed(known, has_order=state.get("order") is not None)
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"
         for key, (old, new) in fixed.items()
     ]
-    if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
-        wrong.append(
-            f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
-            f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
+    wrong += _data_differs(run, path, state, same_split=not _SPLIT & fixed.keys())
+    if wrong and "config_name" in changed:
+        raise _other_experiment(run.config, path, state["config"]["config_name"], wrong)
+    if wrong:
+        raise UserError(*wrong)
+    return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
+
+
+def _fixed(changed: Changed, *, has_order: bool) -> Changed:
+    """Those of the changed settings that must equal the checkpoint's."""
+    # If the checkpoint has the resulting order of the images, that matters, not how it was chosen.
+    same = tuple(key for key in _SAME_ON_RESUME if not has_order or key != "data.shuffle")
+    fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
+    if "model.kind" in fixed:
+        # The other kind's settings follow from it.
+        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
+    return fixed
+
+
+def _data_differs(run: Run, path: Path, state: checkpoint.State, *, same_split: bool) -> Iterator[str]:
+    """Yield a line if the training images, or their order, are not those of the checkpoint.
+
+    Another split, which is reported with the settings, has other training images, too.
+    """
+    train, ordered = run.sources["train"], state.get("order")
+    if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
+        yield (
+            f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "
+            f"in {len(state['classes'])} (or other class names) when {path} was saved"
         )
-    # Another split, which is reported above, has other training images, too.
-    elif not _SPLIT & fixed.keys() and _differ(state.get("train_names"), run.train_names):
-        wrong.append(
+    elif same_split and _differ(state.get("train_names"), run.train_names):
+        yield (
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
             "another order; use the same files and data.source, or start again in another run_dir"
         )
-    elif ordered is not None and ordered != (order := build.order_name(run.config, run.sources["train"])):
+    elif ordered is not None and ordered != (order := build.order_name(run.config, train)):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
-        wrong.append(
+        yield (
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
             "start again in another run_dir"
         )
-    if wrong and "config_name" in changed:
-        keys = first_few([line.partition(":")[0] for line in wrong], 3)
-        old, new = changed["config_name"]
-        source = "run_dir" if _named(run.config) is None else "resume"
-        raise UserError(
-            f"{source}: {path} is of the experiment {old}, and this is {new}, which differs in {keys}; use "
-            f"--config-name {old}, or another run_dir"
-        )
-    if wrong:
-        raise UserError(*wrong)
-    return {
-        key: pair for key, pair in sorted(changed.items()) if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT
-    }
+
+
+def _other_experiment(config: RunConfig, path: Path, before: str, wrong: Sequence[str]) -> UserError:
+    """The error for a checkpoint of another experiment, in place of the `wrong` settings that follow from it."""
+    keys = first_few([line.partition(":")[0] for line in wrong], 3)
+    source = "run_dir" if _named(config) is None else "resume"
+    return UserError(
+        f"{source}: {path} is of the experiment {before}, and this is {config.config_name}, which differs in {keys}; "
+        f"use --config-name {before}, or another run_dir"
+    )
 
 
 def _differ(before: str | None, now: str) -> bool:

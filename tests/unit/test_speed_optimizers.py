@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 
 import pytest
@@ -11,7 +12,7 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.speed import COMPILABLE, OPTIMIZERS, SwitchName
+from pycls_fast.speed import OPTIMIZERS, SwitchName
 
 DEVICES: tuple[speed.Device, ...] = typing.get_args(speed.Device)
 NAMES = sorted(OPTIMIZERS)
@@ -22,18 +23,35 @@ def names_in_the_schema() -> set[str]:
     return {typing.get_args(kind.model_fields["name"].annotation)[0] for kind in typing.get_args(union)}
 
 
-def test_the_tables_have_every_optimizer() -> None:
-    assert set(OPTIMIZERS) == set(COMPILABLE) == names_in_the_schema()
-    for name, there in OPTIMIZERS.items():
-        assert there[0] == "loop"
-        assert set(COMPILABLE[name]) <= set(there) - {"fused"}
+def test_the_catalogue_has_every_optimizer() -> None:
+    assert set(OPTIMIZERS) == names_in_the_schema()
+    for facts in OPTIMIZERS.values():
+        there = set(facts.implementations)
+        assert facts.implementations[0] == "loop"
+        assert set(facts.compilable) <= there - {"fused"}
+        assert set(facts.shardable) <= there
+        assert set(facts.capturable) <= there
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizers_own_keys_are_the_arguments_of_its_function(name: str) -> None:
+    arguments = set(inspect.signature(build.optimization._MAKE[name]).parameters)
+    choice = {"implementation"} if len(OPTIMIZERS[name].implementations) > 1 else set()
+    own = load_config("vit_digits", [f"optim={name}"]).optim.own()
+    assert arguments == {"groups", "lr", *own} | choice
+
+
+def test_messages_name_the_optimizers_that_have_a_property() -> None:
+    assert speed.optimizers_with(lambda facts: facts.flat) == "adamw, sgd or lion"
+    assert speed.optimizers_with(lambda facts: facts.capturable) == "adamw or sgd"
+    assert speed.optimizers_with(lambda facts: facts.needs_units) == "muon"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_presets_take_what_there_is(name: str, device: speed.Device) -> None:
     assert speed.resolve("reference", {}, device, name)[SwitchName.OPTIMIZER] == "loop"
-    there = OPTIMIZERS[name]
+    there = OPTIMIZERS[name].implementations
     # foreach is slower than the loop on a CPU.
     wanted = "fused" if "fused" in there else there[-1] if device == "cuda" else "loop"
     assert speed.resolve("fast", {}, device, name)[SwitchName.OPTIMIZER] == wanted
@@ -44,12 +62,12 @@ def test_presets_take_what_there_is(name: str, device: speed.Device) -> None:
 def test_by_hand_it_exists_or_the_line_names_those_that_do(name: str, preset: str) -> None:
     for value in ("loop", "foreach", "fused"):
         chosen = {SwitchName.OPTIMIZER: value}
-        if value in OPTIMIZERS[name]:
+        if value in OPTIMIZERS[name].implementations:
             assert speed.resolve(preset, chosen, "cpu", name)[SwitchName.OPTIMIZER] == value
             continue
         with pytest.raises(UserError) as caught:
             speed.resolve(preset, chosen, "cpu", name)
-        way_out = f"use speed.optimizer={' or '.join(OPTIMIZERS[name])}"
+        way_out = f"use speed.optimizer={' or '.join(OPTIMIZERS[name].implementations)}"
         assert caught.value.lines == (f"speed.optimizer: optim.name={name} has no {value}; {way_out}",)
 
 
@@ -58,16 +76,16 @@ def test_by_hand_it_exists_or_the_line_names_those_that_do(name: str, preset: st
 def test_compiled_it_is_one_that_compiles(name: str, preset: str) -> None:
     compiled = {SwitchName.OPTIMIZER_COMPILE: "on"}
     value = speed.resolve(preset, compiled, "cpu", name)[SwitchName.OPTIMIZER]
-    assert value in COMPILABLE[name]
-    for chosen in OPTIMIZERS[name]:
+    assert value in OPTIMIZERS[name].compilable
+    for chosen in OPTIMIZERS[name].implementations:
         by_hand = {**compiled, SwitchName.OPTIMIZER: chosen}
-        if chosen in COMPILABLE[name]:
+        if chosen in OPTIMIZERS[name].compilable:
             assert speed.resolve(preset, by_hand, "cpu", name)[SwitchName.OPTIMIZER] == chosen
             continue
         with pytest.raises(UserError) as caught:
             speed.resolve(preset, by_hand, "cpu", name)
         why = "cannot be compiled (speed.optimizer_compile=on)"
-        way_out = f"use speed.optimizer={' or '.join(COMPILABLE[name])}"
+        way_out = f"use speed.optimizer={' or '.join(OPTIMIZERS[name].compilable)}"
         assert caught.value.lines == (f"speed.optimizer: optim.name={name} with {chosen} {why}; {way_out}",)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 
 from pycls_fast.config.schema import Parallel
-from pycls_fast.parallel.strategies import STRATEGY_CARDS
-from pycls_fast.parallel.wrap import STRATEGIES
+from pycls_fast.parallel.wrap import IMPLEMENTATIONS
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS
+from pycls_fast.strategies import STRATEGIES
 from tools.switch_cards import PAGE, page
 
-TEXT = page(CATALOGUE, tuple(LEVELS.values()), STRATEGY_CARDS)
+TEXT = page(CATALOGUE, tuple(LEVELS.values()), tuple(STRATEGIES.values()))
 
 
 def cards(title: str) -> dict[str, str]:
@@ -59,12 +60,24 @@ def test_every_precision_level_has_a_card_with_its_formats_and_its_names_elsewhe
 def test_every_strategy_has_a_card() -> None:
     found = cards("Strategies")
     names = set(typing.get_args(Parallel.model_fields["name"].annotation)) - {"auto"}
-    assert set(found) == names == set(STRATEGIES)
-    assert list(found) == [strategy.name for strategy in STRATEGY_CARDS]
-    for strategy in STRATEGY_CARDS:
+    assert set(found) == names == set(IMPLEMENTATIONS)
+    assert list(found) == list(STRATEGIES)
+    for strategy in STRATEGIES.values():
         for text in (
             strategy.note, strategy.holds, strategy.mathematics, strategy.helps, strategy.hurts, strategy.source,
             strategy.ran,
         ):  # fmt: skip
             assert text.endswith(".")
             assert text in found[strategy.name]
+
+
+def test_cards_of_strategies_name_the_optimizers_that_the_checks_accept() -> None:
+    def named(strategy: str, pattern: str) -> set[str]:
+        (listed,) = re.findall(pattern, STRATEGIES[strategy].hurts)
+        return set(re.split(", | and ", listed))
+
+    optimizers = OPTIMIZERS.items()
+    assert named("fsdp", r"Optimizers: (.*)\.") == {name for name, facts in optimizers if facts.shardable}
+    assert named("fairscale_fsdp", r"Optimizers: (.*?)\.") == {name for name, facts in optimizers if facts.flat}
+    excepted = {name for name, facts in optimizers if not facts.sends_state}
+    assert named("fairscale_sharded_ddp", r"any optimizer except (.*)\.") == excepted

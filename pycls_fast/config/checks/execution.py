@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.precision import LEVELS
+from pycls_fast.speed import OPTIMIZERS, optimizers_with
+from pycls_fast.strategies import strategy_of
 
 
 def precision_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -49,10 +51,6 @@ def switch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-# Strategies that gather each unit's weights while it computes.
-_GATHERING = ("fsdp", "hsdp")
-
-
 def strategy_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings of `parallel` that have no effect or conflict."""
     yield from _exchange(config)
@@ -64,7 +62,7 @@ def strategy_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _exchange(config: RunConfig) -> Iterator[tuple[str, str]]:
     """How gradients are exchanged: compression, a static graph."""
     chosen, name, precision = config.parallel, config.parallel.name, config.precision.name
-    replicates, level = name in ("auto", "ddp"), LEVELS[precision]
+    replicates, level = strategy_of(name).replicates, LEVELS[precision]
     if chosen.compression != "none" and not replicates:
         yield (
             "parallel.compression",
@@ -94,9 +92,9 @@ def _exchange(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _without_effect(chosen: Parallel) -> Iterator[tuple[str, str]]:
     """Settings of another strategy or compression than the chosen one."""
-    name, gathers = chosen.name, chosen.name in _GATHERING
+    name, facts = chosen.name, strategy_of(chosen.name)
     for key in ("shard_degree", "replicate_degree"):
-        if getattr(chosen, key) is not None and name != "hsdp":
+        if getattr(chosen, key) is not None and not facts.has_groups:
             yield (
                 f"parallel.{key}",
                 (f"is for parallel=hsdp; use parallel.{key}=null or parallel=hsdp (got parallel={name})"),
@@ -110,12 +108,12 @@ def _without_effect(chosen: Parallel) -> Iterator[tuple[str, str]]:
                 f"parallel.compression={chosen.compression}",
             )
     prefetched = default_of(chosen, "prefetch_units")
-    if chosen.prefetch_units != prefetched and not gathers:
+    if chosen.prefetch_units != prefetched and not facts.has_dtensors:
         yield (
             "parallel.prefetch_units",
             f"is for parallel=fsdp and hsdp; use parallel.prefetch_units={prefetched} with parallel={name}",
         )
-    if not chosen.reshard_after_forward and not gathers and name != "fairscale_fsdp":
+    if not chosen.reshard_after_forward and not facts.shards_weights:
         yield (
             "parallel.reshard_after_forward",
             f"false is for strategies that shard; use parallel.reshard_after_forward=true or parallel=fsdp (got "
@@ -140,7 +138,7 @@ def _sync_batchnorm(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _half_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
     name, precision = config.parallel.name, config.precision.name
     level = LEVELS[precision]
-    if name in (*_GATHERING, "fairscale_fsdp") and level.weights != "float32" and level.masters == "none":
+    if strategy_of(name).shards_weights and level.weights != "float32" and level.masters == "none":
         masters = "fp16_master" if level.weights == "float16" else "bf16_params"
         yield (
             "precision",
@@ -149,32 +147,30 @@ def _half_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-# Optimizers that work on flattened weights.
-_FLAT_OPTIMIZERS = ("sgd", "adamw", "lion")
-
-
 def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What FairScale's strategies cannot run with."""
     strategy, precision, name = config.parallel.name, config.precision.name, config.optim.name
-    if strategy == "fairscale_fsdp":
-        if name not in _FLAT_OPTIMIZERS:
+    facts = strategy_of(strategy)
+    if facts.flattens:
+        if not OPTIMIZERS[name].flat:
+            usable = optimizers_with(lambda optimizer: optimizer.flat)
             yield (
                 "optim.name",
-                f"{name} needs the shapes of weights, which parallel=fairscale_fsdp flattens; use optim=adamw, sgd "
-                "or lion, or parallel=ddp",
+                f"{name} needs the shapes of weights, which parallel={strategy} flattens; use optim={usable}, or "
+                "parallel=ddp",
             )
         if precision == "fp8":
-            yield "precision", "fp8 conflicts with parallel=fairscale_fsdp; use precision=amp_bf16 or parallel=fsdp"
-    if strategy == "fairscale_sharded_ddp":
+            yield "precision", f"fp8 conflicts with parallel={strategy}; use precision=amp_bf16 or parallel=fsdp"
+    if facts.shards == "state":
         if LEVELS[precision].weights != "float32":
             yield (
                 "precision",
-                f"{precision} keeps weights separate from the network's, but fairscale_sharded_ddp shards the "
-                "network's own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
+                f"{precision} keeps weights separate from the network's, but {strategy} shards the network's "
+                "own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
             )
-        if name == "adamw8bit":
+        if not OPTIMIZERS[name].sends_state:
             yield (
                 "optim.name",
-                "adamw8bit's state cannot be sent from rank to rank, which fairscale_sharded_ddp does to save it; use "
+                f"{name}'s state cannot be sent from rank to rank, which {strategy} does to save it; use "
                 "optim=adamw, or parallel=ddp",
             )

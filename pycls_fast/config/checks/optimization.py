@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.config.schema.values import AUTO
+from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.strategies import strategy_of
 
 
 def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -59,7 +61,7 @@ def optimizer_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "optim.trainable", f"all includes everything; remove {trainable[trainable.index('all') - 1]} or all"
     if trainable == ("all",):
         return
-    if config.parallel.name in ("fairscale_fsdp", "fairscale_sharded_ddp"):
+    if not strategy_of(config.parallel.name).freezes:
         yield (
             "optim.trainable",
             f"frozen parts do not work with parallel={config.parallel.name}, which flattens or exchanges all weights "
@@ -76,18 +78,18 @@ def trust_ratio_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
     # Weights from elsewhere are rarely zero; `train/building.py` looks at the head.
-    if settings.name != "lamb" or not settings.weight_decay or config.weights is not None:
+    if not OPTIMIZERS[settings.name].trust_ratio or not settings.weight_decay or config.weights is not None:
         return
     for key in ("decay_norms", "decay_biases"):
         if getattr(settings, key):
             yield (
                 f"optim.{key}",
-                "puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly changes them; "
-                f"use optim.{key}=false",
+                f"puts parameters that begin with zeros under the trust ratio of optim={settings.name}, which hardly "
+                f"changes them; use optim.{key}=false",
             )
     if isinstance(model, ViTModel) and model.init == "jax":
         yield (
             "model.init",
-            "jax begins the head with zeros, which optim=lamb hardly changes: its steps are in proportion to the "
-            "weights; use model.init=trunc_normal",
+            f"jax begins the head with zeros, which optim={settings.name} hardly changes: its steps are in proportion "
+            "to the weights; use model.init=trunc_normal",
         )

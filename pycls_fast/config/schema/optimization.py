@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -71,6 +71,11 @@ class _Optim(Section):
     """Average with a smaller decay at first, so that the initial values are forgotten."""
     ema_every_steps: PositiveInt = 1
     """Update the average after so many steps."""
+
+    def own(self) -> dict[str, Any]:
+        """The keys that only this optimizer has, with their values: the arguments of its function in `optim`."""
+        keys = [key for key in type(self).model_fields if key not in _Optim.model_fields and key != "name"]
+        return {key: getattr(self, key) for key in keys}
 
 
 class SGD(_Optim):

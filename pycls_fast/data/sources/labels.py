@@ -52,19 +52,29 @@ def name_classes(
                 f"{lacking[0] + 1:,} first), and the others have one; label them all, or none"
             )
     if values.dtype.kind in "iu":
-        if len(values) and int(values.min()) < 0:
-            raise UserError(
-                f"{where}: the label {int(values.min())}: labels count from 0 (if this split has none, choose others "
-                "with data.train=NAME and data.val=NAME)"
-            )
-        count = int(values.max()) + 1 if len(values) else 0
-        if names is None and count > _MOST_CLASSES:
-            raise UserError(f"{where}: the label {count - 1:,}: such numbers are ids; give the classes as names")
-        if names is not None and count > len(names):
-            raise UserError(f"{where}: the label {count - 1} is beyond the {len(names):,} class names")
-        return tuple(names) if names is not None else tuple(map(str, range(count))), values.astype(np.int32)
+        return _numbered(values, names, where)
     if values.dtype.kind != "U":
         raise UserError(f"{where}: labels must be whole numbers or names; got {values[:1].tolist()}")
+    return _named(values, names, where)
+
+
+def _numbered(values: np.ndarray, names: Sequence[str] | None, where: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """`name_classes` for integers."""
+    if len(values) and int(values.min()) < 0:
+        raise UserError(
+            f"{where}: the label {int(values.min())}: labels count from 0 (if this split has none, choose others "
+            "with data.train=NAME and data.val=NAME)"
+        )
+    count = int(values.max()) + 1 if len(values) else 0
+    if names is None and count > _MOST_CLASSES:
+        raise UserError(f"{where}: the label {count - 1:,}: such numbers are ids; give the classes as names")
+    if names is not None and count > len(names):
+        raise UserError(f"{where}: the label {count - 1} is beyond the {len(names):,} class names")
+    return tuple(names) if names is not None else tuple(map(str, range(count))), values.astype(np.int32)
+
+
+def _named(values: np.ndarray, names: Sequence[str] | None, where: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """`name_classes` for strings."""
     found, positions = np.unique(values, return_inverse=True)
     if names is None:
         return tuple(found.tolist()), positions.astype(np.int32)

@@ -98,9 +98,7 @@ class _Table:
                 columns[column] = [value.strip() if isinstance(value, str) else value for value in columns[column]]
         if self._is_test and all(label in _NO_LABEL for label in columns.get(label_column, ())):
             # A test table without labels is left out, whatever its columns.
-            none = Texts.of(())
-            arrays = {"names": none.data, "name_ends": none.ends, "labels": np.zeros(0, dtype=np.int32)}
-            return Index(arrays, {"classes": []}, stamp)
+            return _without_images(stamp)
         for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
             if column not in columns:
                 raise missing_column(str(self.path), column, list(columns), key)
@@ -109,23 +107,29 @@ class _Table:
             raise UserError(f"{self.path} has no rows")
         splits = self._split_numbers(columns[_SPLIT_COLUMN]) if _SPLIT_COLUMN in columns else None
         kept = self._labelled_rows(labels, splits)
+        self._check_complete(paths, labels, kept)
+        paths, labels = [str(path) for path in compress(paths, kept)], list(compress(labels, kept))
+        classes, numbers = name_classes(labels, names=class_names, where=str(self.path), may_lack=self._is_test)
+        self._check_local(paths)
+        names = Texts.of(os.fsencode(path) for path in self._slashed(paths))
+        arrays = {"names": names.data, "name_ends": names.ends, "labels": numbers}
+        if splits is not None:
+            arrays["splits"] = splits[kept]
+        return Index(arrays, {"classes": list(classes)}, stamp)
+
+    def _check_complete(self, paths: Sequence[object], labels: Sequence[object], kept: np.ndarray) -> None:
         pairs = enumerate(zip(paths, labels, kept, strict=True), start=1)
         empty = next((row for row, (*pair, is_kept) in pairs if is_kept and ("" in pair or None in pair)), None)
         if empty is not None:
             raise UserError(f"{self.path}: row {empty} below the header has no path or no label")
-        paths, labels = list(compress(paths, kept)), list(compress(labels, kept))
-        classes, numbers = name_classes(labels, names=class_names, where=str(self.path), may_lack=self._is_test)
-        address = next((path for path in map(str, paths) if "://" in path), None)
+
+    def _check_local(self, paths: Sequence[str]) -> None:
+        address = next((path for path in paths if "://" in path), None)
         if address is not None:
             raise UserError(
                 f"{self.path}: {address}: a table holds paths of local files; download the images, or make tar shards "
                 "of them, which are read from addresses (data.source=tar)"
             )
-        names = Texts.of(os.fsencode(path) for path in self._slashed([str(path) for path in paths]))
-        arrays = {"names": names.data, "name_ends": names.ends, "labels": numbers}
-        if splits is not None:
-            arrays["splits"] = splits[kept]
-        return Index(arrays, {"classes": list(classes)}, stamp)
 
     def _slashed(self, paths: list[str]) -> list[str]:
         """Windows paths with slashes in place of backslashes.
@@ -149,6 +153,12 @@ class _Table:
         is_test = np.zeros(len(labels), dtype=bool) if splits is None else splits == _SPLITS.index("test")
         has_labels = is_test.all() or any(label not in _NO_LABEL for label in compress(labels, is_test))
         return np.ones_like(is_test) if has_labels else ~is_test
+
+
+def _without_images(stamp: dict[str, object]) -> Index:
+    none = Texts.of(())
+    arrays = {"names": none.data, "name_ends": none.ends, "labels": np.zeros(0, dtype=np.int32)}
+    return Index(arrays, {"classes": []}, stamp)
 
 
 def _by_column(table: _Table) -> dict[str, LabelledSource]:

@@ -9,9 +9,9 @@ from typing import Any
 from pycls_fast import speed
 from pycls_fast.config.schema import Speed
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import DTENSORS
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import CATALOGUE, Device, SwitchName
+from pycls_fast.strategies import strategy_of
 
 Record = dict[str, Any]
 
@@ -89,7 +89,7 @@ def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
             device,
             config["optim"]["name"],
             in_16_bits=level.in_16_bits,
-            sharded=config["parallel"]["name"] in DTENSORS,
+            sharded=strategy_of(config["parallel"]["name"]).has_dtensors,
         )
     except (UserError, KeyError, ValueError):
         # From a different version, or for a different machine: the values as written must do.

@@ -69,14 +69,8 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
 def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     shown = telling(table, keys)
     numbers = [key for key in NUMBERS if any(row.numbers[key] is not None for row in table)]
-    columns = [(_broken(key), [_short(row.settings.get(key, NOT_SET)) for row in table]) for key in shown]
-    for head, repeated in ((SEED, [row.seeds for row in table]), (FOLD, [row.folds for row in table])):
-        if len({text for texts in repeated for text in texts}) > 1:
-            columns.append((_broken(head), [", ".join(dict.fromkeys(texts)) for texts in repeated]))
-    columns += [(_HEADS[key], [_number(row, key) for row in table]) for key in numbers]
-    columns.append(("state", [row.state for row in table]))
     folder = _common([path for row in table for path in row.paths])
-    columns.append(("run", [_name(row, folder) for row in table]))
+    columns = _columns(table, shown, numbers, folder)
     console = wide_console()
     console.print(f"runs in {folder}", markup=False)
     cells = zip(*(column for _, column in columns), strict=True)
@@ -87,6 +81,18 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
         console.print(f"{hidden} {differ} along with those shown; output=runs.csv has them all", markup=False)
     if any(row.halves["best_top1"] is not None for row in table):
         console.print(f"±: half of the 95% interval of the mean {_over(table)}", markup=False)
+
+
+def _columns(
+    table: Sequence[Row], shown: Sequence[str], numbers: Sequence[str], folder: Path
+) -> list[tuple[str, list[str]]]:
+    """Heads and cells: the settings `shown`, seeds and folds if they differ, the `numbers`, state and path."""
+    columns = [(_broken(key), [_short(row.settings.get(key, NOT_SET)) for row in table]) for key in shown]
+    for head, repeated in ((SEED, [row.seeds for row in table]), (FOLD, [row.folds for row in table])):
+        if len({text for texts in repeated for text in texts}) > 1:
+            columns.append((_broken(head), [", ".join(dict.fromkeys(texts)) for texts in repeated]))
+    columns += [(_HEADS[key], [_number(row, key) for row in table]) for key in numbers]
+    return [*columns, ("state", [row.state for row in table]), ("run", [_name(row, folder) for row in table])]
 
 
 def _over(table: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmModel, VisionTransformer
-from pycls_fast.optim import freeze, parameter_groups
+from pycls_fast.optim import Decay, freeze, parameter_groups
 from pycls_fast.parallel import floating_buffers
 
 
@@ -29,7 +29,7 @@ def resnet() -> ResNet:
 
 
 def train(model: nn.Module, steps: int = 3) -> None:
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(model, Decay(0.1))
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     model.train()
     for _ in range(steps):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.optim import parameter_groups
+from pycls_fast.optim import Decay, Kinds, parameter_groups
 
-EMBEDDINGS = (ClassToken, LearnedPositions)
+KINDS = Kinds(embeddings=(ClassToken, LearnedPositions))
 
 
 def names(model: nn.Module, groups: Sequence[dict[str, object]]) -> dict[str, set[str]]:
@@ -38,7 +38,7 @@ def kind(name: str, model: nn.Module) -> str:
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.LayerNorm | nn.BatchNorm2d):
         return "norm"
-    if isinstance(owner, EMBEDDINGS):
+    if isinstance(owner, KINDS.embeddings):
         return "embedding"
     return "bias" if name.endswith(".bias") else "weight"
 
@@ -49,14 +49,7 @@ def kind(name: str, model: nn.Module) -> str:
 @pytest.mark.parametrize("decay", list(itertools.product([False, True], repeat=3)))
 def test_every_combination_of_kinds(model: nn.Module, decay: tuple[bool, bool, bool]) -> None:
     norms, biases, embeddings = decay
-    groups = parameter_groups(
-        model,
-        weight_decay=0.3,
-        decay_norms=norms,
-        decay_biases=biases,
-        decay_embeddings=embeddings,
-        embeddings=EMBEDDINGS,
-    )
+    groups = parameter_groups(model, Decay(0.3, norms=norms, biases=biases, embeddings=embeddings), KINDS)
     wanted = {"norm": norms, "bias": biases, "embedding": embeddings, "weight": True}
     everything = {name for name, _ in model.named_parameters()}
     decayed = {name for name in everything if wanted[kind(name, model)]}
@@ -71,7 +64,7 @@ def test_every_combination_of_kinds(model: nn.Module, decay: tuple[bool, bool, b
 def test_a_vit_by_name() -> None:
     """Written out, so that the test above cannot share a mistake with the code."""
     model = vit()
-    found = names(model, parameter_groups(model, weight_decay=0.1, embeddings=EMBEDDINGS))
+    found = names(model, parameter_groups(model, Decay(0.1), KINDS))
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and not name.startswith("positions")}
     assert "head.weight" in matrices
     assert found["decayed"] == matrices
@@ -93,7 +86,7 @@ class Odd(nn.Module):
 
 def test_names_decide_nothing() -> None:
     model = Odd()
-    found = names(model, parameter_groups(model, weight_decay=0.1, embeddings=EMBEDDINGS))
+    found = names(model, parameter_groups(model, Decay(0.1), KINDS))
     assert found == {
         "decayed": {"norm_weight.weight", "bias.weight", "position_table.weight", "norm"},
         "not decayed": {"norm_weight.bias", "weight.weight", "weight.bias", "position_table.bias", "plain.value"},
@@ -110,7 +103,7 @@ class ScaledLinear(nn.Linear):
 
 def test_a_parameter_of_a_linear_layer_called_norm_weight_is_a_weight() -> None:
     model = ScaledLinear()
-    assert names(model, parameter_groups(model, weight_decay=0.1)) == {
+    assert names(model, parameter_groups(model, Decay(0.1))) == {
         "decayed": {"weight", "norm_weight"},
         "not decayed": {"bias"},
     }
@@ -122,9 +115,9 @@ def test_a_parameter_of_a_linear_layer_called_norm_weight_is_a_weight() -> None:
     ids=lambda norm: type(norm).__name__,
 )
 def test_every_kind_of_norm(norm: nn.Module) -> None:
-    (group,) = parameter_groups(nn.Sequential(norm), weight_decay=0.1)
+    (group,) = parameter_groups(nn.Sequential(norm), Decay(0.1))
     assert (group["name"], group["weight_decay"]) == ("not decayed", 0.0)
-    (group,) = parameter_groups(nn.Sequential(norm), weight_decay=0.1, decay_norms=True)
+    (group,) = parameter_groups(nn.Sequential(norm), Decay(0.1, norms=True))
     assert (group["name"], group["weight_decay"]) == ("decayed", 0.1)
 
 
@@ -133,9 +126,9 @@ def test_a_shared_parameter_is_there_once_and_a_frozen_one_not_at_all() -> None:
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     model[2].requires_grad_(False)
-    assert names(model, parameter_groups(model, weight_decay=0.1)) == {
+    assert names(model, parameter_groups(model, Decay(0.1))) == {
         "decayed": {"0.weight"},
         "not decayed": {"1.bias"},
     }
     model.requires_grad_(False)
-    assert parameter_groups(model, weight_decay=0.1) == []
+    assert parameter_groups(model, Decay(0.1)) == []

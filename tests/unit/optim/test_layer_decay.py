@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.optim import layers, parameter_groups, set_lr
+from pycls_fast.optim import Decay, Kinds, layers, parameter_groups, set_lr
 
-EMBEDDINGS = (ClassToken, LearnedPositions)
+KINDS = Kinds(embeddings=(ClassToken, LearnedPositions))
 
 
 def vit(classifier: str = "token", positions: str = "learned") -> VisionTransformer:
@@ -22,7 +22,7 @@ def vit(classifier: str = "token", positions: str = "learned") -> VisionTransfor
 
 def scales(model: nn.Module, decay: float) -> dict[str, tuple[float, float]]:
     """Name -> (scale of the rate, weight decay)."""
-    groups = parameter_groups(model, weight_decay=0.3, embeddings=EMBEDDINGS, units=model.units(), layer_decay=decay)  # type: ignore[operator]
+    groups = parameter_groups(model, Decay(0.3), KINDS, units=model.units(), layer_decay=decay)  # type: ignore[operator]
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     found = {name_of[p]: (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     assert len(found) == sum(len(group["params"]) for group in groups) == len(name_of)
@@ -102,7 +102,7 @@ def test_groups_of_blocks_are_convnexts() -> None:
     theirs = [0, *[1] * 3, *[2] * 3, *(3 + block // 3 for block in range(27)), *[12] * 3, 13]
     layer_of = layers(model, blocks, 12)
     assert [layer_of[module.weight] for module in model] == theirs
-    groups = parameter_groups(model, weight_decay=0.3, units=blocks, layer_decay=0.8, layer_decay_groups=12)
+    groups = parameter_groups(model, Decay(0.3), units=blocks, layer_decay=0.8, layer_decay_groups=12)
     scale_of = {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
     assert [scale_of[module.weight] for module in model] == pytest.approx([0.8 ** (13 - layer) for layer in theirs])
 
@@ -116,18 +116,18 @@ def test_as_many_groups_as_blocks_change_nothing(groups: int) -> None:
 def test_no_decay_of_layers_is_one_rate_for_all_and_frozen_ones_stay_out() -> None:
     model = vit()
     model.stem.requires_grad_(False)
-    groups = parameter_groups(model, weight_decay=0.3, embeddings=EMBEDDINGS, units=model.units(), layer_decay=1.0)
+    groups = parameter_groups(model, Decay(0.3), KINDS, units=model.units(), layer_decay=1.0)
     assert {group["lr_scale"] for group in groups} == {1.0}
     owned = {p for group in groups for p in group["params"]}
     assert owned == {p for p in model.parameters() if p.requires_grad}
-    plain = parameter_groups(model, weight_decay=0.3, embeddings=EMBEDDINGS, units=model.units())
+    plain = parameter_groups(model, Decay(0.3), KINDS, units=model.units())
     assert [group["name"] for group in plain] == ["decayed", "not decayed"]
     assert all("lr_scale" not in group for group in plain)
 
 
 def test_the_schedule_reaches_every_layer() -> None:
     model = vit()
-    groups = parameter_groups(model, weight_decay=0.3, embeddings=EMBEDDINGS, units=model.units(), layer_decay=0.5)
+    groups = parameter_groups(model, Decay(0.3), KINDS, units=model.units(), layer_decay=0.5)
     optimizer = torch.optim.SGD(groups, lr=1.0)
     set_lr(optimizer, 0.2)
     assert {group["lr"] for group in optimizer.param_groups} == {0.2 * 0.5**n for n in range(14)}
@@ -140,8 +140,8 @@ def test_the_schedule_reaches_every_layer() -> None:
 def test_hidden_are_the_matrices_inside_the_units(model: nn.Module, layer_decay: float | None) -> None:
     groups = parameter_groups(
         model,
-        weight_decay=0.3,
-        embeddings=EMBEDDINGS,
+        Decay(0.3),
+        KINDS,
         units=model.units(),  # type: ignore[operator]
         layer_decay=layer_decay,
         split_hidden=True,
@@ -158,5 +158,5 @@ def test_hidden_are_the_matrices_inside_the_units(model: nn.Module, layer_decay:
 def test_depthwise_convolutions_are_not_hidden_matrices() -> None:
     """Each channel has its own kernel: (C, 1, k, k). Nor is a vector with added dimensions, such as a temperature."""
     block = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Linear(4, 1))
-    groups = parameter_groups(block, weight_decay=0.3, units=[("0", block)], split_hidden=True)
+    groups = parameter_groups(block, Decay(0.3), units=[("0", block)], split_hidden=True)
     assert [p for group in groups if group["hidden"] for p in group["params"]] == [block[1].weight]

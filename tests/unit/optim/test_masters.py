@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
-from pycls_fast.optim import Ema, MasterWeights, load_named_state, named_state, parameter_groups
+from pycls_fast.optim import Decay, Ema, MasterWeights, load_named_state, named_state, parameter_groups
 from pycls_fast.optim.groups import NORMS
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -64,7 +64,7 @@ def adamw(groups: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, masters: MasterWeights | None, steps: int, dtype: torch.dtype, micro: int = 2) -> Any:
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(model, Decay(0.1))
     optimizer = adamw(groups if masters is None else masters.groups(groups))
     for microbatches in batches(steps, dtype, micro):
         for batch in microbatches:
@@ -222,7 +222,7 @@ def test_state_goes_from_one_precision_to_another(kept: bool) -> None:
     # float16 masters -> float32 -> bfloat16 masters: the same names, the values as far as the format goes.
     plain = vit(1)
     plain.load_state_dict(state)
-    plain_optimizer = adamw(parameter_groups(plain, weight_decay=0.1))
+    plain_optimizer = adamw(parameter_groups(plain, Decay(0.1)))
     load_named_state(plain_optimizer, plain.named_parameters(), learned)
     other = vit(2)
     others = masters_of(other, torch.bfloat16, wide_norms=False)

@@ -18,7 +18,10 @@ from pycls_fast.speed import OPTIMIZERS, SwitchName
 
 CPU = torch.device("cpu")
 EVERY = [
-    (name, implementation) for name, there in OPTIMIZERS.items() for implementation in there if name != "adamw8bit"
+    (name, implementation)
+    for name, facts in OPTIMIZERS.items()
+    for implementation in facts.implementations
+    if name != "adamw8bit"
 ]
 needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 
@@ -127,10 +130,10 @@ def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
 
 
 def test_the_state_has_every_parameter_and_the_count_of_steps() -> None:
-    for name, there in OPTIMIZERS.items():
+    for name, facts in OPTIMIZERS.items():
         if name == "adamw8bit":
             continue
-        training = Training(configured(name, f"speed.optimizer={there[0]}"))
+        training = Training(configured(name, f"speed.optimizer={facts.implementations[0]}"))
         training.run(0, 3)
         kept = optim.named_state(training.optimizer, training.network.named_parameters())
         assert set(kept) == {parameter for parameter, _ in training.network.named_parameters()}
@@ -144,11 +147,11 @@ def test_the_loss_falls(name: str, implementation: str) -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
-@pytest.mark.parametrize("name", [name for name, there in OPTIMIZERS.items() if len(there) > 1])
+@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if len(facts.implementations) > 1])
 def test_losses_of_the_implementations_stay_together(name: str) -> None:
     curves = [
         Training(configured(name, f"speed.optimizer={which}", "schedule.epochs=20")).run(0, 20)
-        for which in OPTIMIZERS[name]
+        for which in OPTIMIZERS[name].implementations
     ]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-3, abs=2e-4)

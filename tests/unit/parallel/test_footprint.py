@@ -16,10 +16,12 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.ledger.timing import synthetic_batch
-from pycls_fast.parallel import ALONE, World, footprint, place_model
+from pycls_fast.parallel import ALONE, Copies, World, footprint, place_model
 from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.strategies import STRATEGIES
 from pycls_fast.train.building import make_step
-from pycls_fast.train.introduction import _state_copies, memory_per_rank
+from pycls_fast.train.introduction import memory_per_rank
 from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -84,6 +86,7 @@ def test_one_process_holds_what_the_table_says(overrides: tuple[str, ...]) -> No
         ("optim=adafactor", "optim.momentum_dtype=float32"),
         ("optim=lion",),
         ("optim=adamw",),
+        ("optim=lamb",),
     ],
 )
 def test_optimizers_keep_what_the_table_says(overrides: tuple[str, ...]) -> None:
@@ -100,7 +103,8 @@ def test_optimizers_keep_what_the_table_says(overrides: tuple[str, ...]) -> None
     )
     weights = sum(parameter.nbytes for parameter in network.parameters())
     # What Adafactor keeps of its second moments is a row and a column of each matrix.
-    assert kept / weights == pytest.approx(_state_copies(config.optim), abs=0.05)
+    expected = OPTIMIZERS[config.optim.name].state_copies(config.optim.own())
+    assert kept / weights == pytest.approx(expected, abs=0.05)
 
 
 @pytest.fixture
@@ -120,27 +124,33 @@ def test_a_rank_of_oss_holds_what_the_table_says(eight: World, average: str, acc
 
 
 def test_footprint() -> None:
-    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2}
-    assert footprint(**sizes) == footprint(**sizes, strategy="ddp", degree=1) == 16_000
+    def held(
+        strategy: str, degree: int = 4, *, averaged: bool = False, trained: int | None = None, **keys: Any
+    ) -> float:
+        copies = Copies(strategy, degree, **keys)
+        return footprint(1000, 100, copies, state_copies=2, averaged=averaged, trained=trained)
+
+    assert held("single", 1) == held("ddp", 1) == 16_000
     # A quarter, and a block's weights and gradients with the weights of the next.
-    assert footprint(**sizes, strategy="fsdp", degree=4) == 4_000 + 1_200
-    assert footprint(**sizes, strategy="fsdp", degree=4, compute_bytes=2) == 4_000 + 600
+    assert held("fsdp") == 4_000 + 1_200
+    assert held("fsdp", compute_bytes=2) == 4_000 + 600
     # All weights, and a block's gradients.
-    assert footprint(**sizes, strategy="fsdp", degree=4, reshard_after_forward=False) == 4_000 + 4_400
-    assert footprint(**sizes, strategy="fsdp", degree=4, averaged=True) == 5_000 + 1_200
-    assert footprint(**sizes, strategy="fsdp", degree=4, trained=40) == 1_000 + 120 + 800 + 160
+    assert held("fsdp", reshard_after_forward=False) == 4_000 + 4_400
+    assert held("fsdp", averaged=True) == 5_000 + 1_200
+    assert held("fsdp", trained=40) == 1_000 + 120 + 800 + 160
     # Weights whole, and a block's gradients on their way to their owners; all gradients where they are added up.
-    sizes["strategy"] = "fairscale_sharded_ddp"
-    assert footprint(**sizes, degree=4) == 4_000 + 1_000 + 400 + 2_000
-    assert footprint(**sizes, degree=4, trained=40) == 4_000 + 160 + 80
-    assert footprint(**sizes, degree=4, accumulates=True) == 8_000 + 2_000
-    assert footprint(**sizes, degree=4, accumulates=True, averaged=True) == 12_000 + 2_000
+    oss = "fairscale_sharded_ddp"
+    assert held(oss) == 4_000 + 1_000 + 400 + 2_000
+    assert held(oss, trained=40) == 4_000 + 160 + 80
+    assert held(oss, accumulates=True) == 8_000 + 2_000
+    assert held(oss, accumulates=True, averaged=True) == 12_000 + 2_000
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp", "fairscale_sharded_ddp", "fairscale_fsdp"])
-def test_footprint_counts_the_copies_that_autocast_keeps_whole(strategy: str) -> None:
-    sizes: dict[str, Any] = {"parameters": 1000, "largest_unit": 100, "state_copies": 2, "strategy": strategy}
-    for degree in (1, 4):
-        without = footprint(**sizes, degree=degree)
-        assert footprint(**sizes, degree=degree, autocast_bytes=2) == without + 2_000
-        assert footprint(**sizes, degree=degree, autocast_bytes=2, recomputes=True) == without + 200
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("degree", [1, 4])
+def test_footprint_counts_the_copies_that_autocast_keeps_whole(strategy: str, degree: int) -> None:
+    def held(**keys: Any) -> float:
+        return footprint(1000, 100, Copies(strategy, degree, **keys), state_copies=2)
+
+    assert held(autocast_bytes=2) == held() + 2_000
+    assert held(autocast_bytes=2, recomputes=True) == held() + 200

@@ -1,10 +1,11 @@
 """The catalogue of strategies: how ranks share the work, with the card of each (`tools/switch_cards.py` writes them).
 
-The implementations are in `wrap.STRATEGIES`.
+The implementations are in `parallel.wrap.IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,12 @@ class Strategy:
     """One value of `parallel.name`; the texts are full sentences that end with a full stop.
 
     Attributes:
+        shards: what the ranks divide among themselves: "nothing", the optimizer's "state" (each parameter has one
+            owner), or the "weights" with their gradients and state.
+        flattens: weights lose their shapes.
+        replicates: torch's DDP exchanges the gradients, with its compression and its static graph.
+        has_groups: ranks are in groups (`parallel.shard_degree`, `parallel.replicate_degree`).
+        freezes: a part of the network may be frozen (`optim.trainable`).
         numerics: how closely it must match `single`, like a switch its reference; "reference" for `single`.
         note: what it does.
         holds: what a rank holds of weights, gradients and optimizer state.
@@ -33,9 +40,29 @@ class Strategy:
     hurts: str
     source: str
     ran: str
+    shards: Literal["nothing", "state", "weights"] = "nothing"
+    flattens: bool = False
+    replicates: bool = False
+    has_groups: bool = False
+    freezes: bool = True
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a rank holds only a part of the weights; such a network is built on the meta device."""
+        return self.shards == "weights"
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether weights are torch's DTensors, gathered unit by unit."""
+        return self.shards_weights and not self.flattens
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether it needs a process group and a mesh of ranks even for one rank."""
+        return self.shards != "nothing"
 
 
-STRATEGY_CARDS: tuple[Strategy, ...] = (
+_STRATEGIES = (
     Strategy(
         name="single",
         numerics="reference",
@@ -63,6 +90,7 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         "1905.13727.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "
         "1e-5 of the change in float32. CUDA: not run.",
+        replicates=True,
     ),
     Strategy(
         name="fsdp",
@@ -83,6 +111,7 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         "2304.11277; torch.distributed.fsdp.fully_shard.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "
         "1e-5 of the change in float32. CUDA: not run.",
+        shards="weights",
     ),
     Strategy(
         name="hsdp",
@@ -97,6 +126,8 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         source="Zhao et al., PyTorch FSDP, 2023, arXiv 2304.11277 (hybrid sharding).",
         ran="CPU with gloo (torch 2.15), 2 x 2 ranks: the weights change over 10 steps as in one process, within 1e-5 "
         "of the change in float32. CUDA: not run.",
+        shards="weights",
+        has_groups=True,
     ),
     Strategy(
         name="fairscale_fsdp",
@@ -110,6 +141,9 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         source="FairScale, facebookresearch/fairscale; Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054.",
         ran="CPU with gloo (torch 2.15), with stand-ins for CUDA's streams that only the tests have: the weights "
         "change over 10 steps as in one process, within 1e-5 of the change in float32. CUDA: not run.",
+        shards="weights",
+        flattens=True,
+        freezes=False,
     ),
     Strategy(
         name="fairscale_sharded_ddp",
@@ -125,5 +159,13 @@ STRATEGY_CARDS: tuple[Strategy, ...] = (
         source="FairScale, facebookresearch/fairscale; Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "
         "1e-5 of the change in float32. CUDA: not run.",
+        shards="state",
+        freezes=False,
     ),
 )
+STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _STRATEGIES}
+
+
+def strategy_of(name: str) -> Strategy:
+    """The strategy of a value of `parallel.name`; for "auto" it is ddp, which that is with several ranks."""
+    return STRATEGIES["ddp" if name == "auto" else name]
