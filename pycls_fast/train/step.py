@@ -19,7 +19,7 @@ from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """The parts of a step. `wrapped` is the model under its strategy, `parameters` are what the optimizer owns."""
 
