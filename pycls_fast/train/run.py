@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -193,8 +194,12 @@ class Run(TrainingParts):
             self.step.wrapped.compression.load(state["compression"], state["step"])
 
 
-def start_run(config: RunConfig, world: World, display: Display, command: str | None = None) -> Run:
-    """Find the checkpoint to resume from, build every part, and describe the run in its folder, which stays locked.
+@contextmanager
+def started(config: RunConfig, world: World, display: Display, command: str | None = None) -> Iterator[Run]:
+    """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder.
+
+    The folder is locked until the context ends. If nobody named it, it is then removed, unless a step was trained or
+    `RunFolder.keep` was called.
 
     Args:
         config: a checked configuration.
@@ -209,28 +214,28 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
     check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
-    folder = RunFolder(run_dir)
-    with ExitStack() as stack:
-        if world.is_main and config.run_dir is None:
-            stack.callback(folder.remove_if_unused)
-        # The lock is released if starting fails.
-        stack.enter_context(folder)
-        _occupy(folder, world, display)
-        had_run = world.from_main(folder.has_run)
-        opened = find_start(config, folder, world, display, restarted=restarted)
-        run = _build(config, world, display, folder, opened)
-        if not had_run:
-            _check_still_new(folder, world, display)
-        resume(run, opened)
-        if world.is_main:
-            folder.create()
-        _occupy(folder, world, display)
-        # Settings with which nothing is trained are not the run's.
-        if world.is_main and not run.finished:
-            folder.write_config(run.settings(), command)
-            folder.write_json("environment.json", environment(world.device, world.size, command))
-        introduce(run)
-        stack.pop_all()
+    with RunFolder(run_dir, remove_unused=world.is_main and config.run_dir is None) as folder:
+        yield _start(config, world, display, command, folder, restarted=restarted)
+
+
+def _start(
+    config: RunConfig, world: World, display: Display, command: str | None, folder: RunFolder, *, restarted: bool
+) -> Run:
+    _occupy(folder, world, display)
+    had_run = world.from_main(folder.has_run)
+    opened = find_start(config, folder, world, display, restarted=restarted)
+    run = _build(config, world, display, folder, opened)
+    if not had_run:
+        _check_still_new(folder, world, display)
+    resume(run, opened)
+    if world.is_main:
+        folder.create()
+    _occupy(folder, world, display)
+    # Settings with which nothing is trained are not the run's.
+    if world.is_main and not run.finished:
+        folder.write_config(run.settings(), command)
+        folder.write_json("environment.json", environment(world.device, world.size, command))
+    introduce(run)
     return run
 
 
