@@ -224,12 +224,12 @@ def wrap(
     network: Network,
     world: World,
     chosen: Switches,
-    initialise: Callable[[Network | FlatShards], None] | None = None,
+    initialise: Callable[[FlatShards | None], None] | None = None,
 ) -> Wrapped:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
 
     Args:
-        initialise: called on a network from the meta device, after its initial values are set, to load others.
+        initialise: loads other values than the initial ones into a network from the meta device; see `wrap_model`.
 
     Raises:
         UserError: it is to be compiled, and there is no compiler.

@@ -19,7 +19,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
-from pycls_fast.optim.ema import Live
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 
 
@@ -180,17 +179,16 @@ def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, imp
     return _MAKE[settings.name](groups, lr=lr, **settings.own(), **choice)
 
 
-def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | None = None) -> optim.Ema | None:
+def ema(config: RunConfig, weights: optim.OwnedWeights, chosen: Switches) -> optim.Ema | None:
     """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
         return None
     return optim.Ema(
-        network,
+        weights,
         decay=settings.ema_decay,
         warmup=settings.ema_warmup,
         implementation=chosen[SwitchName.EMA],
-        masters=masters,
         every=settings.ema_every_steps,
     )
 

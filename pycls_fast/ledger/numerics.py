@@ -84,7 +84,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
 def random_head(step: Step, network: Network) -> Iterator[None]:
     """Give a head whose weight is all zeros small normal ones inside the context, the same for every setting."""
     name = f"{network.head_name}.weight"
-    weights = [network.get_parameter(name), *([step.masters.live()[name]] if step.masters is not None else [])]
+    weights = [network.get_parameter(name), step.weights.live()[name]]
     if any(bool(weight.any()) for weight in weights):
         yield
         return
@@ -126,7 +126,7 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
 
 
 def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
-    state = (step.masters or network).state_dict()
+    state = step.weights.state_dict()
     exact.load_state_dict(
         {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
     )

@@ -22,6 +22,7 @@ from pycls_fast.optim.optimizers import (
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
 from pycls_fast.optim.schedule import Schedule
 from pycls_fast.optim.shards import assign, local, local_slices
+from pycls_fast.optim.weights import ModelWeights, OwnedWeights
 
 __all__ = [
     "BATCH_NORM",
@@ -34,6 +35,8 @@ __all__ = [
     "HostOptimizer",
     "Kinds",
     "MasterWeights",
+    "ModelWeights",
+    "OwnedWeights",
     "RanksScaler",
     "Schedule",
     "adafactor",

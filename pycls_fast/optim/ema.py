@@ -4,57 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.optim.shards import local
-
-
-class Live(Protocol):
-    """Weights that the optimizer owns in place of the model's own (`MasterWeights`, flat shards)."""
-
-    def live(self) -> dict[str, Tensor]:
-        """Tensors by name that training changes in place."""
-
-    def refresh_model(self) -> None:
-        """Update the model after these tensors were changed by hand."""
+from pycls_fast.optim.weights import OwnedWeights
 
 
 class Ema:
     """The average `e <- d e + (1 - d) w` of parameters and floating buffers; integer buffers are copied.
 
+    It follows masters if they are kept, and is float32 even if the weights are in a half format, which would round most
+    of its updates away.
+
     With `warmup` the decay of update t is `min(decay, (1 + t) / (10 + t))`, so that the initial weights are forgotten.
 
     Args:
-        model: read at every update; it has to keep its tensors in place.
+        weights: their `live` tensors are read at every update.
         decay: `d`, per optimizer step.
         warmup: raise the decay to its value over the first updates.
         implementation: "loop" or "foreach".
         every: update only every so many steps, with decay `d ** every`, which keeps the average's time span in steps
             (Busbridge et al., How to Scale Your EMA, 2023). Cheaper, and up to `every - 1` steps behind when read.
-        masters: master weights of a model in a half format: the average follows the masters if they are kept, and is
-            float32 in any case (a half format would round most of its updates away).
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        weights: OwnedWeights,
         *,
         decay: float,
         warmup: bool,
         implementation: str,
-        masters: Live | None = None,
         every: int = 1,
     ) -> None:
         self.decay = decay
         self.warmup = warmup
         self.implementation = implementation
         self.every = every
-        self._masters = masters
-        # state_dict shares storage with the model, so these references stay current.
-        named: dict[str, Tensor] = model.state_dict(keep_vars=True) if masters is None else masters.live()
+        self._owned = weights
+        named = weights.live()
         # A shared tensor has several names and one average; swapping it twice would undo the swap.
         first = {id(value): name for name, value in reversed(named.items())}
         self._live = {name: value.detach() for name, value in named.items() if first[id(value)] == name}
@@ -94,7 +83,7 @@ class Ema:
 
     @torch.no_grad()
     def _update(self, share: float | Tensor) -> None:
-        weights = self._weights if self._masters is None else [_wide(weight) for weight in self._weights]
+        weights = [_wide(weight) for weight in self._weights]
         if self.implementation == "foreach":
             shares = [share.to(a.dtype) for a in self._averages] if isinstance(share, Tensor) else share
             torch._foreach_lerp_(self._averages, weights, shares)
@@ -123,8 +112,7 @@ class Ema:
                 averages[name] = self.values[name].clone()
             live.copy_(self.values[name])
             self.values[name].copy_(kept)
-        if self._masters is not None:
-            self._masters.refresh_model()
+        self._owned.refresh_model()
         return averages
 
     def load(self, values: Mapping[str, Tensor]) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
+from pycls_fast.optim.weights import OwnedWeights
 
 
-class MasterWeights:
+class MasterWeights(OwnedWeights):
     """Casts a network in place to a narrow format and holds wide master copies, which the optimizer owns.
 
     One step: backward fills the network's gradients, `take_gradients` adds them to the masters' in the wide format
@@ -49,8 +50,6 @@ class MasterWeights:
         self._narrow: list[Tensor] = list(_to_cast(model, wide_modules))
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
         self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
-        # Parameters that were not cast are their own masters.
-        self.parameters = [self._master_of.get(id(p), p) for p in model.parameters() if p.requires_grad]
         _cast(model, dtype, wide_modules)
 
     def groups(self, groups: Sequence[Group]) -> list[Group]:
@@ -60,6 +59,7 @@ class MasterWeights:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer owns, under the network's names."""
         for name, parameter in self._model.named_parameters():
+            # Parameters that were not cast are their own masters.
             yield name, self._master_of.get(id(parameter), parameter)
 
     @torch.no_grad()

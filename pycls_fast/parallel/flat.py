@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from pycls_fast.optim import Group, load_named_state, named_state
+from pycls_fast.optim import Group, OwnedWeights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Flat:
         return [shape.numel() for shape in self.shapes]
 
 
-class FlatShards:
+class FlatShards(OwnedWeights):
     """A network's flat parameters: as shards for the optimizer, as the network's tensors for checkpoints.
 
     Optimizer, average and gradient norm work on the shards, which is correct for element-wise operations. Checkpoints
@@ -75,11 +75,6 @@ class FlatShards:
         # During a pass the parameters point to whole weights; the shards keep their memory.
         self._shards = {flat.name: flat.shard.detach() for flat in self.flats}
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The trainable shards."""
-        return [flat.shard for flat in self.flats if flat.shard.requires_grad]
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards under the names of the flat parameters."""
         for flat in self.flats:
@@ -110,7 +105,7 @@ class FlatShards:
             value.copy_(joined[name])
         self.refresh_model()
 
-    def named_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """The optimizer's state by the names of the network's parameters.
 
         A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated for each name.
@@ -118,7 +113,7 @@ class FlatShards:
         state: dict[str, dict[str, Any]] = {}
         for flat in self.flats:
             state.update({name: {} for name in flat.names})
-        found = named_state(optimizer, self.named_parameters())
+        found = super().optimizer_state(optimizer)
         for flat in self.flats:
             for key, value in found.get(flat.name, {}).items():
                 has_shape = isinstance(value, Tensor) and value.shape == flat.shard.shape and value.ndim > 0
@@ -127,8 +122,8 @@ class FlatShards:
                     state[name][key] = part
         return {name: values for name, values in state.items() if values}
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `named_optimizer_state` returned.
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
+        """Restore what `optimizer_state` returned; the groups keep their settings.
 
         Raises:
             KeyError: a parameter has no state while others of its flat parameter have one.
@@ -142,7 +137,7 @@ class FlatShards:
                 values = [state[name][key] for name in flat.names]
                 has_shape = isinstance(value, Tensor) and value.shape == flat.shapes[0] and value.ndim > 0
                 found[flat.name][key] = self._join(flat, values) if has_shape else value
-        load_named_state(optimizer, self.named_parameters(), found)
+        super().load_optimizer_state(optimizer, found)
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shards (of parameters or of an average) as DTensors under the network's names and shapes, sharded along the

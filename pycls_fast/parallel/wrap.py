@@ -51,7 +51,7 @@ def wrap_model(
     settings: Settings | None = None,
     compiled: CompileName = "off",
     compile_mode: CompileMode = "default",
-    initialise: Callable[[Network | FlatShards], None] | None = None,
+    initialise: Callable[[FlatShards | None], None] | None = None,
 ) -> Wrapped:
     """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
 
@@ -61,8 +61,8 @@ def wrap_model(
         strategy: a name of `IMPLEMENTATIONS`; None: "ddp" with several ranks, else "single".
         settings: the strategy's settings.
         compiled, compile_mode: see `compile_model`.
-        initialise: called on a model from the meta device, or on what holds its weights, after its initial values are
-            set, to load others.
+        initialise: for a model from the meta device: called after its initial values are set, to load others, with
+            the flat shards that hold them, or None if the model itself does.
     """
     settings = settings or Settings()
     name = strategy or ("ddp" if world.size > 1 else "single")
@@ -75,5 +75,5 @@ def wrap_model(
     if is_empty(model):
         materialise(model, world.device, param_offload=settings.param_offload)
     if empty and initialise is not None:
-        initialise(wrapped.weights or model)
+        initialise(wrapped.weights)
     return wrapped

@@ -15,7 +15,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.optim import local
+from pycls_fast.optim import ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
@@ -74,27 +74,14 @@ def build_parts(
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
-    def load(filled: Network | FlatShards) -> None:
-        if config.weights is None or resumed_from is not None:
-            return
-        flat = filled if isinstance(filled, FlatShards) else None
-        origin = load_weights(
-            build.model(config, classes, switches, empty=True) if isinstance(filled, FlatShards) else filled,
-            config.weights,
-            classes=sources["train"].classes,
-            allow=config.weights_allow,
-            world=world,
-            into=flat,
-        )
-        display.table("weights", origin.fitted.table())
-        if origin.image_size not in (None, config.data.image_size):
-            display.note(
-                f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
-                f"data.image_size={origin.image_size} keeps that size"
-            )
+    def load(flat: FlatShards | None = None) -> None:
+        if config.weights is not None and resumed_from is None:
+            # A network that was flattened no longer has its names and shapes.
+            shaped = network if flat is None else build.model(config, classes, switches, empty=True)
+            _load_initial(config, shaped, sources["train"].classes, world, display, into=flat)
 
     if not sharded:
-        load(network)
+        load()
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
@@ -102,6 +89,26 @@ def build_parts(
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+
+
+def _load_initial(
+    config: RunConfig,
+    network: Network,
+    classes: tuple[str, ...],
+    world: World,
+    display: Display,
+    *,
+    into: FlatShards | None,
+) -> None:
+    """Load what `weights` names, and report what was done to make it fit; see `load_weights`."""
+    assert config.weights is not None
+    origin = load_weights(network, config.weights, classes=classes, allow=config.weights_allow, world=world, into=into)
+    display.table("weights", origin.fitted.table())
+    if origin.image_size not in (None, config.data.image_size):
+        display.note(
+            f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
+            f"data.image_size={origin.image_size} keeps that size"
+        )
 
 
 def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> RunConfig:
@@ -169,14 +176,21 @@ def make_step(
     world: World,
     switches: build.Switches,
     steps_per_epoch: int,
-    initialise: Callable[[Network | FlatShards], None] | None = None,
+    initialise: Callable[[FlatShards | None], None] | None = None,
     *,
     recorder: Recorder | None = None,
     class_counts: np.ndarray | None = None,
 ) -> Step:
-    """The training step around a network that is on its device, and that is cast to the precision's format.
+    """The training step around a network that is on its device, and that is changed in place.
 
-    A network on the meta device gets memory after sharding, then its initial values, then those of `initialise`.
+    The changes depend on each other in this order. Frozen parameters get no master, no exchange of gradients and no
+    place in the optimizer's groups. The precision sets the format of the parameters that are exchanged or gathered.
+    Recomputation and the offloading of activations replace `forward`, which `build.wrap` compiles and shards. `wrap`
+    gives a network on the meta device memory, then its initial values, then those of `initialise`; for these it seeds
+    torch's generator, on which no later number depends: each microbatch seeds it again. Optimizer, average and
+    watchdog come last, because sharding replaces parameters and modules, and because the average and an optimizer on
+    the host copy the values.
+
     `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
 
     Raises:
@@ -198,7 +212,7 @@ def make_step(
     wrapped = build.wrap(config, network, world, switches, initialise)
     scaler = build.loss_scaler(config, world.device, wrapped.overflow_group)
     flat = wrapped.weights
-    owned = flat or masters
+    weights: OwnedWeights = flat or masters or ModelWeights(network)
     optimizer = wrapped.optimizer or build.optimizer(
         config,
         network,
@@ -209,7 +223,8 @@ def make_step(
     )
     step = Step(
         wrapped=wrapped,
-        parameters=owned.parameters if owned else [p for p in network.parameters() if p.requires_grad],
+        weights=weights,
+        parameters=weights.parameters,
         prepare=build.prepare(config, world.device, switches),
         mixer=build.mixer(config),
         loss=loss,
@@ -219,11 +234,10 @@ def make_step(
         schedule=build.schedule(config, steps_per_epoch),
         clip_norm=config.optim.clip_norm,
         clip_foreach=switches[SwitchName.CLIP] == "foreach",
-        ema=build.ema(config, network, switches, owned),
+        ema=build.ema(config, weights, switches),
         seed=config.seed,
         rank=world.rank,
         accumulation_steps=config.optim.accumulation_steps,
-        masters=masters,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
     return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step

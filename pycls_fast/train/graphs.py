@@ -135,7 +135,7 @@ class Tape:
         return Targets(self.labels_B, self.mixed_B, self.lam if self.mixed_B is not None else 1.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphedStep(Step):
     """A `Step` that is replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
 
@@ -143,11 +143,11 @@ class GraphedStep(Step):
 
     Attributes:
         recorder: this device's recorder.
+        tape: what the recorded step reads; None before the first call.
     """
 
     recorder: Recorder = field(kw_only=True)
-    # Empty until the first call, then the one tape: the dataclass is frozen.
-    tapes: list[Tape] = field(default_factory=list)
+    tape: Tape | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, step: Step, recorder: Recorder) -> GraphedStep:
@@ -159,9 +159,9 @@ class GraphedStep(Step):
         (batch,) = microbatches
         set_lr(self.optimizer, self.schedule(step))
         images_BCHW, targets = self._inputs(step, 0, batch)
-        if not self.tapes:
-            self.tapes.append(Tape.like(images_BCHW, targets, metrics, mixes=self.mixer is not None))
-        (tape,) = self.tapes
+        if self.tape is None:
+            self.tape = Tape.like(images_BCHW, targets, metrics, mixes=self.mixer is not None)
+        tape = self.tape
         if metrics is not tape.metrics:
             raise ValueError("the recorded step adds to the metrics that it was recorded with")
         tape.take(images_BCHW, targets)

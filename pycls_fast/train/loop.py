@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, res
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
-from pycls_fast.train.run import Run, start_run
+from pycls_fast.train.run import Run, started
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
@@ -70,29 +70,18 @@ def train(
 def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     reset_memory_peak(world.device)
-    with stop_requests() as stop:
-        run = start_run(config, world, display, command)
+    with stop_requests() as stop, started(config, world, display, command) as run:
         stop.training = True
         on_start(run.folder.path)
-        with run.folder, _open_board(run, named=config.run_dir is not None) as board, display, run.saver:
+        with open_board(run) as board, display, run.saver:
+            # From here on its configuration stays, even if the first step fails.
+            run.folder.keep()
             status = board.status = Loop(run, stop, board).run_to_end()
             # It may still wait for its tracker.
             stop.finished = status == DONE
     if status == STOPPED:
         stop.call_launcher()
     return status
-
-
-def _open_board(run: Run, *, named: bool) -> Board:
-    """`open_board`. If that fails, the folder is removed, unless its user has named it."""
-    with ExitStack() as stack:
-        if run.world.is_main and not named:
-            stack.callback(run.folder.remove_if_unused)
-        # Its lock is released first.
-        stack.enter_context(run.folder)
-        board = open_board(run)
-        stack.pop_all()
-    return board
 
 
 def _too_large(run: Run) -> str:

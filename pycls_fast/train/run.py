@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.network import Network
-from pycls_fast.optim import MasterWeights, load_named_state, named_state
-from pycls_fast.parallel import FlatShards, World, floating_buffers, plain_name
+from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts, build_parts, check_head
 from pycls_fast.train.display import Display
@@ -46,12 +45,6 @@ class Run(TrainingParts):
     def classes(self) -> tuple[str, ...]:
         """Class names in the order of the model's outputs."""
         return self.sources["train"].classes
-
-    @property
-    def weights(self) -> Network | MasterWeights | FlatShards:
-        """What checkpoints hold and the optimizer owns: the master weights of a network in a half format, the flat
-        shards of a flattened one, else the network."""
-        return self.step.wrapped.weights or self.step.masters or self.network
 
     @property
     def finished(self) -> bool:
@@ -89,17 +82,11 @@ class Run(TrainingParts):
 
         All ranks call this: the compression error is averaged over them.
         """
-        compression, flat, ema = self.step.wrapped.compression, self.step.wrapped.weights, self.step.ema
-        average = None if ema is None else dict(ema.values)
-        if flat is None:
-            learned = named_state(self.step.optimizer, self.weights.named_parameters())
-        else:
-            average = None if average is None else flat.split(average)
-            learned = flat.named_optimizer_state(self.step.optimizer)
+        compression, weights, ema = self.step.wrapped.compression, self.step.weights, self.step.ema
         return {
-            "model": dict(self.weights.state_dict()),
-            "ema": average,
-            "optimizer": learned,
+            "model": dict(weights.state_dict()),
+            "ema": None if ema is None else weights.split(ema.values),
+            "optimizer": weights.optimizer_state(self.step.optimizer),
             "loss_scaler": self.step.scaler.state_dict(),
             "compression": compression.carried() if compression is not None else {},
         }
@@ -178,23 +165,24 @@ class Run(TrainingParts):
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)
-        self.weights.load_state_dict(state["model"])
-        flat = self.step.wrapped.weights
+        weights = self.step.weights
+        weights.load_state_dict(state["model"])
         if self.step.ema is not None:
-            self.step.ema.load(state["ema"] if flat is None else flat.join(state["ema"]))
+            self.step.ema.load(weights.join(state["ema"]))
         # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
-        if flat is None:
-            load_named_state(self.step.optimizer, self.weights.named_parameters(), state["optimizer"])
-        else:
-            flat.load_optimizer_state(self.step.optimizer, state["optimizer"])
+        weights.load_optimizer_state(self.step.optimizer, state["optimizer"])
         if state["loss_scaler"] and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(state["loss_scaler"])
         if self.step.wrapped.compression is not None:
             self.step.wrapped.compression.load(state["compression"], state["step"])
 
 
-def start_run(config: RunConfig, world: World, display: Display, command: str | None = None) -> Run:
-    """Find the checkpoint to resume from, build every part, and describe the run in its folder, which stays locked.
+@contextmanager
+def started(config: RunConfig, world: World, display: Display, command: str | None = None) -> Iterator[Run]:
+    """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder.
+
+    The folder is locked until the context ends. If nobody named it, it is then removed, unless a step was trained or
+    `RunFolder.keep` was called.
 
     Args:
         config: a checked configuration.
@@ -209,28 +197,28 @@ def start_run(config: RunConfig, world: World, display: Display, command: str | 
     check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
-    folder = RunFolder(run_dir)
-    with ExitStack() as stack:
-        if world.is_main and config.run_dir is None:
-            stack.callback(folder.remove_if_unused)
-        # The lock is released if starting fails.
-        stack.enter_context(folder)
-        _occupy(folder, world, display)
-        had_run = world.from_main(folder.has_run)
-        opened = find_start(config, folder, world, display, restarted=restarted)
-        run = _build(config, world, display, folder, opened)
-        if not had_run:
-            _check_still_new(folder, world, display)
-        resume(run, opened)
-        if world.is_main:
-            folder.create()
-        _occupy(folder, world, display)
-        # Settings with which nothing is trained are not the run's.
-        if world.is_main and not run.finished:
-            folder.write_config(run.settings(), command)
-            folder.write_json("environment.json", environment(world.device, world.size, command))
-        introduce(run)
-        stack.pop_all()
+    with RunFolder(run_dir, remove_unused=world.is_main and config.run_dir is None) as folder:
+        yield _start(config, world, display, command, folder, restarted=restarted)
+
+
+def _start(
+    config: RunConfig, world: World, display: Display, command: str | None, folder: RunFolder, *, restarted: bool
+) -> Run:
+    _occupy(folder, world, display)
+    had_run = world.from_main(folder.has_run)
+    opened = find_start(config, folder, world, display, restarted=restarted)
+    run = _build(config, world, display, folder, opened)
+    if not had_run:
+        _check_still_new(folder, world, display)
+    resume(run, opened)
+    if world.is_main:
+        folder.create()
+    _occupy(folder, world, display)
+    # Settings with which nothing is trained are not the run's.
+    if world.is_main and not run.finished:
+        folder.write_config(run.settings(), command)
+        folder.write_json("environment.json", environment(world.device, world.size, command))
+    introduce(run)
     return run
 
 

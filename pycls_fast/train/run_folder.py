@@ -23,10 +23,15 @@ from pycls_fast.train.output_file import atomic_write, nan_to_none
 class RunFolder:
     """The files of one run. Made on rank 0; on other ranks only the path is used.
 
-    A context manager that releases the folder's lock at its end (see `occupy`).
+    A context manager: its end releases the lock (see `occupy`), then removes an unused folder.
+
+    Args:
+        path: `runs/EXPERIMENT/TIME`, or the folder that the user named.
+        remove_unused: at the end of the context, remove the folder and its parents if no step was trained in it, except
+            for files that are not the run's; not after `keep`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, remove_unused: bool = False) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
@@ -34,6 +39,7 @@ class RunFolder:
         self.predictions = path / "predictions.npz"
         self._lock_file = path / ".lock"
         self._lock: int | None = None
+        self._remove_unused = remove_unused
         # Kept open between records: on network file systems closing waits for the server.
         self._metrics: int | None = None
 
@@ -56,17 +62,9 @@ class RunFolder:
         except OSError as error:
             raise self._cannot_be_written(error) from error
 
-    def remove_if_unused(self) -> None:
-        """Remove `runs/EXPERIMENT/TIME` if no step was trained in it, except for files that are not the run's."""
-        with suppress(OSError):
-            if not self.metrics.exists():
-                # Fails if there is a checkpoint.
-                self.checkpoints.rmdir()
-                for name in ("config.yaml", "environment.json"):
-                    (self.path / name).unlink(missing_ok=True)
-        for folder in (self.path, *list(self.path.parents)[:2]):
-            with suppress(OSError):
-                folder.rmdir()
+    def keep(self) -> None:
+        """Keep the folder even if no step is trained in it."""
+        self._remove_unused = False
 
     def _cannot_be_written(self, error: OSError) -> UserError:
         return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
@@ -121,10 +119,26 @@ class RunFolder:
         try:
             self._close_metrics()
         finally:
-            if self._lock is not None:
-                self._lock_file.unlink(missing_ok=True)
-                os.close(self._lock)
-                self._lock = None
+            self._release()
+            if self._remove_unused:
+                self._remove_if_unused()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock_file.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_if_unused(self) -> None:
+        with suppress(OSError):
+            if not self.metrics.exists():
+                # Fails if there is a checkpoint.
+                self.checkpoints.rmdir()
+                for name in ("config.yaml", "environment.json"):
+                    (self.path / name).unlink(missing_ok=True)
+        for folder in (self.path, *list(self.path.parents)[:2]):
+            with suppress(OSError):
+                folder.rmdir()
 
     def write_config(self, values: dict[str, Any], command: str | None = None) -> None:
         """Write `config.yaml`: the command (None: that of this process), and every value, defaults included."""

@@ -13,17 +13,19 @@ from torch.optim import Optimizer
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
 from pycls_fast.losses import Loss, Targets
-from pycls_fast.optim import Ema, MasterWeights, set_lr
+from pycls_fast.optim import Ema, OwnedWeights, set_lr
 from pycls_fast.parallel import Wrapped
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """The parts of a step. `wrapped` is the model under its strategy, `parameters` are what the optimizer owns."""
+    """The parts of a step. `wrapped` is the model under its strategy, `weights` are what the optimizer owns, and
+    `parameters` the trainable ones of these."""
 
     wrapped: Wrapped
+    weights: OwnedWeights
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
     mixer: Mixer | ElementMixer | None
@@ -38,7 +40,6 @@ class Step:
     seed: int
     rank: int
     accumulation_steps: int = 1
-    masters: MasterWeights | None = None
     watchdog: Watchdog | None = None
 
     def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
@@ -71,8 +72,8 @@ class Step:
         return loss
 
     def _take_gradients(self, is_last: bool = True) -> None:
-        if self.masters is not None and (is_last or self.wrapped.reduced_every_microbatch):
-            self.masters.take_gradients()
+        if is_last or self.wrapped.reduced_every_microbatch:
+            self.weights.take_gradients()
 
     def _update(self) -> Tensor:
         """Update the weights and free the gradients; returns the gradients' norm."""
@@ -81,8 +82,7 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.masters is not None:
-            self.masters.copy_to_model()
+        self.weights.copy_to_model()
         return grad_norm
 
     def _inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:

@@ -95,13 +95,15 @@ def test_the_step_of_fsdp_never_waits_for_the_device(tmp_path: Path, digits: Pat
     from pycls_fast.data import to_device
     from pycls_fast.train.display import Display
     from pycls_fast.train.metrics import TrainMetrics
-    from pycls_fast.train.run import start_run
+    from pycls_fast.train.run import started
 
     config = load_config(
         "vit_digits", [*COMMON, "parallel=fairscale_fsdp", f"data.root={digits}", f"run_dir={tmp_path}"]
     )
-    with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp") as world:
-        run = start_run(config, world, Display(speaks=False, mode="plain"))
+    with (
+        start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp") as world,
+        started(config, world, Display(speaks=False, mode="plain")) as run,
+    ):
         loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=6)
         batches = to_device(loader, world.device, mode="prefetch")
         metrics = TrainMetrics(world.device)

@@ -20,7 +20,7 @@ from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import start_run
+from pycls_fast.train.run import started
 from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
 from tests.started import Started
@@ -103,8 +103,10 @@ def test_step_never_waits_for_the_device(
         "model.drop_path=0.1",
     ]
     config = load_config(config_name, overrides)
-    with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="single") as world:
-        run = start_run(config, world, Display(speaks=False, mode="plain"))
+    with (
+        start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="single") as world,
+        started(config, world, Display(speaks=False, mode="plain")) as run,
+    ):
         loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=8)
         batches = to_device(loader, world.device, mode=run.switches[SwitchName.INPUT_COPY])
         metrics = TrainMetrics(world.device)

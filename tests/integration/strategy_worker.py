@@ -33,7 +33,7 @@ from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import start_run
+from pycls_fast.train.run import Run, started
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda
@@ -50,7 +50,13 @@ def whole(value: Any) -> Any:
 
 def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str, Any]:
     """Train the steps of the configuration and evaluate; the same on all ranks, but for the evaluations."""
-    run = start_run(config, world, Display(speaks=False, mode="plain"))
+    with started(config, world, Display(speaks=False, mode="plain")) as run:
+        return train_steps(run, save=save)
+
+
+def train_steps(run: Run, *, save: bool) -> dict[str, Any]:
+    """See `run_case`."""
+    config, world = run.config, run.world
     began = whole(run.state())
     metrics = TrainMetrics(world.device)
     losses, norms = [], []

@@ -20,6 +20,7 @@ from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
+from pycls_fast.optim import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, make_step
@@ -534,10 +535,10 @@ class TestOptimizing:
         assert (made.shape, made.step_length, made.step_factor) == ("step", 30, 0.5)
 
     def test_the_average(self) -> None:
-        model = nn.Linear(2, 2)
-        assert build.ema(vit(), model, REFERENCE) is None
+        weights = ModelWeights(nn.Linear(2, 2))
+        assert build.ema(vit(), weights, REFERENCE) is None
         made = build.ema(
-            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), model, {**REFERENCE, SwitchName.EMA: "foreach"}
+            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, {**REFERENCE, SwitchName.EMA: "foreach"}
         )
         assert made is not None
         assert (made.decay, made.warmup, made.implementation) == (0.75, False, "foreach")

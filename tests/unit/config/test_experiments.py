@@ -18,6 +18,7 @@ from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.config.suggestions import known_keys, section_keys
 from pycls_fast.models import complexity
+from pycls_fast.optim import ModelWeights
 from pycls_fast.parallel import ALONE
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -75,7 +76,7 @@ def test_an_experiment_builds(name: str) -> None:
         model = build.model(config, 1000, switches, empty=True)
         counted = complexity(model, image_size=config.data.image_size)
         build.optimizer(config, model, switches)
-        average = build.ema(config, model, switches)
+        average = build.ema(config, ModelWeights(model), switches)
     assert all(parameter.is_meta for parameter in model.parameters())
     if name in published.EXPERIMENTS:
         known = published.EXPERIMENTS[name]

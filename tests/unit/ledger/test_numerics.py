@@ -75,10 +75,10 @@ def test_only_a_head_of_zeros_is_replaced_and_only_for_the_measurement(precision
     switches = build.switches(config, ALONE.device)
     network = build.model(config, 10, switches)
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
-    states = (network, step.masters or network)
+    states = (network, step.weights)
     narrow, before = ({name: value.clone() for name, value in each.state_dict().items()} for each in states)
     with random_head(step, network):
-        inside = (step.masters or network).state_dict()
+        inside = step.weights.state_dict()
         changed = [name for name, value in inside.items() if not torch.equal(value, before[name])]
         assert changed == ["head.weight"]
         assert inside["head.weight"].std() == pytest.approx(0.02, rel=0.1)

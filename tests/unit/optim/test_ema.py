@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim import Ema
+from pycls_fast.optim import Ema, ModelWeights
 
 IMPLEMENTATIONS = ("loop", "foreach")
 
@@ -53,7 +53,7 @@ def test_it_is_its_formula(
     implementation: str, warmup: bool, channels_last: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     model = network(dtype, channels_last=channels_last)
-    ema = Ema(model, decay=0.9, warmup=warmup, implementation=implementation)
+    ema = Ema(ModelWeights(model), decay=0.9, warmup=warmup, implementation=implementation)
     expected = {name: value.double().clone() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(2)
     # With the warm-up (1 + t) / (10 + t) reaches 0.9 at t = 80.
@@ -78,7 +78,7 @@ def test_loop_and_foreach_differ_by_nothing_in_float64() -> None:
     averages = []
     for implementation in IMPLEMENTATIONS:
         model = network()
-        ema = Ema(model, decay=0.99, warmup=True, implementation=implementation)
+        ema = Ema(ModelWeights(model), decay=0.99, warmup=True, implementation=implementation)
         generator = torch.Generator().manual_seed(4)
         for step in range(10):
             randomise(model, generator)
@@ -92,7 +92,7 @@ def test_loop_and_foreach_differ_by_nothing_in_float64() -> None:
 def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
     model = network(torch.float32, channels_last=channels_last)
     parameters = dict(model.named_parameters())
-    ema = Ema(model, decay=0.7, warmup=False, implementation="foreach")
+    ema = Ema(ModelWeights(model), decay=0.7, warmup=False, implementation="foreach")
     for step in range(3):
         randomise(model, torch.Generator().manual_seed(step))
         ema.update(step)
@@ -114,7 +114,7 @@ def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
 
 def test_the_swap_is_undone_after_an_exception() -> None:
     model = network()
-    ema = Ema(model, decay=0.7, warmup=False, implementation="loop")
+    ema = Ema(ModelWeights(model), decay=0.7, warmup=False, implementation="loop")
     randomise(model, torch.Generator().manual_seed(5))
     ema.update(0)
     weights, averages = copies(model.state_dict()), copies(ema.values)
@@ -130,7 +130,7 @@ def test_a_shared_weight_is_averaged_and_swapped_once(implementation: str) -> No
     model[1].weight = model[0].weight
     randomise(model, torch.Generator().manual_seed(1))
     start = model[0].weight.detach().clone()
-    ema = Ema(model, decay=0.9, warmup=False, implementation=implementation)
+    ema = Ema(ModelWeights(model), decay=0.9, warmup=False, implementation=implementation)
     randomise(model, torch.Generator().manual_seed(2))
     ema.update(0)
     weights = copies(model.state_dict())
@@ -145,7 +145,7 @@ def test_a_shared_weight_is_averaged_and_swapped_once(implementation: str) -> No
 
 def test_averages_are_restored_in_place() -> None:
     model = network()
-    ema = Ema(model, decay=0.5, warmup=False, implementation="foreach")
+    ema = Ema(ModelWeights(model), decay=0.5, warmup=False, implementation="foreach")
     before = dict(ema.values)
     saved = {name: torch.randn_like(v) if v.is_floating_point() else v + 7 for name, v in ema.values.items()}
     ema.load(saved)
@@ -162,7 +162,7 @@ def test_averages_are_restored_in_place() -> None:
 
 def test_the_model_is_not_changed_by_updates() -> None:
     model = network()
-    ema = Ema(model, decay=0.5, warmup=True, implementation="foreach")
+    ema = Ema(ModelWeights(model), decay=0.5, warmup=True, implementation="foreach")
     randomise(model, torch.Generator().manual_seed(6))
     weights = copies(model.state_dict())
     for step in range(3):

@@ -245,7 +245,7 @@ def test_the_average_follows_the_masters() -> None:
     randomise(model)
     for kept in (True, False):
         masters = masters_of(model.float(), kept=kept)
-        made = Ema(model, decay=0.5, warmup=False, implementation="foreach", masters=masters)
+        made = Ema(masters, decay=0.5, warmup=False, implementation="foreach")
         assert all(v.dtype in (torch.float32, torch.int64) for v in made.values.values())
         start = made.values["0.weight"].clone()
         with torch.no_grad():

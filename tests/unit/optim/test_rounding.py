@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
-from pycls_fast.optim import Ema
+from pycls_fast.optim import Ema, ModelWeights
 from pycls_fast.parallel import Wrapped
 from pycls_fast.speed import SwitchName
 
@@ -24,7 +24,7 @@ def network(generator: torch.Generator, dtype: torch.dtype) -> nn.ParameterList:
 def average(implementation: str, dtype: torch.dtype, *, steps: int = 50) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     model = network(generator, dtype)
-    ema = Ema(model, decay=0.97, warmup=True, implementation=implementation)
+    ema = Ema(ModelWeights(model), decay=0.97, warmup=True, implementation=implementation)
     for step in range(steps):
         with torch.no_grad():
             for value in model.parameters():
@@ -53,7 +53,7 @@ def test_the_average_by_foreach_is_as_near_to_float64_as_the_loop() -> None:
 def test_every_third_step_with_the_third_power(implementation: str, warmup: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     model = network(generator, torch.float64)
-    ema = Ema(model, decay=0.9, warmup=warmup, implementation=implementation, every=3)
+    ema = Ema(ModelWeights(model), decay=0.9, warmup=warmup, implementation=implementation, every=3)
     expected = [value.detach().clone() for value in model.parameters()]
     updates = 0
     for step in range(100):
@@ -75,7 +75,7 @@ def test_a_rare_average_follows_a_frequent_one() -> None:
     distances = []
     for every in (1, 5):
         model = nn.Linear(3, 3).double()
-        ema = Ema(model, decay=0.95, warmup=False, implementation="loop", every=every)
+        ema = Ema(ModelWeights(model), decay=0.95, warmup=False, implementation="loop", every=every)
         with torch.no_grad():
             model.weight.add_(1.0)
         for step in range(20):
@@ -87,7 +87,7 @@ def test_a_rare_average_follows_a_frequent_one() -> None:
 def test_the_configuration_reaches_the_average() -> None:
     config = load_config("vit_digits", ["optim.ema_decay=0.9", "optim.ema_every_steps=4"])
     switches = build.switches(config, CPU)
-    made = build.ema(config, nn.Linear(1, 1), switches)
+    made = build.ema(config, ModelWeights(nn.Linear(1, 1)), switches)
     assert made is not None
     assert made.every == 4
 
@@ -131,7 +131,7 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
         switches = build.switches(config, CPU)
         network = build.model(config, 10, switches)
         optimizer = build.optimizer(config, network, switches)
-        ema = build.ema(config, network, switches)
+        ema = build.ema(config, ModelWeights(network), switches)
         assert ema is not None
         wrapped = Wrapped(network, network, CPU)
         generator = torch.Generator().manual_seed(3)

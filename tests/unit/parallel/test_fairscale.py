@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.optim import by_name, load_named_state, named_state
+from pycls_fast.optim import ModelWeights, by_name, named_state
 from pycls_fast.parallel import FlatShards, World, fairscale_ddp, floating_buffers, start_world
 from pycls_fast.parallel.wrapped import Settings
 from pycls_fast.speed import SwitchName
@@ -108,7 +108,7 @@ def test_state_goes_out_and_comes_back(world: World) -> None:
         shard.grad = torch.randn_like(shard)
     optimizer.step()
     weights = {name: _whole(value).clone() for name, value in flats.state_dict().items()}
-    state = flats.named_optimizer_state(optimizer)
+    state = flats.optimizer_state(optimizer)
     by_shape = {name: p.shape for name, p in plain.named_parameters()}
     assert state.keys() == by_shape.keys()
     assert all(values["exp_avg"].shape == by_shape[name] for name, values in state.items())
@@ -131,7 +131,7 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
     """As many of them as the model has: inside of wrappers, too, whose buffers have other names than the average's."""
     config, plain, ours = wrapped(world, "optim.ema_decay=0.9", config_name="resnet_digits")
     network = ours.forward
-    ema = build.ema(config, network, build.switches(config, world.device), ours.weights)
+    ema = build.ema(config, ours.weights, build.switches(config, world.device))
     averaged: list[torch.Tensor] = []
     told: Any = SimpleNamespace(
         network=network, step=SimpleNamespace(ema=ema), world=SimpleNamespace(average_buffers=averaged.extend)
@@ -145,9 +145,7 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
 
 def state_of(ours: Any, network: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
     """The optimizer's state by the parameters' names."""
-    if ours.weights is None:
-        return dict(named_state(optimizer, network.named_parameters()))
-    return dict(ours.weights.named_optimizer_state(optimizer))
+    return dict((ours.weights or ModelWeights(network)).optimizer_state(optimizer))
 
 
 def held_by(optimizer: Any) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
@@ -177,10 +175,7 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
             for value in values.values():
                 value.zero_()
         assert not _whole(state_of(ours, network, first)["head.weight"]["exp_avg"]).any()
-        if ours.weights is None:
-            load_named_state(first, network.named_parameters(), state)
-        else:
-            ours.weights.load_optimizer_state(first, state)
+        (ours.weights or ModelWeights(network)).load_optimizer_state(first, state)
         again = state_of(ours, network, first)
         assert state["head.weight"]["exp_avg"].shape == (10, 32)
         assert state.keys() == again.keys()

@@ -147,7 +147,7 @@ def test_the_host_reads_nothing_and_what_the_graph_reads_stays_where_it_is() -> 
             step(position, [batch(position)], metrics)
         # The first step makes the optimizer's state, whose counters are not known before.
         assert position == 0 or counted.found == []
-        kept: Tape = step.tapes[0]
+        kept: Tape = step.tape
         assert kept.mixed_B is not None
         held = [kept.images_BCHW, kept.labels_B, kept.mixed_B, kept.lam, kept.ema_share, metrics._sums]
         held += [*network.parameters(), *step.ema.values.values()]

@@ -336,8 +336,9 @@ def test_a_run_that_another_process_began_meanwhile_is_left_alone(
     monkeypatch.setattr(run, "_build", build_slowly)
     line = "another run began in" if ended else "is in use by process"
     try:
-        with pytest.raises(UserError, match=line):
-            run.start_run(load_config("vit_digits", [f"run_dir={path}"]), ALONE, Display(speaks=False, mode="plain"))
+        config = load_config("vit_digits", [f"run_dir={path}"])
+        with pytest.raises(UserError, match=line), run.started(config, ALONE, Display(speaks=False, mode="plain")):
+            pass
     finally:
         for other in others:
             other.communicate("\n", timeout=60)

@@ -199,10 +199,28 @@ def test_before_the_training_it_ends_at_once(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def left_in(folder: run_folder.RunFolder) -> set[str]:
+    """The files of a run that described itself, or more, once it has ended."""
+    with folder:
+        folder.create()
+        assert folder.occupy() is None
+        folder.write_config({})
+    return {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else set()
+
+
+def test_a_folder_that_was_not_trained_in_goes(tmp_path: Path) -> None:
+    """After its lock, which lies in it. One that the user named stays."""
+    assert left_in(run_folder.RunFolder(tmp_path / "runs/experiment/time", remove_unused=True)) == set()
+    assert list(tmp_path.iterdir()) == []
+    assert left_in(run_folder.RunFolder(tmp_path / "mine")) == {"checkpoints", "config.yaml"}
+
+
 def test_a_folder_that_was_trained_in_stays(tmp_path: Path) -> None:
-    folder = run_folder.RunFolder(tmp_path / "runs" / "experiment" / "time")
+    """Or in which the first step was about to be trained."""
+    folder = run_folder.RunFolder(tmp_path / "runs/experiment/a", remove_unused=True)
     folder.create()
-    folder.write_config({})
     folder.add_record("train", 1, 0.1)
-    folder.remove_if_unused()
-    assert {path.name for path in folder.path.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl"}
+    assert left_in(folder) == {"checkpoints", "config.yaml", "metrics.jsonl"}
+    folder = run_folder.RunFolder(tmp_path / "runs/experiment/b", remove_unused=True)
+    folder.keep()
+    assert left_in(folder) == {"checkpoints", "config.yaml"}

@@ -1,0 +1,91 @@
+"""The weights that an optimizer owns, wherever they are, in the form that checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast.optim.optimizers import load_named_state, named_state
+
+
+class OwnedWeights:
+    """What the optimizer owns: a network's parameters (`ModelWeights`), or what stands for them.
+
+    Checkpoints hold the network's own names and shapes, whatever is owned: `state_dict`, `optimizer_state` and `split`
+    convert to that form, and `load_state_dict`, `load_optimizer_state` and `join` from it.
+    """
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable ones."""
+        return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that are owned, by their names in `live`."""
+        raise NotImplementedError
+
+    def live(self) -> dict[str, Tensor]:
+        """Weights and buffers by name: tensors that training changes in place."""
+        raise NotImplementedError
+
+    def refresh_model(self) -> None:
+        """Update the network after tensors of `live` were changed by hand."""
+
+    def take_gradients(self) -> None:
+        """Add the network's gradients to those of the owned weights, if these are other tensors, and clear them."""
+
+    def copy_to_model(self) -> None:
+        """Update the network after the optimizer's step."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights and buffers under the network's names and in its shapes."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, in place."""
+        raise NotImplementedError
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by the names of the network's parameters."""
+        return named_state(optimizer, self.named_parameters())
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
+        """Restore what `optimizer_state` returned; the groups keep their settings."""
+        load_named_state(optimizer, self.named_parameters(), state)
+
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values with the names and shapes of `live`, such as an average, under the network's names and shapes."""
+        return dict(values)
+
+    def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `split`."""
+        return dict(values)
+
+
+class ModelWeights(OwnedWeights):
+    """The network's own parameters and buffers, sharded or not.
+
+    Args:
+        model: has to keep its tensors in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters()
+
+    def live(self) -> dict[str, Tensor]:
+        # It shares memory with the model.
+        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        return state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._model.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._model.load_state_dict(state)
