@@ -4,6 +4,7 @@ models, data, optim and parallel never see a configuration.
 """
 
 from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch
+from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
     eval_loader,
@@ -17,14 +18,12 @@ from pycls_fast.build.data import (
     with_preprocessing,
 )
 from pycls_fast.build.device import (
-    Switches,
     autocast,
     compute_dtype,
-    has_decoder,
+    device_kind,
     level,
     set_backend,
     strategy,
-    switches,
     world,
 )
 from pycls_fast.build.network import (
@@ -58,6 +57,7 @@ from pycls_fast.build.sources import (
     order_name,
     sources,
 )
+from pycls_fast.build.switch_values import has_decoder, switches
 
 __all__ = [
     "Switches",
@@ -69,6 +69,7 @@ __all__ = [
     "compute_dtype",
     "cores",
     "counted_model",
+    "device_kind",
     "draw_on_device",
     "ema",
     "eval_loader",

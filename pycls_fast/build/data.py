@@ -7,8 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from pycls_fast.build.batches import microbatch_size
+from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank
-from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.build.device import DTYPES, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pycls_fast import optim
-from pycls_fast.build.device import Switches, level, need_compiler
+from pycls_fast.build.conflicts import Switches
+from pycls_fast.build.device import level
+from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError

@@ -60,8 +60,8 @@ def build_parts(
         UserError: any obstacle in the configuration, the data or the machine.
     """
     config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
-    build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
+    build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
     config = build.resolve_auto(config, len(sources["train"]), world)

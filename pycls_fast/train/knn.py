@@ -111,8 +111,8 @@ def score_neighbours(
         if about is not None:
             config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
-        build.set_backend(config, world.device)
         switches = build.switches(config, world.device)
+        build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         sources = build.sources(config, world)
         if split not in sources or split == "train":

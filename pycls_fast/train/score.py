@@ -67,9 +67,9 @@ def score(
             config = build.with_preprocessing(config, about)
         file = output_file(output, world) if output is not None else None
         table = _table_file(predictions, world) if predictions is not None else None
-        build.set_backend(config, world.device)
-        display = Display(speaks=world.is_main, mode=config.runtime.progress)
         switches = build.switches(config, world.device)
+        build.set_backend(config, world.device, switches)
+        display = Display(speaks=world.is_main, mode=config.runtime.progress)
         scored = scored_split(config, split, found, world, display)
         source, split = scored.source, config.data.eval_set or split
         config = build.resolve_auto(config, len(source), world)
