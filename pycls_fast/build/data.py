@@ -178,8 +178,7 @@ def for_scoring(config: RunConfig) -> RunConfig:
     if data.eval_batch_size is not None:
         return config
     microbatch = max(data.global_batch_size // config.optim.accumulation_steps, 1)
-    update = {"eval_batch_size": min(microbatch, _SCORING_BATCH)}
-    return config.model_copy(update={"data": data.model_copy(update=update)})
+    return config.with_values(data={"eval_batch_size": min(microbatch, _SCORING_BATCH)})
 
 
 def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
@@ -249,9 +248,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         "eval_crop_ratio": about.image_size / about.resized_side,
         "interpolation": about.interpolation,
     }
-    changed = config.model_copy(
-        update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
-    )
+    changed = config.with_values(data=data, augment=augment)
     found = [f"{key}: {message}" for key, message in problems(changed, needs_data=False)]
     if found:
         raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")

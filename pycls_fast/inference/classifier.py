@@ -181,13 +181,8 @@ class Classifier:
         Batches whose images were all damaged and left out are not yielded.
         """
         few = source.in_memory or len(source) <= _FEW
-        data = self.config.data.model_copy(
-            update={
-                "eval_batch_size": batch_size or BATCH_SIZE,
-                "num_workers": 0 if few and num_workers is None else num_workers,
-            }
-        )
-        config = self.config.model_copy(update={"data": data})
+        workers = 0 if few and num_workers is None else num_workers
+        config = self.config.with_values(data={"eval_batch_size": batch_size or BATCH_SIZE, "num_workers": workers})
         switches = self._restored.switches
         if source.in_memory:
             # Pixels are resized by Pillow, like files that are not JPEGs.

@@ -179,7 +179,7 @@ def _build(
     if config.data.source != "synthetic" and config.data.root is None:
         # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
         # somewhere, and the record says from where.
-        config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
+        config = config.with_values(data={"source": "synthetic"})
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world)

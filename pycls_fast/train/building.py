@@ -109,7 +109,7 @@ def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> Run
     if resumed_from is None or config.data.global_batch_size != AUTO:
         return config
     batch = resumed_from.plain["config"]["data"]["global_batch_size"]
-    return config.model_copy(update={"data": config.data.model_copy(update={"global_batch_size": batch})})
+    return config.with_values(data={"global_batch_size": batch})
 
 
 def check_head(config: RunConfig, network: Network, world: World) -> None:

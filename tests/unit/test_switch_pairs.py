@@ -133,7 +133,7 @@ def refusal(kind: str, chosen: Mapping[SwitchName, str], device: Device = "cpu")
     level = "amp_bf16" if device == "cuda" else precision(chosen)
     config = composed(kind, "speed.preset=reference", f"precision={level}")
     by_hand = {str(name): value for name, value in completed(chosen).items()}
-    config = config.model_copy(update={"speed": config.speed.model_copy(update=by_hand)})
+    config = config.with_values(speed=by_hand)
     lines = tuple(f"{key}: {message}" for key, message in problems(config))
     if lines:
         return lines

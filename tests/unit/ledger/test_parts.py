@@ -161,8 +161,7 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
 
 def test_tf32_and_float32_have_peaks_of_their_own() -> None:
     configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
-    level = configs["fp32"].precision.model_copy(update={"name": "tf32"})
-    configs["tf32"] = configs["fp32"].model_copy(update={"precision": level})
+    configs["tf32"] = configs["fp32"].with_values(precision={"name": "tf32"})
     keys = {name: timing._products(config) for name, config in configs.items()}
     assert keys["fp32"] != keys["tf32"]
     assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]

@@ -85,7 +85,7 @@ def go_on(
         del saved["data"][without]
     if changed is not None:
         (section, _, key), value = changed[0].partition("."), changed[1]
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+        config = config.with_values(**{section: {key: value}})
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,

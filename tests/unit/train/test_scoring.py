@@ -80,9 +80,8 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
     """The settings of the process are those of the configuration."""
-    precision = config.precision.model_copy(update={"name": "tf32"})
     with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA"):
-        TOOLS[tool](config.model_copy(update={"precision": precision}))
+        TOOLS[tool](config.with_values(precision={"name": "tf32"}))
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -98,14 +97,14 @@ def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config:
             file.touch()
     data = {"source": "folder", "root": str(tmp_path / "images"), "max_damaged": limit}
     with pytest.raises(UserError, match=message) as caught:
-        TOOLS[tool](config.model_copy(update={"data": config.data.model_copy(update=data)}))
+        TOOLS[tool](config.with_values(data=data))
     assert len(caught.value.lines) == (7 if limit == 5 else 1)
 
 
 def test_an_evaluation_set_has_no_splits(config: RunConfig) -> None:
-    data = config.data.model_copy(update={"eval_set": "v2", "eval_root": "/nowhere"})
+    chosen = config.with_values(data={"eval_set": "v2", "eval_root": "/nowhere"})
     with pytest.raises(UserError, match=r"^split: data\.eval_set=v2 has none; leave split=train out$"):
-        score(config.model_copy(update={"data": data}), "train", None)
+        score(chosen, "train", None)
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
@@ -139,7 +138,7 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
 def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -> None:
     likely, output = [], tmp_path / "scores.json"
     for name in ("cross_entropy", "bce"):
-        chosen = config.model_copy(update={"loss": config.loss.model_copy(update={"name": name})})
+        chosen = config.with_values(loss={"name": name})
         assert score(chosen, "val", str(output), predictions=str(tmp_path / "x.csv")) == 0
         rows = read_table(tmp_path / "x.csv")
         likely.append({row["image"]: float(row["probability"]) for row in rows})
