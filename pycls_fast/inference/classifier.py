@@ -18,6 +18,7 @@ from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.features import head_inputs
 from pycls_fast.train.restore import Restored, restore
 
 Skip = Callable[[str, str], None]
@@ -156,13 +157,8 @@ class Classifier:
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """The input of the network's last linear layer (N, D), float32, on the CPU; arguments as in `predict`."""
-        seen: list[Tensor] = []
-        head = self.network.get_submodule(self.network.head_name)
-        handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float().cpu()))
-        try:
+        with head_inputs(self.network) as seen:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)
-        finally:
-            handle.remove()
         return torch.cat(seen)
 
     def _given(self, images: Any) -> GivenImages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -127,8 +126,7 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
     """
     if config.optim.name != "lamb" or not config.optim.weight_decay:
         return
-    head: Any = network.get_submodule(network.head_name)
-    if not any(world.gather(bool(local(head.weight).any()))):
+    if not any(world.gather(bool(local(network.last_layer().weight).any()))):
         raise UserError(
             f"optim.name: lamb hardly changes {network.head_name}, which begins with zeros: its steps are in "
             "proportion to the weights; use optim=adamw, or a model with another initial head"
@@ -189,8 +187,7 @@ def make_step(
         )
     if graphed:
         build.draw_on_device(network)
-    head: Any = network.get_submodule(network.head_name)
-    loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
+    loss = build.loss(config, switches, world.device, class_counts, classes=network.last_layer().out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
     masters = build.apply_precision(config, network, world.device, sharded=sharded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,14 +156,6 @@ def evaluate(
     share = 100.0 / max(count, 1)
     mean_loss = None if answers_NM is not None else loss / max(count, 1)
     return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
-
-
-def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
-    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
-    return UserError(
-        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
-        *(f"{name}: {reason}" for name, reason in damaged.items()),
-    )
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:

@@ -23,9 +23,10 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
+from pycls_fast.train.damage import report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.evaluation import too_many_damaged
+from pycls_fast.train.features import head_inputs
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
@@ -193,17 +194,12 @@ def _features(
     """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
     network.eval()
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
-    seen: list[Tensor] = []
-    head: str = network.head_name
-    handle = network.get_submodule(head).register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].float().cpu())
-    )
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     display.begin_evaluation(split, len(source))
-    try:
-        mode = switches[SwitchName.INPUT_COPY]
-        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
+    mode = switches[SwitchName.INPUT_COPY]
+    batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
+    with head_inputs(network) as seen:
         for batches_done, batch in enumerate(batches, start=1):
             world.at(f"features of {split}: {batches_done} batches read")
             damaged.update(batch.damaged)
@@ -212,17 +208,10 @@ def _features(
                     network(prepare(batch))
                 labels.append(batch.labels_B)
             display.advance_evaluation(len(batch.labels_B) * world.size)
-    finally:
-        handle.remove()
+    report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None
-    parts = world.gather((mine, damaged))
-    everyone = {name: reason for _, part in parts for name, reason in sorted(part.items())}
-    if len(everyone) > config.data.max_damaged:
-        raise too_many_damaged(everyone, config.data.max_damaged)
-    for name, reason in everyone.items():
-        display.warn(f"{name}: {reason}; not counted")
-    found = [part for part, _ in parts if part is not None]
+    found = [part for part in world.gather(mine) if part is not None]
     if not found:
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors).to(world.device) for tensors in zip(*found, strict=True))

@@ -20,9 +20,10 @@ from pycls_fast.paths import user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
+from pycls_fast.train.damage import report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
+from pycls_fast.train.evaluation import Evaluation, evaluate
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
@@ -102,8 +103,7 @@ def score(
                     own_loss=build.evaluation_loss(config),
                     sigmoid=config.loss.name == "bce",
                 )
-        if len(result.damaged) > config.data.max_damaged:
-            raise too_many_damaged(dict(result.damaged), config.data.max_damaged)
+        report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
         if result.count == 0:
             key = "split" if config.data.eval_set is None else "data.eval_root"
             raise UserError(f"{key}: {split} has no image that can be scored")
@@ -153,8 +153,6 @@ def _print_result(
 
     `taken` is the weights' own preprocessing if it was used.
     """
-    for name, reason in result.damaged:
-        display.warn(f"{name}: {reason}; not counted")
     # Published numbers are for the original validation images with the published preprocessing.
     rows, comparison = _published_comparison(taken if split == "val" else None, result.top1)
     step = "" if origin.step is None else f", step {origin.step}"

@@ -89,7 +89,10 @@ def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
     ("limit", "message"),
     [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
 )
-def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read(
+    tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is named once: in the error, or in a warning."""
     for number in range(6):
         for split in ("train", "val"):
             file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
@@ -99,6 +102,9 @@ def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config:
     with pytest.raises(UserError, match=message) as caught:
         TOOLS[tool](config.with_values(data=data))
     assert len(caught.value.lines) == (7 if limit == 5 else 1)
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(set(warned)) == len(warned) == (0 if limit == 5 else 6)
+    assert all(line.endswith("; not counted") for line in warned)
 
 
 def test_an_evaluation_set_has_no_splits(config: RunConfig) -> None:
