@@ -7,6 +7,7 @@ from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_ep
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
+    eval_batches,
     eval_loader,
     for_scoring,
     mixer,
@@ -38,8 +39,8 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import (
+    criterion,
     ema,
-    evaluation_loss,
     loss,
     loss_scaler,
     optimizer,
@@ -69,12 +70,13 @@ __all__ = [
     "compute_dtype",
     "cores",
     "counted_model",
+    "criterion",
     "device_kind",
     "draw_on_device",
     "ema",
+    "eval_batches",
     "eval_loader",
     "eval_set",
-    "evaluation_loss",
     "for_scoring",
     "freeze",
     "has_decoder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from importlib.util import find_spec
 
 import torch
@@ -14,6 +15,7 @@ from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
+    Batch,
     ElementMixer,
     EvalSampler,
     EvalTransform,
@@ -29,6 +31,7 @@ from pycls_fast.data import (
     make_loader,
     native,
     policies,
+    to_device,
 )
 from pycls_fast.data.pictures import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.policies import Step
@@ -161,6 +164,16 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
         open_picture=_decoder(config, chosen),
     )
     return _loader(config, dataset, sampler, world)
+
+
+def eval_batches(config: RunConfig, source: Source, world: World, chosen: Switches) -> Generator[Batch, None, None]:
+    """This rank's batches of a split on its device, every image once over all ranks.
+
+    Raises:
+        UserError: as `eval_loader`.
+    """
+    loader = eval_loader(config, source, world, chosen)
+    return to_device(loader, world.device, mode=chosen[SwitchName.INPUT_COPY])
 
 
 def _color(mean: tuple[float, float, float]) -> tuple[int, int, int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.optim import Optimizer
 
 from pycls_fast import optim
@@ -18,7 +15,15 @@ from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
+from pycls_fast.losses import (
+    BinaryCrossEntropy,
+    ClassWeighted,
+    Criterion,
+    CrossEntropy,
+    FusedLoss,
+    Loss,
+    balanced_weights,
+)
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens, TimmModel
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Live
@@ -210,12 +215,11 @@ def ema(config: RunConfig, network: Network, chosen: Switches, masters: Live | N
     )
 
 
-def evaluation_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The loss of each image, (B,), that evaluations report: the run's, without smoothing, weights and threshold.
-
-    None for softmax cross-entropy.
-    """
-    return BinaryCrossEntropy(reduction=config.loss.bce_reduction).each if config.loss.name == "bce" else None
+def criterion(config: RunConfig) -> Criterion:
+    """How evaluations judge: by the run's loss, without smoothing, weights and threshold."""
+    if config.loss.name != "bce":
+        return Criterion()
+    return Criterion(BinaryCrossEntropy(reduction=config.loss.bce_reduction).each, sigmoid=True)
 
 
 def loss_scaler(

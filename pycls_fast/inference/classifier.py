@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Batch, to_device
+from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.predictions import Guess, Prediction
@@ -183,9 +183,7 @@ class Classifier:
         if source.in_memory:
             # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = {**switches, SwitchName.DECODE: "pillow"}
-        loader = build.eval_loader(config, source, self._restored.world, switches)
-        mode = switches[SwitchName.INPUT_COPY]
-        for batch in to_device(loader, self.device, mode=mode):
+        for batch in build.eval_batches(config, source, self._restored.world, switches):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")
@@ -201,7 +199,7 @@ class Classifier:
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
         """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
-        return scores_BK.sigmoid() if self.config.loss.name == "bce" else scores_BK.softmax(dim=1)
+        return scores_BK.sigmoid() if build.criterion(self.config).sigmoid else scores_BK.softmax(dim=1)
 
     def inputs(self, batch: Batch) -> Tensor:
         """A batch as the network takes it: (B, C, H, W), normalised."""

@@ -46,7 +46,7 @@ class DamagedImages:
 
 
 def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
-    """Yield the batches of a short training, which is not a run; add the names of damaged images to `damaged`."""
+    """Yield the batches, and add the damaged images to `damaged`, name to reason; for what is not a run."""
     with closing(batches):
         for batch in batches:
             damaged.update(batch.damaged)

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source, to_device
+from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
-from pycls_fast.train.damage import report_damage
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
+from pycls_fast.train.evaluation import with_progress
 from pycls_fast.train.features import head_inputs
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
@@ -197,17 +197,13 @@ def _features(
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     display.begin_evaluation(split, len(source))
-    mode = switches[SwitchName.INPUT_COPY]
-    batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
+    batches = noting_damage(build.eval_batches(config, source, world, switches), damaged)
     with head_inputs(network) as seen:
-        for batches_done, batch in enumerate(batches, start=1):
-            world.at(f"features of {split}: {batches_done} batches read")
-            damaged.update(batch.damaged)
+        for batch in with_progress(batches, f"features of {split}", world, display):
             if len(batch.labels_B):
                 with autocast():
                     network(prepare(batch))
                 labels.append(batch.labels_B)
-            display.advance_evaluation(len(batch.labels_B) * world.size)
     report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None

@@ -6,24 +6,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from pycls_fast import build, published
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import EvalSet, to_device
+from pycls_fast.data import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
-from pycls_fast.parallel import World
+from pycls_fast.parallel import World, Wrapped
 from pycls_fast.paths import user_path
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.damage import report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluation import Evaluation, evaluate
+from pycls_fast.train.evaluation import Evaluation, evaluate, with_progress
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
@@ -77,31 +73,17 @@ def score(
         config = build.for_scoring(resolve_normalization(config, world, note=display.note))
         with enough_to_score(config, world):
             network, origin = load_network(config, source, world, switches, for_training=False)
-            batches_done = 0
-
-            def on_batch(images: int) -> None:
-                nonlocal batches_done
-                batches_done += 1
-                world.at(f"evaluating {split}: {batches_done} batches done")
-                display.advance_evaluation(images * world.size)
-
             with display:
                 display.begin_evaluation(split, len(source))
+                batches = build.eval_batches(config, source, world, switches)
                 result = evaluate(
-                    network,
-                    to_device(
-                        build.eval_loader(config, source, world, switches),
-                        world.device,
-                        mode=switches[SwitchName.INPUT_COPY],
-                    ),
+                    Wrapped(network, network, world.device),
+                    with_progress(batches, f"evaluating {split}", world, display),
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,
-                    on_batch,
-                    among=_on_device(scored.among, world),
-                    answers_NM=_on_device(scored.answers_NM, world),
-                    own_loss=build.evaluation_loss(config),
-                    sigmoid=config.loss.name == "bce",
+                    build.criterion(config),
+                    eval_set=scored,
                 )
         report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
         if result.count == 0:
@@ -134,10 +116,6 @@ def _published_comparison(
     where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
     rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
     return rows, {"published": {"weights": about.weights, **asdict(known)}}
-
-
-def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
-    return None if values is None else torch.from_numpy(values).to(world.device)
 
 
 def _print_result(
