@@ -9,7 +9,6 @@ import numpy as np
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.schema.values import AUTO
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
@@ -20,8 +19,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
-from pycls_fast.train.normalization import resolve_normalization
-from pycls_fast.train.pinning import pin_weights
+from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.same_everywhere import check_same_data
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
@@ -58,13 +56,12 @@ def build_parts(
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
-    config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
+    config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
-    config = build.resolve_auto(config, len(sources["train"]), world)
-    config = resolve_normalization(config, world, resumed_from, note=display.note)
+    config = after_data(config, len(sources["train"]), world, resumed_from, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
     build.check_shard_cache(config, sources["train"], world)
@@ -101,14 +98,6 @@ def build_parts(
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
-
-
-def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> RunConfig:
-    """The configuration with the checkpoint's global batch in place of `auto`, which depends on the number of ranks."""
-    if resumed_from is None or config.data.global_batch_size != AUTO:
-        return config
-    batch = resumed_from.plain["config"]["data"]["global_batch_size"]
-    return config.with_values(data={"global_batch_size": batch})
 
 
 def check_head(config: RunConfig, network: Network, world: World) -> None:
