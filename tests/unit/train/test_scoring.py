@@ -78,6 +78,12 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
+def test_no_weights(tool: str, config: RunConfig) -> None:
+    with pytest.raises(UserError, match=r"^weights: not set; give a run folder, .* as weights=SOURCE$"):
+        TOOLS[tool](config.model_copy(update={"weights": None}))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
     """The settings of the process are those of the configuration."""
     with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA"):
