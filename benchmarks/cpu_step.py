@@ -142,8 +142,8 @@ def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size:
         ],
     )
     world = ALONE
-    build.set_backend(config, world.device)
     switches = build.switches(config, world.device)
+    build.set_backend(config, world.device, switches)
     network = build.model(config, CLASSES, switches)
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     trainer = Trainer(make_step(config, network, world, switches, steps_per_epoch=1000), world, switches)

@@ -6,6 +6,7 @@ the mixture of the two labels' losses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -34,6 +35,17 @@ class Loss(Protocol):
     """Mean loss over a batch: `(logits_BK, targets) -> scalar`, in float32 or wider."""
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """How an evaluation judges logits_BK; the default is that of softmax cross-entropy."""
+
+    each: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The loss of each image, (B,), whose mean is reported, from logits_BK and labels_B; None for softmax
+    cross-entropy, which predictions have in any case, so that runs with different losses can be compared."""
+    sigmoid: bool = False
+    """Probabilities are sigmoids, as trained with binary cross-entropy, else a softmax."""
 
 
 @dataclass(frozen=True)

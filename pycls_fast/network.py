@@ -18,6 +18,12 @@ class Network(nn.Module):
         """Qualified name of the final linear layer."""
         raise NotImplementedError
 
+    def last_layer(self) -> nn.Linear:
+        """The final linear layer."""
+        layer = self.get_submodule(self.head_name)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
     @property
     def first_conv_name(self) -> str | None:
         """Qualified name of the layer that sees the image, or None if there is not exactly one."""

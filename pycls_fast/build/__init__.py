@@ -4,8 +4,10 @@ models, data, optim and parallel never see a configuration.
 """
 
 from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch
+from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores
 from pycls_fast.build.data import (
+    eval_batches,
     eval_loader,
     for_scoring,
     mixer,
@@ -17,14 +19,12 @@ from pycls_fast.build.data import (
     with_preprocessing,
 )
 from pycls_fast.build.device import (
-    Switches,
     autocast,
     compute_dtype,
-    has_decoder,
+    device_kind,
     level,
     set_backend,
     strategy,
-    switches,
     world,
 )
 from pycls_fast.build.network import (
@@ -39,8 +39,8 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import (
+    criterion,
     ema,
-    evaluation_loss,
     loss,
     loss_scaler,
     optimizer,
@@ -58,6 +58,7 @@ from pycls_fast.build.sources import (
     order_name,
     sources,
 )
+from pycls_fast.build.switch_values import has_decoder, switches
 
 __all__ = [
     "Switches",
@@ -69,11 +70,13 @@ __all__ = [
     "compute_dtype",
     "cores",
     "counted_model",
+    "criterion",
+    "device_kind",
     "draw_on_device",
     "ema",
+    "eval_batches",
     "eval_loader",
     "eval_set",
-    "evaluation_loss",
     "for_scoring",
     "freeze",
     "has_decoder",

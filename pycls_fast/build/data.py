@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from importlib.util import find_spec
 
 import torch
 
 from pycls_fast.build.batches import microbatch_size
+from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank
-from pycls_fast.build.device import DTYPES, Switches, level
+from pycls_fast.build.device import DTYPES, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
+    Batch,
     ElementMixer,
     EvalSampler,
     EvalTransform,
@@ -28,6 +31,7 @@ from pycls_fast.data import (
     make_loader,
     native,
     policies,
+    to_device,
 )
 from pycls_fast.data.pictures import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.policies import Step
@@ -162,6 +166,16 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
     return _loader(config, dataset, sampler, world)
 
 
+def eval_batches(config: RunConfig, source: Source, world: World, chosen: Switches) -> Generator[Batch, None, None]:
+    """This rank's batches of a split on its device, every image once over all ranks.
+
+    Raises:
+        UserError: as `eval_loader`.
+    """
+    loader = eval_loader(config, source, world, chosen)
+    return to_device(loader, world.device, mode=chosen[SwitchName.INPUT_COPY])
+
+
 def _color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
     """The color from 0 to 255 that is closest to a mean of the scale 0 to 1."""
     red, green, blue = (round(255 * value) for value in mean)
@@ -177,8 +191,7 @@ def for_scoring(config: RunConfig) -> RunConfig:
     if data.eval_batch_size is not None:
         return config
     microbatch = max(data.global_batch_size // config.optim.accumulation_steps, 1)
-    update = {"eval_batch_size": min(microbatch, _SCORING_BATCH)}
-    return config.model_copy(update={"data": data.model_copy(update=update)})
+    return config.with_values(data={"eval_batch_size": min(microbatch, _SCORING_BATCH)})
 
 
 def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
@@ -248,9 +261,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         "eval_crop_ratio": about.image_size / about.resized_side,
         "interpolation": about.interpolation,
     }
-    changed = config.model_copy(
-        update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
-    )
+    changed = config.with_values(data=data, augment=augment)
     found = [f"{key}: {message}" for key, message in problems(changed, needs_data=False)]
     if found:
         raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")

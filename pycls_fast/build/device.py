@@ -1,26 +1,20 @@
-"""Device settings of a run: ranks, switches, precision, torch's process-wide settings."""
+"""Device settings of a run: ranks, precision, torch's process-wide settings."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.build.conflicts import Switches, conflicts
+from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
 from pycls_fast.build.imports import import_modules
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import native
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import SwitchName
@@ -56,97 +50,9 @@ def strategy(config: RunConfig, world: World) -> str:
     return name
 
 
-def switches(config: RunConfig, device: torch.device) -> Switches:
-    """The value of every performance switch.
-
-    Raises:
-        UserError: this device cannot run a switch's value, or the value conflicts with another setting.
-    """
-    kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
-    resolved = speed.resolve(
-        config.speed.preset,
-        config.speed.chosen(),
-        kind,
-        config.optim.name,
-        in_16_bits=level(config).in_16_bits,
-        sharded=strategy_of(config.parallel.name).has_dtensors,
-    )
-    _give_way(config, resolved)
-    in_float8 = level(config).float8 and kind == "cuda" and not config.precision.fp8_emulate
-    if config.speed.compile is None and config.speed.preset == "fast" and in_float8:
-        # Scales and casts, each a kernel of its own, would take longer than the products save.
-        resolved[SwitchName.COMPILE] = "blocks"
-    if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
-        # Explicit settings win over the preset's.
-        uncompiled = {**resolved, SwitchName.COMPILE: "off"}
-        in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
-        if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
-            resolved = uncompiled
-    lines = list(conflicts(config, resolved, kind))
-    if lines:
-        raise UserError(*lines)
-    return resolved
-
-
-def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
-    """Replace preset values that are not available here by the best that is, in place, so that the start table is true.
-
-    `speed.resolve` does the same with optimizers.
-    """
-    if config.speed.decode is None and not has_decoder(resolved[SwitchName.DECODE]):
-        resolved[SwitchName.DECODE] = "simplejpeg" if has_decoder("simplejpeg") else "pillow"
-    if config.speed.qkv is None and level(config).float8:
-        # A joined product would go around the float8 layers.
-        resolved[SwitchName.QKV] = "separate"
-    if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
-        resolved[SwitchName.CONVOLUTION] = "torch"
-    written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
-    if written_out and config.model.kind == "timm":
-        # timm's own attention, which is as much faster than the fused kernel's backward pass.
-        resolved[SwitchName.ATTENTION] = "reference"
-
-
-def has_decoder(name: str) -> bool:
-    """Whether this machine has what a value of the switch `decode` needs."""
-    if name == "region":
-        return native.available()
-    return name != "simplejpeg" or find_spec(name) is not None
-
-
-def _compiles_once(config: RunConfig) -> bool:
-    """Whether the run can be compiled: unsharded network, one image size, no watchdog hooks."""
-    return (
-        strategy_of(config.parallel.name).shards == "nothing"
-        and not config.data.image_size_schedule
-        and not config.runtime.watchdog
-    )
-
-
-def has_compiler(kind: speed.Device) -> bool:
-    """Whether torch.compile finds what it needs: Python.h, and a compiler for Inductor (C++, for a CPU) or Triton (C,
-    for its kernel launchers on CUDA)."""
-    if kind == "cuda":
-        commands = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    else:
-        commands = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]]
-    header = Path(sysconfig.get_path("include", scheme="posix_prefix")) / "Python.h"
-    return any(shutil.which(command) for command in commands) and header.is_file()
-
-
-def need_compiler(device: torch.device, what: str, instead: str) -> None:
-    """Check that code can be compiled on this machine.
-
-    Raises:
-        UserError: `what` needs a compiler; the message proposes `instead`.
-    """
-    kind: speed.Device = "cuda" if device.type == "cuda" else "cpu"
-    if has_compiler(kind):
-        return
-    compiler, package = ("C compiler (gcc or clang)", "gcc") if kind == "cuda" else ("C++ compiler", "g++")
-    raise UserError(
-        f"{what} needs a {compiler} and Python's headers on {'CUDA' if kind == 'cuda' else 'a CPU'} and did not find "
-        f"both; install {package} and python3-dev, or use {instead}"
-    )
+def device_kind(device: torch.device) -> speed.Device:
+    """The kind of device by which presets choose: everything except CUDA counts as a CPU."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def level(config: RunConfig) -> precision.Level:
@@ -175,15 +81,14 @@ def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found, using CUDA_HOME")
 
 
-def set_backend(config: RunConfig, device: torch.device) -> None:
+def set_backend(config: RunConfig, device: torch.device, chosen: Switches) -> None:
     """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured.
 
     Raises:
-        UserError: TF32 or determinism is not possible in this process, or as `switches`.
+        UserError: TF32 or determinism is not possible in this process.
     """
     # Compiling for a CPU prints it where CUDA's compiler is installed.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
-    chosen = switches(config, device)
     _set_threads(config.runtime.threads, updates_on_host=chosen[SwitchName.PARAM_OFFLOAD] == "cpu")
     keep_freed_memory(chosen[SwitchName.ALLOCATOR] == "keep")
     tf32 = level(config).tf32

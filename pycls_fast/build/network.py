@@ -8,8 +8,10 @@ from contextlib import nullcontext
 import torch
 
 from pycls_fast import models, optim, parallel
-from pycls_fast.build.device import DTYPES, Switches, level, need_compiler, strategy
+from pycls_fast.build.conflicts import Switches
+from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
+from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.counter import counter_seed
 from pycls_fast.data import Source

@@ -8,15 +8,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.optim import Optimizer
 
 from pycls_fast import optim
-from pycls_fast.build.device import Switches, level, need_compiler
+from pycls_fast.build.conflicts import Switches
+from pycls_fast.build.device import level
+from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, FusedLoss, Loss, balanced_weights
+from pycls_fast.losses import (
+    BinaryCrossEntropy,
+    ClassWeighted,
+    Criterion,
+    CrossEntropy,
+    FusedLoss,
+    Loss,
+    balanced_weights,
+)
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
 from pycls_fast.speed import OPTIMIZERS, SwitchName
@@ -193,12 +202,11 @@ def ema(config: RunConfig, weights: optim.OwnedWeights, chosen: Switches) -> opt
     )
 
 
-def evaluation_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The loss of each image, (B,), that evaluations report: the run's, without smoothing, weights and threshold.
-
-    None for softmax cross-entropy.
-    """
-    return BinaryCrossEntropy(reduction=config.loss.bce_reduction).each if config.loss.name == "bce" else None
+def criterion(config: RunConfig) -> Criterion:
+    """How evaluations judge: by the run's loss, without smoothing, weights and threshold."""
+    if config.loss.name != "bce":
+        return Criterion()
+    return Criterion(BinaryCrossEntropy(reduction=config.loss.bce_reduction).each, sigmoid=True)
 
 
 def loss_scaler(

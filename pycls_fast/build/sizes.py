@@ -33,23 +33,26 @@ def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
     Raises:
         UserError: the warm-up is longer than the training.
     """
-    data, schedule, runtime = config.data, config.schedule, config.runtime
-    if schedule.epochs == AUTO:
-        schedule = schedule.model_copy(update={"epochs": _epochs(images)})
-        if schedule.warmup_epochs > schedule.epochs:
+    epochs, warmup = config.schedule.epochs, config.schedule.warmup_epochs
+    batch, every = config.data.global_batch_size, config.runtime.eval_every_epochs
+    if epochs == AUTO:
+        epochs = _epochs(images)
+        if warmup > epochs:
             raise UserError(
-                f"schedule.warmup_epochs: {schedule.warmup_epochs:g} is longer than the training of {schedule.epochs} "
-                f"epochs that schedule.epochs=auto chose for {images:,} images; set one of the two"
+                f"schedule.warmup_epochs: {warmup:g} is longer than the training of {epochs} epochs that "
+                f"schedule.epochs=auto chose for {images:,} images; set one of the two"
             )
-    if schedule.warmup_epochs == AUTO_EPOCHS:
-        warmup = min(schedule.epochs * _WARMUP_SHARE, _LONGEST_WARMUP)
-        schedule = schedule.model_copy(update={"warmup_epochs": warmup})
-    if data.global_batch_size == AUTO:
-        parts = world.size * config.optim.accumulation_steps
-        data = data.model_copy(update={"global_batch_size": _batch(images, parts)})
-    if runtime.eval_every_epochs == AUTO:
-        runtime = runtime.model_copy(update={"eval_every_epochs": -(-schedule.epochs // _EVALUATIONS)})
-    return config.model_copy(update={"data": data, "schedule": schedule, "runtime": runtime})
+    if warmup == AUTO_EPOCHS:
+        warmup = min(epochs * _WARMUP_SHARE, _LONGEST_WARMUP)
+    if batch == AUTO:
+        batch = _batch(images, world.size * config.optim.accumulation_steps)
+    if every == AUTO:
+        every = -(-epochs // _EVALUATIONS)
+    return config.with_values(
+        schedule={"epochs": epochs, "warmup_epochs": warmup},
+        data={"global_batch_size": batch},
+        runtime={"eval_every_epochs": every},
+    )
 
 
 def _epochs(images: int) -> int:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Batch, to_device
+from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
 from pycls_fast.speed import SwitchName
+from pycls_fast.train.features import head_inputs
 from pycls_fast.train.restore import Restored, restore
 
 Skip = Callable[[str, str], None]
@@ -156,13 +157,8 @@ class Classifier:
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """The input of the network's last linear layer (N, D), float32, on the CPU; arguments as in `predict`."""
-        seen: list[Tensor] = []
-        head = self.network.get_submodule(self.network.head_name)
-        handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float().cpu()))
-        try:
+        with head_inputs(self.network) as seen:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)
-        finally:
-            handle.remove()
         return torch.cat(seen)
 
     def _given(self, images: Any) -> GivenImages:
@@ -181,20 +177,13 @@ class Classifier:
         Batches whose images were all damaged and left out are not yielded.
         """
         few = source.in_memory or len(source) <= _FEW
-        data = self.config.data.model_copy(
-            update={
-                "eval_batch_size": batch_size or BATCH_SIZE,
-                "num_workers": 0 if few and num_workers is None else num_workers,
-            }
-        )
-        config = self.config.model_copy(update={"data": data})
+        workers = 0 if few and num_workers is None else num_workers
+        config = self.config.with_values(data={"eval_batch_size": batch_size or BATCH_SIZE, "num_workers": workers})
         switches = self._restored.switches
         if source.in_memory:
             # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = {**switches, SwitchName.DECODE: "pillow"}
-        loader = build.eval_loader(config, source, self._restored.world, switches)
-        mode = switches[SwitchName.INPUT_COPY]
-        for batch in to_device(loader, self.device, mode=mode):
+        for batch in build.eval_batches(config, source, self._restored.world, switches):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")
@@ -210,7 +199,7 @@ class Classifier:
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
         """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
-        return scores_BK.sigmoid() if self.config.loss.name == "bce" else scores_BK.softmax(dim=1)
+        return scores_BK.sigmoid() if build.criterion(self.config).sigmoid else scores_BK.softmax(dim=1)
 
     def inputs(self, batch: Batch) -> Tensor:
         """A batch as the network takes it: (B, C, H, W), normalised."""

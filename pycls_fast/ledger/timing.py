@@ -179,9 +179,9 @@ def _build(
     if config.data.source != "synthetic" and config.data.root is None:
         # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
         # somewhere, and the record says from where.
-        config = config.model_copy(update={"data": config.data.model_copy(update={"source": "synthetic"})})
-    build.set_backend(config, world.device)
+        config = config.with_values(data={"source": "synthetic"})
     switches = build.switches(config, world.device)
+    build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world)
     same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
     sources = same_data[0] if same_data else build.sources(config, world)
@@ -279,7 +279,7 @@ def _measure(
     for repeat in range(repeats):
         for owner in owners.values():
             assert owner.matmul is not None
-            build.set_backend(owner.config, world.device)
+            build.set_backend(owner.config, world.device, owner.switches)
             owner.matmul.measure()
         # Alternating order: a steady drift and the position in the round cancel over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
@@ -298,7 +298,7 @@ def _measure(
 @contextmanager
 def _at_work(variant: Variant, part: PartName, world: World) -> Iterator[None]:
     """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
-    build.set_backend(variant.config, world.device)
+    build.set_backend(variant.config, world.device, variant.switches)
     world.barrier()
     with variant.memory.during(part):
         yield

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.schema.values import AUTO
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
@@ -21,8 +19,7 @@ from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
-from pycls_fast.train.normalization import resolve_normalization
-from pycls_fast.train.pinning import pin_weights
+from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.same_everywhere import check_same_data
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
@@ -59,13 +56,12 @@ def build_parts(
     Raises:
         UserError: any obstacle in the configuration, the data or the machine.
     """
-    config = pin_weights(_with_saved_batch(config, resumed_from), world, resumed_from)
-    build.set_backend(config, world.device)
+    config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
+    build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
-    config = build.resolve_auto(config, len(sources["train"]), world)
-    config = resolve_normalization(config, world, resumed_from, note=display.note)
+    config = after_data(config, len(sources["train"]), world, resumed_from, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
     build.check_shard_cache(config, sources["train"], world)
@@ -111,14 +107,6 @@ def _load_initial(
         )
 
 
-def _with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> RunConfig:
-    """The configuration with the checkpoint's global batch in place of `auto`, which depends on the number of ranks."""
-    if resumed_from is None or config.data.global_batch_size != AUTO:
-        return config
-    batch = resumed_from.plain["config"]["data"]["global_batch_size"]
-    return config.model_copy(update={"data": config.data.model_copy(update={"global_batch_size": batch})})
-
-
 def check_head(config: RunConfig, network: Network, world: World) -> None:
     """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
 
@@ -134,8 +122,7 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
     """
     if not OPTIMIZERS[config.optim.name].trust_ratio or not config.optim.weight_decay:
         return
-    head: Any = network.get_submodule(network.head_name)
-    if not any(world.gather(bool(local(head.weight).any()))):
+    if not any(world.gather(bool(local(network.last_layer().weight).any()))):
         raise UserError(
             f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "
             "are in proportion to the weights; use optim=adamw, or a model with another initial head"
@@ -203,8 +190,7 @@ def make_step(
         )
     if graphed:
         build.draw_on_device(network)
-    head: Any = network.get_submodule(network.head_name)
-    loss = build.loss(config, switches, world.device, class_counts, classes=head.out_features)
+    loss = build.loss(config, switches, world.device, class_counts, classes=network.last_layer().out_features)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
     masters = build.apply_precision(config, network, world.device, sharded=sharded)

@@ -1,14 +1,14 @@
-"""Images that cannot be read during training: each rank notes its own, and they are reported once."""
+"""Images that cannot be read: each rank notes its own, and they are reported once."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 
 from pycls_fast.data import Batch
+from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.run import Run
 
 
@@ -46,19 +46,24 @@ class DamagedImages:
 
 
 def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
-    """Yield the batches of a short training, which is not a run; add the names of damaged images to `damaged`."""
+    """Yield the batches, and add the damaged images to `damaged`, name to reason; for what is not a run."""
     with closing(batches):
         for batch in batches:
             damaged.update(batch.damaged)
             yield batch
 
 
-def report_damage(damaged: dict[str, str], limit: int, world: World, display: Display) -> None:
-    """Print a warning for each damaged image that any rank of a short training has met; all ranks call this.
+def report_damage(
+    damaged: Mapping[str, str], limit: int, world: World, display: Display, outcome: str = "skipped"
+) -> None:
+    """Print a warning for each damaged image that any rank has met, except in a run; all ranks call this.
 
     Args:
-        damaged: name to reason, this rank's.
+        damaged: name to reason, this rank's or all ranks'.
         limit: `data.max_damaged`.
+        world: the ranks.
+        display: prints the warnings.
+        outcome: what was done about them.
 
     Raises:
         UserError: there are more than `limit`.
@@ -67,4 +72,12 @@ def report_damage(damaged: dict[str, str], limit: int, world: World, display: Di
     if len(everyone) > limit:
         raise too_many_damaged(everyone, limit)
     for name, reason in everyone.items():
-        display.warn(f"{name}: {reason}; skipped")
+        display.warn(f"{name}: {reason}; {outcome}")
+
+
+def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
+    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
+    return UserError(
+        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
+        *(f"{name}: {reason}" for name, reason in damaged.items()),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from pycls_fast.data import Batch, Prepare
+from pycls_fast.data import Batch, EvalSet, Prepare
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World, uncompiled
+from pycls_fast.losses import Criterion
+from pycls_fast.parallel import World, Wrapped, uncompiled
+from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import atomic_write
-
-# The loss of each image, (B,), from logits_BK and labels_B.
-EachLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,38 +92,30 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    wrapped: Wrapped,
     batches: Iterable[Batch],
     prepare: Prepare,
     autocast: Callable[[], AbstractContextManager[None]],
     world: World,
-    on_batch: Callable[[int], None] = lambda images: None,
+    criterion: Criterion,
     *,
-    among: torch.Tensor | None = None,
-    answers_NM: torch.Tensor | None = None,
-    own_loss: EachLoss | None = None,
-    sigmoid: bool = False,
-    forward_is_collective: bool = False,
-    free_gathered: Callable[[], None] = lambda: None,
+    eval_set: EvalSet | None = None,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
     Args:
-        model: not wrapped, because ranks may have different numbers of batches. Its train/eval mode is restored.
+        wrapped: its `evaluated` is scored, because ranks may have different numbers of batches. The train/eval mode is
+            restored.
         batches: on the device; a batch is empty if all its images were damaged.
         prepare: turns uint8 images into the model's input.
         autocast: the context of the forward pass.
         world: the ranks.
-        on_batch: called with the number of images after each batch, for a progress bar.
-        among: int64 on the device, the outputs that count, ascending; all others are ignored.
-        answers_NM: int64 on the device, all true classes of each image of the source, padded with -1. The one with
-            the highest score counts; images without any are left out.
-        own_loss: the loss whose mean is reported (`build.evaluation_loss`); None for softmax cross-entropy, which the
-            predictions have in any case, so that runs with different losses can be compared.
-        sigmoid: probabilities are sigmoids, as trained with binary cross-entropy, else a softmax.
-        forward_is_collective: the forward pass is collective: a rank whose batch is empty must take part.
-        free_gathered: called at the end (`parallel.Wrapped.free_gathered`).
+        criterion: the loss whose mean is reported, and the kind of probabilities (`build.criterion`).
+        eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
+            several true classes the one with the highest score counts; images without any are left out.
     """
+    model = wrapped.evaluated
+    among, answers_NM = (None, None) if eval_set is None else _rule(eval_set, world.device)
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
@@ -134,21 +124,20 @@ def evaluate(
     try:
         for batch in batches:
             damaged.extend(batch.damaged)
-            images = len(batch.labels_B)
-            if images:
+            if len(batch.labels_B):
                 with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
                 answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-                scored = _score(logits_BK.double(), answers_BM, among, own_loss, sigmoid=sigmoid)
+                scored = _score(logits_BK.double(), answers_BM, among, criterion)
                 sums += scored.sums()
                 outcomes.append((batch.indices_B, *scored.columns()))
-            elif forward_is_collective:
+            elif wrapped.forward_is_collective:
+                # A rank whose batch is empty must take part.
                 empty_BCHW = prepare(batch)
                 with uncompiled(model), autocast():
                     model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
-            on_batch(images)
     finally:
-        free_gathered()
+        wrapped.free_gathered()
         model.train(was_training)
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
@@ -158,12 +147,24 @@ def evaluate(
     return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
 
 
-def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
-    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
-    return UserError(
-        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
-        *(f"{name}: {reason}" for name, reason in damaged.items()),
+def with_progress(
+    batches: Iterable[Batch], doing: str, world: World, display: Display, after: Callable[[], None] = lambda: None
+) -> Iterator[Batch]:
+    """Yield the batches; after each, note where this rank is, advance the bar of an evaluation, and call `after`."""
+    for done, batch in enumerate(batches, start=1):
+        yield batch
+        world.at(f"{doing}: {done} batches done")
+        display.advance_evaluation(len(batch.labels_B) * world.size)
+        after()
+
+
+def _rule(eval_set: EvalSet, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`among` and `answers_NM` on the device."""
+    among, answers_NM = (
+        None if values is None else torch.from_numpy(values).to(device)
+        for values in (eval_set.among, eval_set.answers_NM)
     )
+    return among, answers_NM
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
@@ -214,12 +215,7 @@ class _Scored:
 
 
 def _score(
-    logits_BK: torch.Tensor,
-    answers_BM: torch.Tensor,
-    among: torch.Tensor | None,
-    own_loss: EachLoss | None = None,
-    *,
-    sigmoid: bool = False,
+    logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None, criterion: Criterion
 ) -> _Scored:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
     if among is not None:
@@ -242,10 +238,10 @@ def _score(
     is_best_BK = logits_BK == highest_B1
     predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
     losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
-    if own_loss is not None:
-        own_losses_B = own_loss(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
+    if criterion.each is not None:
+        own_losses_B = criterion.each(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
     highest_B = highest_B1[:, 0]
-    probabilities_B = highest_B.sigmoid() if sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
+    probabilities_B = highest_B.sigmoid() if criterion.sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
     probabilities_B = torch.where(finite_B, probabilities_B, torch.nan)
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))

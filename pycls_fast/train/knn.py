@@ -15,22 +15,20 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source, to_device
+from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
-from pycls_fast.models import foreign
 from pycls_fast.network import Network
-from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
+from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.evaluation import too_many_damaged
-from pycls_fast.train.normalization import resolve_normalization
+from pycls_fast.train.evaluation import with_progress
+from pycls_fast.train.features import head_inputs
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
-from pycls_fast.train.pinning import pin_weights
-from pycls_fast.train.weights import Loaded, find_weights
+from pycls_fast.train.scoring import Setup, set_up
+from pycls_fast.train.weights import Loaded
 
 _CHUNK = 1024
 
@@ -98,35 +96,22 @@ def score_neighbours(
         UserError: weights or split do not exist, fewer than `k` training images, images cannot be read
             (`data.max_damaged`), `output` cannot be written, or out of memory.
     """
-    if config.weights is None:
-        raise UserError(
-            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
-            "weights=SOURCE"
-        )
-    with build.world(config) as world:
-        config = pin_weights(config, world)
-        assert config.weights is not None
-        found = find_weights(config.weights)
-        about = foreign.described(found) if own_preprocessing else None
-        if about is not None:
-            config = build.with_preprocessing(config, about)
+    with set_up(config, own_preprocessing=own_preprocessing) as setup:
+        world, display = setup.world, setup.display
         file = output_file(output, world) if output is not None else None
-        build.set_backend(config, world.device)
-        switches = build.switches(config, world.device)
-        display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        sources = build.sources(config, world)
+        sources = build.sources(setup.config, world)
         if split not in sources or split == "train":
             raise UserError(f"split: one of {', '.join(name for name in sources if name != 'train')}; got {split}")
         train = sources["train"]
         if len(train) < k:
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
-        config = build.resolve_auto(config, len(train), world)
-        config = build.for_scoring(resolve_normalization(config, world, note=display.note))
+        setup = setup.with_data(len(train))
+        config = setup.config
         with enough_to_score(config, world):
-            network, origin = load_network(config, train, world, switches, for_training=True)
+            network, origin = load_network(config, train, world, setup.switches, for_training=True)
             with display:
-                memory_MD, labels_M = _features(config, network, train, "train", world, switches, display)
-                features_ND, labels_N = _features(config, network, sources[split], split, world, switches, display)
+                memory_MD, labels_M = _features(setup, network, train, "train")
+                features_ND, labels_N = _features(setup, network, sources[split], split)
         with enough_memory(
             f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
             "training images and their votes; use runtime.device=cpu"
@@ -158,7 +143,7 @@ def score_neighbours(
             "config_name": config.config_name,
             "preprocessing": build.preprocessing(config),
         }
-        _print_result(display, origin, record, "" if about is None else ", as the weights say")
+        _print_result(display, origin, record, "" if setup.preprocessing is None else ", as the weights say")
         if file is not None:
             write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
@@ -181,48 +166,25 @@ def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any], w
 
 
 @torch.no_grad()
-def _features(
-    config: RunConfig,
-    network: Network,
-    source: Source,
-    split: str,
-    world: World,
-    switches: build.Switches,
-    display: Display,
-) -> tuple[Tensor, Tensor]:
+def _features(setup: Setup, network: Network, source: Source, split: str) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
+    config, world, switches, display = setup.config, setup.world, setup.switches, setup.display
     network.eval()
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
-    seen: list[Tensor] = []
-    head: str = network.head_name
-    handle = network.get_submodule(head).register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].float().cpu())
-    )
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     display.begin_evaluation(split, len(source))
-    try:
-        mode = switches[SwitchName.INPUT_COPY]
-        batches = to_device(build.eval_loader(config, source, world, switches), world.device, mode=mode)
-        for batches_done, batch in enumerate(batches, start=1):
-            world.at(f"features of {split}: {batches_done} batches read")
-            damaged.update(batch.damaged)
+    batches = noting_damage(build.eval_batches(config, source, world, switches), damaged)
+    with head_inputs(network) as seen:
+        for batch in with_progress(batches, f"features of {split}", world, display):
             if len(batch.labels_B):
                 with autocast():
                     network(prepare(batch))
                 labels.append(batch.labels_B)
-            display.advance_evaluation(len(batch.labels_B) * world.size)
-    finally:
-        handle.remove()
+    report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None
-    parts = world.gather((mine, damaged))
-    everyone = {name: reason for _, part in parts for name, reason in sorted(part.items())}
-    if len(everyone) > config.data.max_damaged:
-        raise too_many_damaged(everyone, config.data.max_damaged)
-    for name, reason in everyone.items():
-        display.warn(f"{name}: {reason}; not counted")
-    found = [part for part, _ in parts if part is not None]
+    found = [part for part in world.gather(mine) if part is not None]
     if not found:
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors).to(world.device) for tensors in zip(*found, strict=True))

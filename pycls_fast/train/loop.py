@@ -17,11 +17,10 @@ from pycls_fast.exit_status import DONE, FAULT, STOPPED, Finished
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
-from pycls_fast.train.damage import DamagedImages
+from pycls_fast.train.damage import DamagedImages, too_many_damaged
 from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.evaluation import too_many_damaged
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
 from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.profile import StepProfile

@@ -154,7 +154,7 @@ def _uncompiled(config: RunConfig) -> RunConfig:
     speed = config.speed
     if speed.compile is not None or speed.compile_mode not in (None, "default") or speed.gelu == "polynomial":
         return config
-    return config.model_copy(update={"speed": speed.model_copy(update={"compile": "off"})})
+    return config.with_values(speed={"compile": "off"})
 
 
 def _default_folder(config: RunConfig) -> Path:

@@ -48,7 +48,7 @@ def resolve_normalization(
             f"data.normalization: {config.weights} does not say how its images were normalised, so ImageNet's mean and "
             "standard deviation are used; set data.mean and data.std if they were others"
         )
-    return config.model_copy(update={"data": config.data.model_copy(update=update)})
+    return config.with_values(data=update)
 
 
 def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:

@@ -6,30 +6,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from pycls_fast import build, published
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import EvalSet, to_device
+from pycls_fast.data import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
-from pycls_fast.parallel import World
+from pycls_fast.parallel import World, Wrapped
 from pycls_fast.paths import user_path
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
-from pycls_fast.train.display import Display
+from pycls_fast.train.damage import report_damage
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluation import Evaluation, evaluate, too_many_damaged
-from pycls_fast.train.normalization import resolve_normalization
+from pycls_fast.train.evaluation import Evaluation, evaluate, with_progress
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
-from pycls_fast.train.pinning import pin_weights
 from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.scored_split import scored_split
-from pycls_fast.train.weights import Loaded, find_weights
+from pycls_fast.train.scoring import Setup, set_up
+from pycls_fast.train.weights import Loaded
 
 
 def score(
@@ -53,64 +48,36 @@ def score(
         UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
             cannot be written, or out of memory.
     """
-    if config.weights is None:
-        raise UserError(
-            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
-            "weights=SOURCE"
-        )
-    with build.world(config) as world:
-        config = pin_weights(config, world)
-        assert config.weights is not None
-        found = find_weights(config.weights)
-        about = foreign.described(found) if own_preprocessing else None
-        if about is not None:
-            config = build.with_preprocessing(config, about)
+    with set_up(config, own_preprocessing=own_preprocessing) as setup:
+        world, display = setup.world, setup.display
         file = output_file(output, world) if output is not None else None
         table = _table_file(predictions, world) if predictions is not None else None
-        build.set_backend(config, world.device)
-        display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        switches = build.switches(config, world.device)
-        scored = scored_split(config, split, found, world, display)
-        source, split = scored.source, config.data.eval_set or split
-        config = build.resolve_auto(config, len(source), world)
-        config = build.for_scoring(resolve_normalization(config, world, note=display.note))
+        scored = scored_split(setup.config, split, setup.weights, world, display)
+        source, split = scored.source, setup.config.data.eval_set or split
+        setup = setup.with_data(len(source))
+        config, switches = setup.config, setup.switches
         with enough_to_score(config, world):
             network, origin = load_network(config, source, world, switches, for_training=False)
-            batches_done = 0
-
-            def on_batch(images: int) -> None:
-                nonlocal batches_done
-                batches_done += 1
-                world.at(f"evaluating {split}: {batches_done} batches done")
-                display.advance_evaluation(images * world.size)
-
             with display:
                 display.begin_evaluation(split, len(source))
+                batches = build.eval_batches(config, source, world, switches)
                 result = evaluate(
-                    network,
-                    to_device(
-                        build.eval_loader(config, source, world, switches),
-                        world.device,
-                        mode=switches[SwitchName.INPUT_COPY],
-                    ),
+                    Wrapped(network, network, world.device),
+                    with_progress(batches, f"evaluating {split}", world, display),
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,
-                    on_batch,
-                    among=_on_device(scored.among, world),
-                    answers_NM=_on_device(scored.answers_NM, world),
-                    own_loss=build.evaluation_loss(config),
-                    sigmoid=config.loss.name == "bce",
+                    build.criterion(config),
+                    eval_set=scored,
                 )
-        if len(result.damaged) > config.data.max_damaged:
-            raise too_many_damaged(dict(result.damaged), config.data.max_damaged)
+        report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
         if result.count == 0:
             key = "split" if config.data.eval_set is None else "data.eval_root"
             raise UserError(f"{key}: {split} has no image that can be scored")
         if world.is_main:
-            comparison = _print_result(display, config, split, scored, origin, result, about)
+            comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
-                write_json(file, {**_record(config, split, scored, origin, result, world), **comparison})
+                write_json(file, {**_record(setup, split, scored, origin, result), **comparison})
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
         return DONE
@@ -136,27 +103,12 @@ def _published_comparison(
     return rows, {"published": {"weights": about.weights, **asdict(known)}}
 
 
-def _on_device(values: np.ndarray | None, world: World) -> torch.Tensor | None:
-    return None if values is None else torch.from_numpy(values).to(world.device)
-
-
-def _print_result(
-    display: Display,
-    config: RunConfig,
-    split: str,
-    scored: EvalSet,
-    origin: Loaded,
-    result: Evaluation,
-    taken: foreign.Preprocessing | None,
-) -> dict[str, Any]:
-    """Print the result; returns the published number as a record, if there is one for this.
-
-    `taken` is the weights' own preprocessing if it was used.
-    """
-    for name, reason in result.damaged:
-        display.warn(f"{name}: {reason}; not counted")
+def _print_result(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
+    """Print the result; returns the published number as a record, if there is one for this."""
+    display, taken = setup.display, setup.preprocessing
     # Published numbers are for the original validation images with the published preprocessing.
     rows, comparison = _published_comparison(taken if split == "val" else None, result.top1)
+    whose = "" if taken is None else ", as the weights say"
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")
     if origin.fitted.adapted or origin.fitted.left_out:
@@ -170,17 +122,16 @@ def _print_result(
             ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
             ("images", f"{result.count:,}"),
             ("right is", scored.rule),
-            ("preprocessing", build.preprocessing(config) + (", as the weights say" if taken is not None else "")),
+            ("preprocessing", build.preprocessing(setup.config) + whose),
             *rows,
         ],
     )
     return comparison
 
 
-def _record(
-    config: RunConfig, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, world: World
-) -> dict[str, Any]:
+def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
     """The values of the JSON file."""
+    config, world = setup.config, setup.world
     return {
         "split": split,
         "weights": origin.kind,

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.data import to_device
-from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.best import best_evaluation, early_stop, primary_records
 from pycls_fast.train.by_class import class_scores, confusion
 from pycls_fast.train.confusion import draw_confusion
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import epochs
-from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
+from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate, with_progress
 from pycls_fast.train.run import Run
 from pycls_fast.train.run_folder import writing
 from pycls_fast.train.trackers import Board
@@ -89,31 +87,14 @@ class Evaluations:
         run = self.run
         source = run.sources["val"]
         run.display.begin_evaluation("val", len(source))
-        batches_done = 0
-
-        def on_batch(images: int) -> None:
-            nonlocal batches_done
-            batches_done += 1
-            run.world.at(f"evaluating after step {done}: {batches_done} batches done")
-            run.display.advance_evaluation(images * run.world.size)
-            self.on_batch()
-
-        wrapped = run.step.wrapped
+        batches = build.eval_batches(run.config, source, run.world, run.switches)
         result = evaluate(
-            wrapped.evaluated,
-            to_device(
-                build.eval_loader(run.config, source, run.world, run.switches),
-                run.world.device,
-                mode=run.switches[SwitchName.INPUT_COPY],
-            ),
+            run.step.wrapped,
+            with_progress(batches, f"evaluating after step {done}", run.world, run.display, self.on_batch),
             run.step.prepare,
             run.step.autocast,
             run.world,
-            on_batch,
-            own_loss=build.evaluation_loss(run.config),
-            sigmoid=run.config.loss.name == "bce",
-            forward_is_collective=wrapped.forward_is_collective,
-            free_gathered=wrapped.free_gathered,
+            build.criterion(run.config),
         )
         if run.world.is_main:
             self._write_down(done, weights, result)

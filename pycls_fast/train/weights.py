@@ -205,9 +205,10 @@ def _fits_as_it_is(weights: Weights, state: Mapping[str, Tensor], classes: tuple
 
 def _has_head(weights: Weights, network: Network, classes: tuple[str, ...]) -> bool:
     """Whether the weights have a head for the data's classes."""
-    head: Any = network.get_submodule(network.head_name)
     saved = weights.specs.get(f"{network.head_name}.weight")
-    return saved is not None and saved.shape[0] == head.out_features and other_class(weights.classes, classes) is None
+    if saved is None or saved.shape[0] != network.last_layer().out_features:
+        return False
+    return other_class(weights.classes, classes) is None
 
 
 def _read_whole(weights: Weights) -> foreign.ReadWeights:

@@ -68,7 +68,7 @@ def test_every_switch_that_is_tried_alone_has_something_to_do(name: str) -> None
         # The configuration is composed once for all values of a switch.
         by_hand = dict(part.removeprefix("speed.").split("=") for part in ours(rung) if part.startswith("speed."))
         config = loaded(tuple(part for part in ours(rung) if not part.startswith("speed.")))
-        config = config.model_copy(update={"speed": config.speed.model_copy(update=by_hand)})
+        config = config.with_values(speed=by_hand)
         switches = build.switches(config, CUDA)
         assert {key: switches[key] for key in by_hand} == by_hand
         # What prepares images is no part of a step on a batch that is on the device.

@@ -17,7 +17,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def set_backend(*overrides: str, threads: str = "null", device: torch.device = CPU) -> None:
-    build.set_backend(load_config("vit_digits", [*overrides, f"runtime.threads={threads}"]), device)
+    config = load_config("vit_digits", [*overrides, f"runtime.threads={threads}"])
+    build.set_backend(config, device, build.switches(config, device))
 
 
 @pytest.fixture(autouse=True)

@@ -438,7 +438,7 @@ class TestOptimizing:
         monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: str(tmp_path))
         monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
         kinds: tuple[speed.Device, ...] = ("cpu", "cuda")
-        assert [kind for kind in kinds if build.device.has_compiler(kind)] == found
+        assert [kind for kind in kinds if build.switch_values.has_compiler(kind)] == found
 
     @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:
@@ -456,7 +456,7 @@ class TestOptimizing:
     @pytest.mark.parametrize("owned", [(0, 1), (1, 0), (0, 0)])
     def test_a_rank_that_owns_nothing_of_a_group(self, monkeypatch: pytest.MonkeyPatch, owned: tuple[int, int]) -> None:
         """FairScale's OSS gives such groups to what makes a rank's optimizer."""
-        monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
+        monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
         config = vit("optim=adamw")
         network = build.model(config, 10, REFERENCE)
         groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]
@@ -488,7 +488,7 @@ class TestOptimizing:
     )  # fmt: skip
     def test_the_other_optimizers(self, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, name, optim)
-        monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
+        monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
         keys = [f"optim.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
         config = vit(f"optim={name}", "optim.lr=0.5", "optim.weight_decay=0.4", *keys)
         build.optimizer(config, build.model(config, 10, REFERENCE), {**REFERENCE, SwitchName.OPTIMIZER: "foreach"})

@@ -84,7 +84,7 @@ def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
     config = load_config(name, [*model, "precision=fp32"])
     for switch in CATALOGUE:
         for value in switch.values if kind not in switch.applies_to else ():
-            by_hand = config.model_copy(update={"speed": config.speed.model_copy(update={switch.name: value})})
+            by_hand = config.with_values(speed={switch.name: value})
             device = torch.device(switch.requires.get(value, "cpu"))
             if value == switch.reference:
                 build.switches(by_hand, device)

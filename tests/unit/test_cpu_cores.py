@@ -104,7 +104,8 @@ def test_threads_stay_within_the_limit(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        build.set_backend(load_config("vit_digits", ["runtime.threads=null", *overrides]), CPU)
+        config = load_config("vit_digits", ["runtime.threads=null", *overrides])
+        build.set_backend(config, CPU, build.switches(config, CPU))
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

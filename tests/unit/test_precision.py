@@ -137,8 +137,9 @@ class TestLossScale:
 
 class TestRefused:
     def test_tf32_off_cuda(self) -> None:
+        config = load_config("vit_digits", ["precision=tf32"])
         with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA .*; use precision=fp32$"):
-            build.set_backend(load_config("vit_digits", ["precision=tf32"]), CPU)
+            build.set_backend(config, CPU, build.switches(config, CPU))
 
     def test_fp8_off_cuda(self) -> None:
         config = load_config("vit_digits", ["precision=fp8"])
@@ -162,7 +163,8 @@ def test_tf32_rounds_products() -> None:
     a, b = torch.randn(2, 256, 256, dtype=torch.float64, device=device)
     errors = {}
     for name in ("tf32", "fp32"):
-        build.set_backend(load_config("vit_digits", [f"precision={name}"]), device)
+        config = load_config("vit_digits", [f"precision={name}"])
+        build.set_backend(config, device, build.switches(config, device))
         errors[name] = ((a.float() @ b.float()).double() - a @ b).norm().item() / (a @ b).norm().item()
     assert errors["fp32"] < 2e-6 < 1e-4 < errors["tf32"] < 2e-3
 

@@ -107,7 +107,7 @@ def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str
 def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
 ) -> None:
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
     assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == compiled
 
@@ -147,7 +147,7 @@ def test_the_fast_preset_compiles_float8_on_cuda(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
 ) -> None:
     found = True
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: found)
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: found)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", *overrides])
     assert build.switches(config, torch.device("cuda"))[SwitchName.COMPILE] == compiled
     found = False

@@ -150,7 +150,8 @@ def compiles(in_force: Mapping[SwitchName, str]) -> bool:
 @pytest.mark.parametrize(("experiment", "company", "chosen"), arms())
 def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, digits: Path, jpegs: Path) -> None:
     overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
-    if compiles(build.switches(load_config(experiment, overrides), CPU)) and not build.device.has_compiler("cpu"):
+    switches = build.switches(load_config(experiment, overrides), CPU)
+    if compiles(switches) and not build.switch_values.has_compiler("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
     names = set(switched(chosen))
@@ -167,7 +168,7 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
 
 
 def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: False)
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: False)
     compiled = {SwitchName(name) for name in ("compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu")}
     found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
     assert len(found) == 6

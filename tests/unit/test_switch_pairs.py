@@ -133,7 +133,7 @@ def refusal(kind: str, chosen: Mapping[SwitchName, str], device: Device = "cpu")
     level = "amp_bf16" if device == "cuda" else precision(chosen)
     config = composed(kind, "speed.preset=reference", f"precision={level}")
     by_hand = {str(name): value for name, value in completed(chosen).items()}
-    config = config.model_copy(update={"speed": config.speed.model_copy(update=by_hand)})
+    config = config.with_values(speed=by_hand)
     lines = tuple(f"{key}: {message}" for key, message in problems(config))
     if lines:
         return lines
@@ -286,7 +286,7 @@ def test_one_pair_of_many_agrees_with_the_reference(kind: str, one: Choice, two:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not build.switch_values.has_compiler("cpu"), reason="needs a C++ compiler")
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("kind", "one", "two"), COMPILED_PAIRS, ids=describe)

@@ -7,6 +7,7 @@ subjects as the modules here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -63,6 +64,11 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     speed: Speed = Speed()
     runtime: Runtime = Runtime()
+
+    def with_values(self, **sections: Mapping[str, object]) -> RunConfig:
+        """A copy with other values in some sections; not checked: for values computed from checked ones."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
 
 __all__ = [

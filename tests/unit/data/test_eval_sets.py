@@ -13,6 +13,7 @@ from PIL import Image
 
 from pycls_fast.data.sources import CachePolicy, Source, open_eval_set, scan_classes
 from pycls_fast.errors import UserError
+from pycls_fast.losses import Criterion
 from pycls_fast.train.evaluation import _score
 
 WNIDS = tuple(f"n{number:08d}" for number in range(100, 112))
@@ -154,7 +155,7 @@ def test_counting_as_the_definitions_say() -> None:
             if not any(np.isnan([scores[k] for k in kept])):
                 top1 += order[0] in right
                 top5 += bool(right & set(order[:5]))
-        found = _score(logits_BK, own, among).sums().tolist()
+        found = _score(logits_BK, own, among, Criterion()).sums().tolist()
         assert found[0] == top1
         assert found[1] == top5
         assert found[3] == count
@@ -164,5 +165,5 @@ def test_counting_as_the_definitions_say() -> None:
 def test_a_class_outside_of_the_subset_cannot_win() -> None:
     logits_BK = torch.tensor([[9.0, 1.0, 2.0]])
     label_B1 = torch.tensor([[2]])
-    assert _score(logits_BK, label_B1, None).sums()[0] == 0
-    assert _score(logits_BK, label_B1, torch.tensor([1, 2])).sums()[0] == 1
+    assert _score(logits_BK, label_B1, None, Criterion()).sums()[0] == 0
+    assert _score(logits_BK, label_B1, torch.tensor([1, 2]), Criterion()).sums()[0] == 1

@@ -63,7 +63,7 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
 def test_a_decoder_that_this_machine_lacks_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool, decode: str | None
 ) -> None:
-    monkeypatch.setattr("pycls_fast.build.device.native.available", lambda: here)
+    monkeypatch.setattr("pycls_fast.data.native.available", lambda: here)
     run = make_run(tmp_path / "run", "speed.decode=region")
     assert restore(run).config.speed.decode == decode
 

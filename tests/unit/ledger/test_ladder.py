@@ -498,8 +498,9 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
     assert set(ledger.selection.impossible) - before == REFUSED.get(file.stem, set())
     for arm in ledger.selection.runnable():
         config = load_config("vit_digits", arm.overrides)
-        build.set_backend(config, cpu)
-        build.apply_precision(config, build.model(config, 10, build.switches(config, cpu)), cpu)
+        switches = build.switches(config, cpu)
+        build.set_backend(config, cpu, switches)
+        build.apply_precision(config, build.model(config, 10, switches), cpu)
         assert config.parallel.name != "fairscale_fsdp"
 
 

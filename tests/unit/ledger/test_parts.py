@@ -76,7 +76,7 @@ class Recorded:
 
 def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
     made = []
     for label in ("a", "b", "c"):
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
@@ -129,7 +129,7 @@ def test_a_turn_lasts_as_long_as_asked() -> None:
 
 
 def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "set_backend", lambda config, device: None)
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: None)
     made = []
     for rest in (0.5, 0.25):
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "config": None}
@@ -144,7 +144,7 @@ def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pyte
 def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 is a process-wide flag that the last turn leaves behind."""
     log: list[str] = []
-    monkeypatch.setattr(build, "set_backend", lambda config, device: log.append(f"backend {config}"))
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
     made = []
     for label in ("fp32", "tf32", "tf32 again"):
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
@@ -161,8 +161,7 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
 
 def test_tf32_and_float32_have_peaks_of_their_own() -> None:
     configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
-    level = configs["fp32"].precision.model_copy(update={"name": "tf32"})
-    configs["tf32"] = configs["fp32"].model_copy(update={"precision": level})
+    configs["tf32"] = configs["fp32"].with_values(precision={"name": "tf32"})
     keys = {name: timing._products(config) for name, config in configs.items()}
     assert keys["fp32"] != keys["tf32"]
     assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]

@@ -80,8 +80,8 @@ def test_units_are_named_and_in_forward_order(name: str) -> None:
 
 def test_head_name_is_the_last_layer(name: str) -> None:
     model = MODELS[name]()
-    head = model.get_submodule(model.head_name)
-    assert isinstance(head, nn.Linear)
+    head = model.last_layer()
+    assert head is model.get_submodule(model.head_name)
     outs: list[Tensor] = []
     head.register_forward_hook(lambda module, args, out: outs.append(out))
     logits_BK = model.eval()(draw_images(2, dtype=torch.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import Batch, Prepare
+from pycls_fast.data import Batch, EvalSet, Prepare, Source
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE
+from pycls_fast.losses import Criterion
+from pycls_fast.parallel import ALONE, Wrapped
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 
-CPU = torch.device("cpu")
+CPU, SOFTMAX = torch.device("cpu"), Criterion()
 
 
 class Lookup(nn.Module):
@@ -41,11 +42,16 @@ def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
     return [Batch(i, label, index, None) for i, label, index in parts]
 
 
-def score(logits_NK: Tensor, labels_N: Tensor, sizes: list[int], **options: Any) -> Evaluation:
+def score(
+    logits_NK: Tensor, labels_N: Tensor, sizes: list[int], criterion: Criterion = SOFTMAX, **rule: Tensor
+) -> Evaluation:
+    """Score the labels, or by the `rule` of an `EvalSet`."""
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    model = Lookup(logits_NK)
+    model, source = Lookup(logits_NK), cast("Source", None)
     model.train()
-    result = evaluate(model, batches(labels_N, sizes), prepare, nullcontext, ALONE, **options)  # type: ignore[arg-type]
+    wrapped = Wrapped(model, model, CPU)
+    eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
+    result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, eval_set=eval_set)
     assert model.training
     return result
 
@@ -68,8 +74,9 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
     settings = ["loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.2", "loss.bce_reduction=sum"]
-    own_loss = build.evaluation_loss(load_config("vit_digits", settings))
-    result = score(logits, labels, [25, 15], own_loss=own_loss)
+    criterion = build.criterion(load_config("vit_digits", settings))
+    assert criterion.sigmoid
+    result = score(logits, labels, [25, 15], criterion)
     one_hot = F.one_hot(labels, 6).double()
     expected = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none").sum(dim=1)
     assert result.loss == pytest.approx(expected.mean().item(), rel=1e-12)
@@ -77,9 +84,9 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     assert result.predictions.losses_N.sum() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item())
     # An image whose class is not among the outputs that count has no loss.
     among = torch.tensor([0, 2, 3, 4, 5])
-    some = score(logits, labels, [40], own_loss=own_loss, among=among, answers_NM=labels[:, None])
+    some = score(logits, labels, [40], criterion, among=among, answers_NM=labels[:, None])
     assert some.count == (labels != 1).sum()
-    assert build.evaluation_loss(load_config("vit_digits", [])) is None
+    assert build.criterion(load_config("vit_digits", [])) == SOFTMAX
 
 
 def test_ties_do_not_all_count_as_right() -> None:
@@ -106,8 +113,8 @@ def test_fewer_than_five_classes() -> None:
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
-    model = Lookup(torch.eye(2))
-    result = evaluate(model, [batch, damaged], Prepare((0.0,) * 3, (1.0,) * 3), nullcontext, ALONE)
+    model, prepare = Lookup(torch.eye(2)), Prepare((0.0,) * 3, (1.0,) * 3)
+    result = evaluate(Wrapped(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
     assert result.count == 2
     assert result.top1 == 100
     assert result.damaged == (("x.png", "cut off"),)
@@ -135,7 +142,7 @@ def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> Non
     assert kept.probabilities_N is not None
     assert kept.probabilities_N[others] == pytest.approx(highest[others].numpy(), rel=1e-6)
     assert np.isnan(kept.probabilities_N[7])
-    sigmoids = score(logits, labels, sizes, sigmoid=True).predictions.probabilities_N
+    sigmoids = score(logits, labels, sizes, Criterion(sigmoid=True)).predictions.probabilities_N
     assert sigmoids is not None
     assert sigmoids[others] == pytest.approx(logits.sigmoid().amax(dim=1)[others].numpy(), rel=1e-6)
     # An earlier version did not write them.
@@ -176,6 +183,6 @@ def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) 
 @pytest.mark.parametrize(("bad", "sigmoid"), [(-torch.inf, False), (torch.inf, True)])
 def test_no_probability_where_a_score_is_infinite(bad: float, sigmoid: bool) -> None:
     logits = torch.tensor([[1.0, bad, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    made = score(logits, torch.tensor([0, 0]), [2], sigmoid=sigmoid).predictions.probabilities_N
+    made = score(logits, torch.tensor([0, 0]), [2], Criterion(sigmoid=sigmoid)).predictions.probabilities_N
     assert made is not None
     assert np.isnan(made).tolist() == [True, False]

@@ -343,8 +343,8 @@ def test_evaluation_copies_as_training_does(tmp_path: Path, monkeypatch: pytest.
         modes.append(mode)
         return transfer.to_device(batches, device, mode="blocking")
 
-    for module in ("loop", "validation"):
-        monkeypatch.setattr(f"pycls_fast.train.{module}.to_device", copied)
+    for module in ("train.loop", "build.data"):
+        monkeypatch.setattr(f"pycls_fast.{module}.to_device", copied)
     ahead = {SwitchName.INPUT_COPY: "prefetch"}
     monkeypatch.setattr(build, "switches", lambda *arguments: {**resolve(*arguments), **ahead})
     run(tmp_path, "schedule.max_steps=1")

@@ -87,7 +87,7 @@ def test_a_sweep_compiles_what_is_asked_for(
         chosen.append(build.switches(config, world.device)[SwitchName.COMPILE])
         raise Built
 
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
     monkeypatch.setattr(lr_range, "build_parts", note)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
     assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == training

@@ -19,14 +19,14 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.gradients import count_gradients
 from pycls_fast.ledger.numerics import measure_numerics
-from pycls_fast.train import knn, scored_split
-from pycls_fast.train import score as scoring
+from pycls_fast.train import scored_split, scoring
 from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test
 from pycls_fast.train.output_file import atomic_write, output_file, write_json
+from pycls_fast.train.score import score
 
 TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
-    "score": lambda config, output: scoring.score(config, "val", output),
+    "score": lambda config, output: score(config, "val", output),
     "knn": lambda config, output: score_neighbours(config, k=1, temperature=1.0, split="val", output=output),
     "lr_find": lambda config, output: lr_range_test(config, steps=2, lr_min=0.1, lr_max=1.0, output=output),
     "numerics": lambda config, output: measure_numerics(config, steps=1, output=output),
@@ -118,8 +118,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("too late")
 
     monkeypatch.setattr(build, "sources", work)
-    for module in (scoring, knn):
-        monkeypatch.setattr(module, "find_weights", lambda weights: tmp_path)
+    monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
     monkeypatch.setattr(scored_split, "opened", lambda weights, world: None)
     (tmp_path / "file").touch()
     config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])

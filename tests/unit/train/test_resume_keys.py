@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.building import _with_saved_batch
+from pycls_fast.train.resolving import with_saved_batch
 from pycls_fast.train.resume import _AFFECTS_RESULT, _SAME_ON_RESUME, _check_resumable, _print_changes
 
 # A change of each, and the key that the line begins with.
@@ -85,7 +85,7 @@ def go_on(
         del saved["data"][without]
     if changed is not None:
         (section, _, key), value = changed[0].partition("."), changed[1]
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+        config = config.with_values(**{section: {key: value}})
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
@@ -209,5 +209,5 @@ def test_a_key_that_is_younger_than_the_checkpoint_is_not_refused() -> None:
 def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
     saved: Any = SimpleNamespace(plain={"config": {"data": {"global_batch_size": 48}}})
-    assert _with_saved_batch(config, saved).data.global_batch_size == batch
-    assert _with_saved_batch(config, None) == config
+    assert with_saved_batch(config, saved).data.global_batch_size == batch
+    assert with_saved_batch(config, None) == config

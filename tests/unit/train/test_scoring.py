@@ -78,11 +78,16 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
+def test_no_weights(tool: str, config: RunConfig) -> None:
+    with pytest.raises(UserError, match=r"^weights: not set; give a run folder, .* as weights=SOURCE$"):
+        TOOLS[tool](config.model_copy(update={"weights": None}))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
     """The settings of the process are those of the configuration."""
-    precision = config.precision.model_copy(update={"name": "tf32"})
     with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA"):
-        TOOLS[tool](config.model_copy(update={"precision": precision}))
+        TOOLS[tool](config.with_values(precision={"name": "tf32"}))
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -90,7 +95,10 @@ def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
     ("limit", "message"),
     [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
 )
-def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read(
+    tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is named once: in the error, or in a warning."""
     for number in range(6):
         for split in ("train", "val"):
             file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
@@ -98,14 +106,17 @@ def test_images_that_cannot_be_read(tool: str, limit: int, message: str, config:
             file.touch()
     data = {"source": "folder", "root": str(tmp_path / "images"), "max_damaged": limit}
     with pytest.raises(UserError, match=message) as caught:
-        TOOLS[tool](config.model_copy(update={"data": config.data.model_copy(update=data)}))
+        TOOLS[tool](config.with_values(data=data))
     assert len(caught.value.lines) == (7 if limit == 5 else 1)
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(set(warned)) == len(warned) == (0 if limit == 5 else 6)
+    assert all(line.endswith("; not counted") for line in warned)
 
 
 def test_an_evaluation_set_has_no_splits(config: RunConfig) -> None:
-    data = config.data.model_copy(update={"eval_set": "v2", "eval_root": "/nowhere"})
+    chosen = config.with_values(data={"eval_set": "v2", "eval_root": "/nowhere"})
     with pytest.raises(UserError, match=r"^split: data\.eval_set=v2 has none; leave split=train out$"):
-        score(config.model_copy(update={"data": data}), "train", None)
+        score(chosen, "train", None)
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
@@ -139,7 +150,7 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
 def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -> None:
     likely, output = [], tmp_path / "scores.json"
     for name in ("cross_entropy", "bce"):
-        chosen = config.model_copy(update={"loss": config.loss.model_copy(update={"name": name})})
+        chosen = config.with_values(loss={"name": name})
         assert score(chosen, "val", str(output), predictions=str(tmp_path / "x.csv")) == 0
         rows = read_table(tmp_path / "x.csv")
         likely.append({row["image"]: float(row["probability"]) for row in rows})
