@@ -10,7 +10,7 @@ from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, Switches, level
 from pycls_fast.build.sources import order
-from pycls_fast.config.checks import problems
+from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
     ElementMixer,
@@ -251,7 +251,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
     changed = config.model_copy(
         update={"data": config.data.model_copy(update=data), "augment": config.augment.model_copy(update=augment)}
     )
-    found = [f"{key}: {message}" for key, message in problems(changed, needs_data=False)]
+    found = [f"{key}: {message}" for key, message in problems(changed, Purpose(needs_data=False, scores_sets=True))]
     if found:
         raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")
     return changed

@@ -1,5 +1,6 @@
 """Configuration: Hydra composes, pydantic validates. Only `build` and the layers above it import this."""
 
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
@@ -12,6 +13,7 @@ from pycls_fast.config.variants import command_alone, is_command, variant
 __all__ = [
     "ModuleNames",
     "NoOptions",
+    "Purpose",
     "RunConfig",
     "Section",
     "cleanup_at_signals",

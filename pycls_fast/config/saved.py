@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
 from pycls_fast.config.locations import CONFIGS
@@ -162,7 +163,7 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: there is no such run, or an override is wrong.
     """
-    return check(compose_saved(of_run(run_dir), overrides))
+    return check(compose_saved(of_run(run_dir), overrides), Purpose(scores_sets=True))
 
 
 def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
