@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def make_run(
         # Never the right one by chance.
         predicted[position] = label if label != right[position] else (label + 1) % 10
         losses[position] = loss
-    Predictions(np.arange(len(right)), right, predicted, losses).save(folder.predictions)
+    Predictions(np.arange(len(right)), right, predicted, losses, np.full_like(losses, 0.9)).save(folder.predictions)
     top1 = 100.0 * float((predicted == right).mean())
     for epoch in (2, 5):
         final = folder.add_record(
@@ -290,7 +291,7 @@ def test_a_table_of_relative_and_absolute_paths_is_compared(
     config = load_config("vit_digits", settings).model_dump(mode="json")
     for run in (a, b):
         (run / "config.yaml").write_text(yaml.safe_dump(config))
-        Predictions(*np.array([[0, 1], [0, 1], [1, 1], [2, 2]])).save(run / "predictions.npz")
+        Predictions(*np.array([[0, 1], [0, 1], [1, 1], [2, 2], [1, 1]])).save(run / "predictions.npz")
     assert reason(a, b) == ""
 
 
@@ -303,7 +304,7 @@ def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path)
     config = load_config("vit_digits", ["data=auto", f"data.root={tmp_path / 'data'}"]).model_dump(mode="json")
     for run, predicted in ((a, 0), (b, 1)):
         (run / "config.yaml").write_text(yaml.safe_dump(config))
-        Predictions(np.array([0]), np.array([0]), np.array([predicted]), np.array([1.0])).save(run / "predictions.npz")
+        Predictions(*np.array([[0], [0], [predicted], [1], [1]])).save(run / "predictions.npz")
     compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
     assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
 
@@ -336,17 +337,14 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     assert "image 30" in page.text
     # Then the labels have to do.
     predictions = Predictions.load(b / "predictions.npz")
-    Predictions(predictions.indices_N, predictions.labels_N[::-1], predictions.predicted_N, predictions.losses_N).save(
-        b / "predictions.npz"
-    )
+    replace(predictions, labels_N=predictions.labels_N[::-1]).save(b / "predictions.npz")
     assert "the true class differs for" in reason(a, b)
 
 
 def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     whole = Predictions.load(b / "predictions.npz")
     kept = np.arange(IMAGES) != 30
-    columns = (whole.indices_N, whole.labels_N, whole.predicted_N, whole.losses_N)
-    Predictions(*(column[kept] for column in columns)).save(b / "predictions.npz")
+    Predictions(*(getattr(whole, column.name)[kept] for column in fields(whole))).save(b / "predictions.npz")
     record = comparison(read_run(str(a)), read_run(str(b)), 24)
     assert record["images"]["left_out"] == 1
     assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
@@ -377,7 +375,7 @@ def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
     """A run that went NaN predicts nothing, and has no loss that could be written."""
     p = Predictions.load(b / "predictions.npz")
     none, nan = np.full_like(p.predicted_N, -1), np.full_like(p.losses_N, np.nan)
-    Predictions(p.indices_N, p.labels_N, none, nan).save(b / "predictions.npz")
+    replace(p, predicted_N=none, losses_N=nan).save(b / "predictions.npz")
     assert compare(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [(each["b"], each["loss_b"]) for each in record["images"]["only_a"]] == [("none", None)] * 3

@@ -60,7 +60,8 @@ def _make_run(path: Path, wrong: int) -> None:
     predicted = (np.arange(100) < wrong).astype(np.int64)
     folder = RunFolder(path)
     folder.create()
-    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, np.ones(100, np.float32)).save(folder.predictions)
+    ones = np.ones(100, np.float32)
+    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, ones, ones).save(folder.predictions)
     final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
     sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
     folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})
