@@ -31,7 +31,6 @@ _SAME_ON_RESUME = (
     "model",
     "data.global_batch_size",
     "data.image_size",
-    "data.shuffle",
     "data.shuffle_buffer",
     "data.sampling",
     "data.split_seed",
@@ -207,11 +206,8 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     """
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-    ordered = state.get("order")
-    # The order that results matters, not how it was chosen; older checkpoints do not have it.
-    same = tuple(key for key in _SAME_ON_RESUME if ordered is None or key != "data.shuffle")
     # A key that was added after the checkpoint was saved is not compared.
-    fixed = {key: pair for key, pair in sorted(changed.items()) if _under(key, same) and key in before}
+    fixed = {key: pair for key, pair in sorted(changed.items()) if _under(key, _SAME_ON_RESUME) and key in before}
     if "model.kind" in fixed:
         # The other kind's settings follow from it.
         fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
@@ -220,18 +216,21 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
         "another run_dir"
         for key, (old, new) in fixed.items()
     ]
+    # How the order was chosen (`data.shuffle`) does not matter.
+    ordered, order = state["order"], build.order_name(run.config, run.sources["train"])
     if state["train_images"] != len(run.sources["train"]) or tuple(state["classes"]) != run.classes:
         wrong.append(
             f"data.root: {len(run.sources['train'])} training images in {len(run.classes)} classes now, but "
             f"{state['train_images']} in {len(state['classes'])} (or other class names) when {path} was saved"
         )
     # Another split, which is reported above, has other training images, too.
-    elif not _SPLIT & fixed.keys() and _differ(state.get("train_names"), run.train_names):
+    elif not _SPLIT & fixed.keys() and _differ(state["train_names"], run.train_names):
         wrong.append(
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
             "another order; use the same files and data.source, or start again in another run_dir"
         )
-    elif ordered is not None and ordered != (order := build.order_name(run.config, run.sources["train"])):
+    # Another sampling, which is reported above, has another order, too.
+    elif "data.sampling" not in fixed and ordered != order:
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         wrong.append(
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
@@ -252,12 +251,12 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     }
 
 
-def _differ(before: str | None, now: str) -> bool:
+def _differ(before: str, now: str) -> bool:
     """Whether two identifications of images (`build.names_id`) are of the same kind and differ.
 
-    Checkpoints of earlier versions have none; the same images may have names in one layout and numbers in another.
+    The same images may have names in one layout and numbers in another.
     """
-    return before is not None and before != now and before.partition("-")[0] == now.partition("-")[0]
+    return before != now and before.partition("-")[0] == now.partition("-")[0]
 
 
 def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
