@@ -21,10 +21,9 @@ class Stopwatch:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        self._before = float(before.get("seconds", 0.0))
-        # Folders of older versions have no starts; their contents are from before this one.
-        self.starts: list[float] = [*before.get("starts", []), time.time()]
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"seconds": 0.0, "starts": []}
+        self._before: float = before["seconds"]
+        self.starts: list[float] = [*before["starts"], time.time()]
         self._started = time.monotonic()
 
     @property

@@ -132,6 +132,5 @@ def _of_evaluations(best: Record | None, final: Record | None) -> dict[str, floa
     return {
         "best_top1": None if best is None else best["top1"],
         "final_top1": None if final is None else final["top1"],
-        # Missing in runs of older versions.
-        "class_top1": None if best is None else best.get("class_top1"),
+        "class_top1": None if best is None else best["class_top1"],
     }

@@ -141,11 +141,6 @@ def slower_in_another_start(record: Record) -> None:
     record["arms"][1]["timing"]["speedup"] = {"ratio": 1.85, "low": None, "high": None, "rounds": 0}
 
 
-def slower_in_another_start_once(record: Record) -> None:
-    """As ledgers had it that gave the number of rounds."""
-    record["arms"][1]["timing"]["speedup"] = {"ratio": 1.85, "low": None, "high": None, "rounds": 3}
-
-
 def not_timed(record: Record) -> None:
     record["arms"][1]["timing"] = None
 
@@ -181,7 +176,6 @@ CASES: list[tuple[Callable[[Record], object], int]] = [
     (slower_in_one_round, 1),
     (little_slower_in_one_round, 0),
     (slower_in_another_start, 0),
-    (slower_in_another_start_once, 0),
     (not_timed, 1),
     (first_not_timed, 1),
     (other_overrides, 0),

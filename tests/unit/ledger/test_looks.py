@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.folder import LedgerFolder
@@ -30,12 +29,6 @@ def test_each_number_of_seeds_is_one_look(tmp_path: Path) -> None:
     starts = [(0, []), (1, []), (3, [3]), (3, [3]), (5, [3, 5]), (2, [3, 5, 2]), (5, [3, 5]), (6, [3, 5, 2, 6])]
     assert [opened(tmp_path, seeds) for seeds, _ in starts] == [looks for _, looks in starts]
     assert json.loads((tmp_path / "plan.json").read_text())["looks"] == [3, 5, 2, 6]
-
-
-@pytest.mark.parametrize(("before", "looks"), [(3, [3, 5]), (1, [5]), (5, [5])])
-def test_a_folder_of_an_earlier_version_was_looked_at_once(before: int, looks: list[int], tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps({"seeds": before, "code": [""]}))
-    assert opened(tmp_path, 5) == looks
 
 
 def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
