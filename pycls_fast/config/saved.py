@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unr
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.our_files import STATE, best_first, our_config
 from pycls_fast.paths import user_path, weights_file
 
 
@@ -75,20 +76,13 @@ def _of_source(source: Path) -> Saved | None:
     if (path / "config.yaml").is_file():
         return of_run(path)
     # A checkpoint; else the best or newest one in a folder of checkpoints.
-    for checkpoint in _checkpoints(path):
-        if (checkpoint / "state.json").is_file():
-            return Saved(_in_state(checkpoint / "state.json"), checkpoint / "state.json", checkpoint.name)
+    for checkpoint in (path, *best_first(path)):
+        if (checkpoint / STATE).is_file():
+            return Saved(_in_state(checkpoint / STATE), checkpoint / STATE, checkpoint.name)
     # Any other file or folder in a run folder or in its checkpoints/.
     nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
     return None if run_dir is None else of_run(run_dir)
-
-
-def _checkpoints(path: Path) -> Iterator[Path]:
-    yield path
-    for folder in (path / "checkpoints", path):
-        yield folder / "best"
-        yield from sorted(folder.glob("step_*"), key=lambda step: (len(step.name), step.name), reverse=True)
 
 
 def _in_header(file: Path) -> dict[str, Any] | None:
@@ -100,11 +94,7 @@ def _in_header(file: Path) -> dict[str, Any] | None:
         values = None if text is None else json.loads(text)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Reported when the tensors are read.
-    # Other programs write other things under this key; `models/foreign/read.py` tells them apart in the same way.
-    if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("model", "data", "speed")):
-        return None
-    # Nothing is imported because a file of weights says so.
-    return {key: value for key, value in values.items() if key != "imports"}
+    return our_config(values)
 
 
 def _in_state(file: Path) -> dict[str, Any]:

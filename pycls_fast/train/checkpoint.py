@@ -17,10 +17,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pycls_fast.errors import UserError, first_line
+from pycls_fast.our_files import STATE, checkpoints, step_of
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train import checkpoint_files as files
 from pycls_fast.train import checkpoint_tensors as tensors
-from pycls_fast.train.checkpoint_files import checkpoints, keep_as_best, retire, set_aside, step_of
+from pycls_fast.train.checkpoint_files import keep_as_best, retire, set_aside
 from pycls_fast.train.checkpoint_tensors import Spec, State, Tensors, split
 
 __all__ = [
@@ -220,7 +221,7 @@ def _damage(path: Path, world: World) -> str | None:
 
 def _describe(path: Path) -> Checkpoint | str:
     try:
-        plain = json.loads((path / files.STATE).read_text(encoding="utf-8"))
+        plain = json.loads((path / STATE).read_text(encoding="utf-8"))
         specs = tensors.specs(path)
     except Exception as error:  # noqa: BLE001  # a file that torch did not write raises many kinds
         return f"{path}: not a checkpoint that can be read ({_reason(error)})"

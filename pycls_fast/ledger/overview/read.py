@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pycls_fast.config.saved import of_run, saved_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare.settings import OF_THE_PLACE, flat
+from pycls_fast.our_files import checkpoints
 from pycls_fast.train.best import best_evaluation
-from pycls_fast.train.checkpoint import checkpoints
 from pycls_fast.train.run_folder import RunFolder
 
 Record = Mapping[str, Any]
