@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycls_fast import build
+from pycls_fast.config.keys import flat
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
@@ -268,14 +269,3 @@ def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
 
 def _under(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pycls_fast.config.keys import flat
 from pycls_fast.speed import CATALOGUE
 
 Record = dict[str, Any]
@@ -27,7 +28,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Record]:
         a, b: the values in the runs' `config.yaml`, which has the switches as resolved, whether set by hand or by a
             preset.
     """
-    first, second = flat(a), flat(b)
+    first, second = texts(a), texts(b)
     cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
@@ -40,7 +41,7 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
     """Differing versions, commit and machine, as `{key, a, b}`; empty if either is empty, which means unknown."""
     if not a or not b:
         return []
-    first, second = flat(a), flat(b)
+    first, second = texts(a), texts(b)
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
         for key in dict.fromkeys((*first, *second))
@@ -60,12 +61,6 @@ def changes(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Nested values as text by their dotted keys (`optim.lr`), in order; values other than strings as JSON."""
-    found: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
