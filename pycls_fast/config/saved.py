@@ -17,8 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
-from pycls_fast.config.checks import Purpose
-from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
+from pycls_fast.config.compose import Composed, as_hydra_overrides, groups, is_global
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
@@ -143,23 +142,12 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
 _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 
 
-def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run folder was made with, with overrides.
+def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
+    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
 
     Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
     its compiler, which may not be available here. Nothing of the strategy in `parallel` is taken, since the network is
     not wrapped for scoring and there may be another number of ranks.
-
-    Raises:
-        UserError: there is no such run, or an override is wrong.
-    """
-    return check(compose_saved(of_run(run_dir), overrides), Purpose(scores_sets=True))
-
-
-def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
-    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
-
-    See `load_run_config` for what is left out.
 
     Raises:
         UserError: an override cannot be read.
