@@ -2,7 +2,7 @@
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group, by_name, layers, parameter_groups
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group, by_name, parameter_groups
 from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
@@ -19,7 +19,7 @@ from pycls_fast.optim.optimizers import (
     set_lr,
     sgd,
 )
-from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
+from pycls_fast.optim.scaling import loss_scaler
 from pycls_fast.optim.schedule import Schedule
 from pycls_fast.optim.shards import assign, local, local_slices
 
@@ -27,12 +27,10 @@ __all__ = [
     "BATCH_NORM",
     "NORMS",
     "CastOutput",
-    "ConstantScaler",
     "Ema",
     "Group",
     "HostOptimizer",
     "MasterWeights",
-    "RanksScaler",
     "Schedule",
     "adafactor",
     "adamw",
@@ -43,7 +41,6 @@ __all__ = [
     "compile_step",
     "freeze",
     "lamb",
-    "layers",
     "lion",
     "load_named_state",
     "local",

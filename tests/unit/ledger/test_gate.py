@@ -14,8 +14,9 @@ import pytest
 from scipy import stats
 
 from pycls_fast.config.ladder import read_ladder
-from pycls_fast.ledger.gate import check, compare
+from pycls_fast.ledger.gate import check
 from pycls_fast.ledger.gate.accuracy import p_less_accurate
+from pycls_fast.ledger.gate.comparison import compare
 from pycls_fast.ledger.gate.speed import Speeds, p_slower
 from pycls_fast.ledger.statistics import geometric_mean
 

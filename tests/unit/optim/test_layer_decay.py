@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.optim import layers, parameter_groups, set_lr
+from pycls_fast.optim import parameter_groups, set_lr
+from pycls_fast.optim.groups import layers
 
 EMBEDDINGS = (ClassToken, LearnedPositions)
 
