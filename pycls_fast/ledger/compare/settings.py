@@ -56,7 +56,7 @@ def changes(records: Sequence[Record]) -> list[Record]:
         if record.get("event") == "resumed":
             # Steps after a checkpoint are trained again.
             found = [earlier for earlier in found if earlier["step"] < record["step"]]
-            if record.get("changed"):
+            if record["changed"]:
                 found.append({key: record[key] for key in ("step", "epoch", "changed")})
     return found
 
