@@ -1,4 +1,4 @@
-"""Whole checkpoints: training reads only what it needs of them."""
+"""Whole checkpoints, saved and loaded at once: training saves in the background and reads only what it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 
 import torch
 
+from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
+
+
+def save_checkpoint(state: checkpoint.State, folder: Path, step: int, *, keep: int) -> Path:
+    """Save a nested state of tensors and plain values in one process; other arguments as in `checkpoint.write`."""
+    found, plain = checkpoint.split(state)
+    return checkpoint.write(found, plain, folder, step, keep=keep, world=ALONE)
 
 
 def load_checkpoint(

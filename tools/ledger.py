@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import Purpose, RunConfig, Section, command_line
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
 
@@ -148,6 +148,7 @@ def main(config: RunConfig, options: Options) -> int:
         margin=options.margin,
         gradients=options.gradients,
     )
+    purpose = Purpose(needs_data=False, trains=settings.seeds > 0)
     output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
     return run_ladder(
         config,
@@ -155,7 +156,7 @@ def main(config: RunConfig, options: Options) -> int:
         settings,
         switches=options.switches,
         base=same_command(options=Options),
-        compose=lambda overrides: variant(overrides, options=Options, needs_data=False, trains=settings.seeds > 0),
+        compose=lambda overrides: variant(overrides, purpose, options=Options),
         folder=user_path(output),
         tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,
@@ -173,4 +174,4 @@ if __name__ == "__main__":
         from pycls_fast.ledger.report import redraw
 
         sys.exit(redraw(sys.argv[2:]))
-    command_line(main, options=Options, trains=True)
+    command_line(main, options=Options, purpose=Purpose(trains=True))

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import Purpose, RunConfig, Section, command_line
 
 
 class Options(Section):
@@ -39,4 +39,4 @@ def main(config: RunConfig, options: Options) -> int:
 
 
 if __name__ == "__main__":
-    command_line(main, default="finetune", options=Options, trains=True)
+    command_line(main, default="finetune", options=Options, purpose=Purpose(trains=True))

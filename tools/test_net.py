@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from typing import Literal
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import Purpose, RunConfig, Section, command_line
 
 
 class Options(Section):
@@ -45,4 +45,4 @@ def main(config: RunConfig, options: Options) -> int:
 
 
 if __name__ == "__main__":
-    command_line(main, options=Options, config_of_weights=True, scores_sets=True)
+    command_line(main, options=Options, config_of_weights=True, purpose=Purpose(scores_sets=True))

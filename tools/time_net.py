@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, command_line, variant
+from pycls_fast.config import Purpose, RunConfig, Section, command_line, variant
 from pycls_fast.errors import UserError
 
 
@@ -57,10 +57,11 @@ def variants(config: RunConfig, options: Options) -> list[tuple[str, RunConfig]]
         return [(config.config_name, config)]
     if len(options.compare) == 1:
         raise UserError("compare: needs 2 variants or more, the first is what the others are compared with; got 1")
+    purpose = Purpose(needs_data=needs_data(options))
     made: list[tuple[str, RunConfig]] = []
     for position, text in enumerate(options.compare):
         try:
-            changed = variant(shlex.split(text), options=Options, needs_data=needs_data(options))
+            changed = variant(shlex.split(text), purpose, options=Options)
         except UserError as error:
             raise UserError(*(f"compare: '{text}': {line}" for line in error.lines)) from error
         except ValueError as error:

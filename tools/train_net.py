@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pycls_fast.config import NoOptions, RunConfig, command_line
+from pycls_fast.config import NoOptions, Purpose, RunConfig, command_line
 
 _run_dirs: list[Path] = []
 """The folders of this process's runs: several with `--multirun`."""
@@ -38,4 +38,4 @@ def _places(run_dirs: Sequence[Path]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    command_line(main, trains=True, after_sweep=lambda: table_of(_run_dirs))
+    command_line(main, purpose=Purpose(trains=True), after_sweep=lambda: table_of(_run_dirs))

@@ -12,7 +12,7 @@ from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, level
 from pycls_fast.build.sources import order
-from pycls_fast.config.checks import problems
+from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import (
     Batch,
@@ -262,7 +262,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
         "interpolation": about.interpolation,
     }
     changed = config.with_values(data=data, augment=augment)
-    found = [f"{key}: {message}" for key, message in problems(changed, needs_data=False)]
+    found = [f"{key}: {message}" for key, message in problems(changed, Purpose(needs_data=False, scores_sets=True))]
     if found:
         raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")
     return changed

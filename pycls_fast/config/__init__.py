@@ -1,10 +1,11 @@
 """Configuration: Hydra composes, pydantic validates. Only `build` and the layers above it import this."""
 
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
 from pycls_fast.config.reporting import cleanup_at_signals
-from pycls_fast.config.saved import load_run_config, saved_config
+from pycls_fast.config.saved import saved_config
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.schema.values import ModuleNames
 from pycls_fast.config.variants import command_alone, is_command, variant
@@ -12,6 +13,7 @@ from pycls_fast.config.variants import command_alone, is_command, variant
 __all__ = [
     "ModuleNames",
     "NoOptions",
+    "Purpose",
     "RunConfig",
     "Section",
     "cleanup_at_signals",
@@ -19,7 +21,6 @@ __all__ = [
     "command_line",
     "is_command",
     "load_config",
-    "load_run_config",
     "options_line",
     "saved_config",
     "variant",

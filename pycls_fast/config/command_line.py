@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from pycls_fast.config import precedence, saved, scheduler, sweep
 from pycls_fast.config.arguments import help_words, hydra_arguments, search_path
-from pycls_fast.config.checks import ONLY_SCORED
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, check, validate
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
@@ -38,9 +38,8 @@ def command_line(
     default: str = "vit_digits",
     options: type[Section] = NoOptions,
     config_of_weights: bool = False,
+    purpose: Purpose | None = None,
     needs_data: Callable[[Any], bool] = lambda options: True,
-    trains: bool = False,
-    scores_sets: bool = False,
     after_sweep: Callable[[], str | None] = lambda: None,
 ) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
@@ -50,16 +49,15 @@ def command_line(
         default: the experiment when `--config-name` is not given.
         options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
-        needs_data: takes the options; if it returns False, `data.root` may be missing.
-        trains: also refuse what only matters for training, such as fine-tuning without `weights`.
-        scores_sets: whether the tool reads `data.eval_set`, which is refused otherwise.
+        purpose: what the configuration is used for; None: only to read images.
+        needs_data: takes the options; if it returns False, no image is read, whatever `purpose` says.
         after_sweep: called after a `--multirun` of several runs in this process; may return a note to print last.
     """
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
 
     def checked_run(composed: Composed) -> int:
-        config, chosen = _checked(composed, options, needs_data, trains, scores_sets)
+        config, chosen = _checked(composed, options, purpose or Purpose(), needs_data)
         print_lines("note", precedence.notes(composed))
         return run(config, chosen)
 
@@ -137,11 +135,7 @@ def _run_hydra(job: Callable[[DictConfig], float | None], default: str, folders:
 
 
 def _checked(
-    composed: Composed,
-    options: type[Section],
-    needs_data: Callable[[Any], bool],
-    trains: bool,
-    scores_sets: bool,
+    composed: Composed, options: type[Section], purpose: Purpose, needs_data: Callable[[Any], bool]
 ) -> tuple[RunConfig, Any]:
     """The configuration and the tool's own options; arguments as in `command_line`.
 
@@ -157,17 +151,11 @@ def _checked(
     except UserError as error:
         mistakes += error.lines
     try:
-        wants_data = chosen is not None and needs_data(chosen)
-        config = check(
-            dataclasses.replace(composed, values=rest),
-            needs_data=wants_data,
-            trains=trains,
-            also=options.model_fields,
-        )
+        if chosen is None or not needs_data(chosen):
+            purpose = dataclasses.replace(purpose, needs_data=False)
+        config = check(dataclasses.replace(composed, values=rest), purpose, also=options.model_fields)
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
-    if config.data.eval_set is not None and not scores_sets:
-        mistakes.append(f"data.eval_set: {ONLY_SCORED} ({composed.where('data.eval_set')})")
     if mistakes:
         raise UserError(*mistakes)
     return config, chosen

@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
-from pycls_fast.config.checks import problems
+from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
     explain,
@@ -144,13 +144,12 @@ def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
     return tuple(typed)
 
 
-def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, also: Iterable[str] = ()) -> RunConfig:
+def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> RunConfig:
     """Validate strictly, then check combinations of keys.
 
     Args:
         composed: from Hydra or a run.
-        needs_data: False if no image is read, so that `data.root` may be missing.
-        trains: also refuse what only matters for training, such as fine-tuning without `weights`.
+        purpose: what it is used for.
         also: keys that exist besides those of a run, as suggestions for a misspelt one.
 
     Raises:
@@ -161,8 +160,7 @@ def check(composed: Composed, *, needs_data: bool = True, trains: bool = False, 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    wrong = problems(config, needs_data=needs_data, trains=trains)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in wrong]
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
     if found:
         raise UserError(*found)
     return config
@@ -203,7 +201,7 @@ def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def load_config(
     config_name: str = "vit_digits", overrides: Sequence[str] = (), *, folder: Path | None = None
 ) -> RunConfig:
-    """Compose and check an experiment, as the command line does.
+    """Compose and check an experiment as the command line does; `data.eval_set`, which only scoring reads, is accepted.
 
     Args:
         config_name: a file of `configs/`, without `.yaml`.
@@ -213,7 +211,7 @@ def load_config(
     Raises:
         UserError: one line per mistake.
     """
-    return check(compose(config_name, overrides, [folder or CONFIGS]))
+    return check(compose(config_name, overrides, [folder or CONFIGS]), Purpose(scores_sets=True))
 
 
 def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:

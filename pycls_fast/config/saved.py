@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.config import messages
-from pycls_fast.config.compose import Composed, as_hydra_overrides, check, groups, is_global
+from pycls_fast.config.compose import Composed, as_hydra_overrides, groups, is_global
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.our_files import STATE, best_first, our_config
 from pycls_fast.paths import user_path, weights_file
 
 
@@ -74,20 +75,13 @@ def _of_source(source: Path) -> Saved | None:
     if (path / "config.yaml").is_file():
         return of_run(path)
     # A checkpoint; else the best or newest one in a folder of checkpoints.
-    for checkpoint in _checkpoints(path):
-        if (checkpoint / "state.json").is_file():
-            return Saved(_in_state(checkpoint / "state.json"), checkpoint / "state.json", checkpoint.name)
+    for checkpoint in (path, *best_first(path)):
+        if (checkpoint / STATE).is_file():
+            return Saved(_in_state(checkpoint / STATE), checkpoint / STATE, checkpoint.name)
     # Any other file or folder in a run folder or in its checkpoints/.
     nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
     return None if run_dir is None else of_run(run_dir)
-
-
-def _checkpoints(path: Path) -> Iterator[Path]:
-    yield path
-    for folder in (path / "checkpoints", path):
-        yield folder / "best"
-        yield from sorted(folder.glob("step_*"), key=lambda step: (len(step.name), step.name), reverse=True)
 
 
 def _in_header(file: Path) -> dict[str, Any] | None:
@@ -99,11 +93,7 @@ def _in_header(file: Path) -> dict[str, Any] | None:
         values = None if text is None else json.loads(text)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
         return None  # Reported when the tensors are read.
-    # Other programs write other things under this key; `models/foreign/read.py` tells them apart in the same way.
-    if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("model", "data", "speed")):
-        return None
-    # Nothing is imported because a file of weights says so.
-    return {key: value for key, value in values.items() if key != "imports"}
+    return our_config(values)
 
 
 def _in_state(file: Path) -> dict[str, Any]:
@@ -152,23 +142,12 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
 _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 
 
-def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run folder was made with, with overrides.
+def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
+    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
 
     Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
     its compiler, which may not be available here. Nothing of the strategy in `parallel` is taken, since the network is
     not wrapped for scoring and there may be another number of ranks.
-
-    Raises:
-        UserError: there is no such run, or an override is wrong.
-    """
-    return check(compose_saved(of_run(run_dir), overrides))
-
-
-def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
-    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
-
-    See `load_run_config` for what is left out.
 
     Raises:
         UserError: an override cannot be read.

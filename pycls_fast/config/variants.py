@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from pycls_fast.config import scheduler
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.locations import CONFIGS
@@ -19,15 +20,13 @@ from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
 
-def variant(
-    overrides: Sequence[str], *, options: type[Section], needs_data: bool = True, trains: bool = False
-) -> RunConfig:
+def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section]) -> RunConfig:
     """The configuration of this process's command line plus more overrides; only inside `command_line`'s tool.
 
     Args:
         overrides: `key=value` and `group=name`, as on the command line.
+        purpose: what it is used for.
         options: the tool's own keys, which are not part of a configuration.
-        needs_data, trains: as in `command_line`.
 
     Raises:
         UserError: one line per mistake.
@@ -47,7 +46,7 @@ def variant(
         raise explain(error, folders) from error
     composed = Composed.from_hydra(config, config.hydra)
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
-    return check(dataclasses.replace(composed, values=values), needs_data=needs_data, trains=trains)
+    return check(dataclasses.replace(composed, values=values), purpose)
 
 
 def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from pycls_fast.data.loading import ImageLoader, make_loader
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.mix_elements import ElementMixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost
-from pycls_fast.data.sampling import EvalSampler, Key, Keys, Order, TrainSampler, block_order, epoch_order, lanes_of
+from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, epoch_order, lanes_of
 from pycls_fast.data.sources import (
     EXTENSIONS,
     CachePolicy,
@@ -48,7 +48,6 @@ __all__ = [
     "HostStage",
     "ImageDataset",
     "ImageLoader",
-    "Key",
     "Keys",
     "LabelledSource",
     "Mixer",

@@ -41,8 +41,8 @@ class Mixer:
             switch_probability: probability of CutMix rather than mixup when both are on.
             probability: probability of mixing a batch at all.
         """
-        if mixup_alpha < 0 or cutmix_alpha < 0:
-            raise ValueError(f"alpha must not be negative: {mixup_alpha}, {cutmix_alpha}")
+        if not max(mixup_alpha, cutmix_alpha) > 0 or min(mixup_alpha, cutmix_alpha) < 0:
+            raise ValueError(f"one alpha must be positive, none negative: {mixup_alpha}, {cutmix_alpha}")
         if not (0 <= switch_probability <= 1 and 0 <= probability <= 1):
             raise ValueError(f"not a probability: {switch_probability}, {probability}")
         self._mixup_alpha = mixup_alpha
@@ -52,12 +52,11 @@ class Mixer:
             self._cutmix_probability = switch_probability
         else:
             self._cutmix_probability = 1.0 if cutmix_alpha > 0 else 0.0
-        self.enabled = probability > 0 and (mixup_alpha > 0 or cutmix_alpha > 0)
 
     def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
         """The mixed images (new memory, or the same tensor if nothing was mixed), and how."""
         generator = frozen_generator(seed)
-        if not self.enabled or generator.random_sample() >= self._probability:
+        if generator.random_sample() >= self._probability:
             return images_BCHW, Mixed(lam=1.0)
         if generator.random_sample() >= self._cutmix_probability:
             lam = float(generator.beta(self._mixup_alpha, self._mixup_alpha))

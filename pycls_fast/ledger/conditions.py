@@ -19,10 +19,8 @@ from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment, versions
 
-# Packages beside torch that provide models and images; plans of earlier versions do not have them.
+# Packages beside torch that provide models and images.
 _PACKAGES = ("torchvision", "timm")
-# In place of the code in plans of versions that did not record it.
-UNKNOWN_CODE = "unknown"
 # At most so many changed keys are listed in a message.
 _MOST_KEYS = 5
 
@@ -76,7 +74,7 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
 
     Keys of the experiment that are newer than the earlier plan count as having had their default there.
     """
-    before = {**{name: plan[name] for name in _PACKAGES if name in plan}, **before, **_with_defaults(before)}
+    before = {**before, **_with_defaults(before)}
     names = [name for name, value in plan.items() if value != before.get(name)]
     if "experiment" not in names or "experiment" not in before:
         return names

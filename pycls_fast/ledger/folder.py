@@ -9,7 +9,7 @@ from typing import Any
 
 from pycls_fast.config.ladder import Mode
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.conditions import UNKNOWN_CODE, changed
+from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, readable
 from pycls_fast.ledger.stopwatch import Stopwatch
@@ -102,22 +102,17 @@ class LedgerFolder:
     def _resume(self, before: Mapping[str, Any]) -> None:
         # More seeds or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
-        # A plan of an earlier version counts steps only.
-        other = changed({"seconds": 0.0, **before}, asked)
+        other = changed(before, asked)
         if other:
             raise UserError(
                 f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
                 "remove it"
             )
-        self.codes = before.get("code", [UNKNOWN_CODE])
-        # Plans of earlier versions have only the last number of seeds.
-        self._looks = before.get("looks", [seeds for seeds in [before.get("seeds", 0)] if seeds > 1])
+        self.codes, self._looks = before["code"], before["looks"]
         if self._code() not in self.codes and not self._accept_code:
-            unknown = self.codes == [UNKNOWN_CODE]
-            by = "by a version that did not record its code" if unknown else "with different code"
             raise UserError(
-                f"output: {self.path} was measured {by}; choose another folder, remove it, or add accept_code=true if "
-                "the change does not affect the measurements"
+                f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
+                "accept_code=true if the change does not affect the measurements"
             )
 
     @property
@@ -173,10 +168,7 @@ class LedgerFolder:
         for number in range(rounds):
             file = self.timing_file(arm, number)
             if file.is_file():
-                record = json.loads(file.read_text(encoding="utf-8"))
-                # Earlier versions timed training at the image size of evaluation, and recorded only that.
-                sizes = {f"train_{key}": record[key] for key in ("image_size", "forward_flops_per_image")}
-                yield {**sizes, **record}
+                yield json.loads(file.read_text(encoding="utf-8"))
 
 
 # What may change when a ledger is resumed.

@@ -128,8 +128,7 @@ class Speedup:
 
 def is_unpaired(values: Mapping[str, Any]) -> bool:
     """Whether a ledger's `speedup` is over rounds from different starts, and so includes the machine's drift."""
-    # Older ledgers have the number of those rounds instead of 0.
-    return values["low"] is None and values["rounds"] != 1
+    return bool(values["rounds"] == 0)
 
 
 def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from pycls_fast.train.output_file import write_json
 
@@ -21,10 +22,11 @@ class Stopwatch:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        self._before = float(before.get("seconds", 0.0))
-        # Folders of older versions have no starts; their contents are from before this one.
-        self.starts: list[float] = [*before.get("starts", []), time.time()]
+        before: dict[str, Any] = {"seconds": 0.0, "starts": []}
+        if file.is_file():
+            before = json.loads(file.read_text(encoding="utf-8"))
+        self._before: float = before["seconds"]
+        self.starts: list[float] = [*before["starts"], time.time()]
         self._started = time.monotonic()
 
     @property

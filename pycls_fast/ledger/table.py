@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycls_fast.ledger.conditions import UNKNOWN_CODE
 from pycls_fast.ledger.details import seed_rows
 from pycls_fast.ledger.headline import headline, machine, origin, title, unfinished
 from pycls_fast.ledger.remarks import has_imagenet_size, remarks
@@ -120,10 +119,7 @@ def several_codes(record: Mapping[str, Any]) -> str | None:
     codes = record.get("code", ())
     if len(codes) < 2:
         return None
-    with_what = (
-        "partly with code that was not recorded" if UNKNOWN_CODE in codes else f"with {len(codes)} states of the code"
-    )
-    return f"measured {with_what}, which need not be equally fast or accurate"
+    return f"measured with {len(codes)} states of the code, which need not be equally fast or accurate"
 
 
 def time_taken(record: Mapping[str, Any]) -> str | None:

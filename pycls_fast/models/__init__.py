@@ -5,18 +5,16 @@ Each is a `pycls_fast.network.Network`, the only interface for code that shards,
 
 from __future__ import annotations
 
-from pycls_fast.models.attention import ATTENTION
 from pycls_fast.models.complexity import Complexity, complexity
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.models.layers import ClassToken
-from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
+from pycls_fast.models.positions import LearnedPositions
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens
 
 __all__ = [
-    "ATTENTION",
     "ClassToken",
     "Complexity",
     "DropPath",
@@ -25,7 +23,6 @@ __all__ = [
     "MapPooling",
     "RegisterTokens",
     "ResNet",
-    "SinCos2dPositions",
     "TimmModel",
     "VisionTransformer",
     "complexity",

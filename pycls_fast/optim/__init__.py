@@ -2,7 +2,7 @@
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import BATCH_NORM, NORMS, Decay, Group, Kinds, by_name, layers, parameter_groups
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Decay, Group, Kinds, by_name, parameter_groups
 from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
@@ -19,7 +19,7 @@ from pycls_fast.optim.optimizers import (
     set_lr,
     sgd,
 )
-from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
+from pycls_fast.optim.scaling import loss_scaler
 from pycls_fast.optim.schedule import Schedule
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.optim.weights import ModelWeights, OwnedWeights
@@ -28,7 +28,6 @@ __all__ = [
     "BATCH_NORM",
     "NORMS",
     "CastOutput",
-    "ConstantScaler",
     "Decay",
     "Ema",
     "Group",
@@ -37,7 +36,6 @@ __all__ = [
     "MasterWeights",
     "ModelWeights",
     "OwnedWeights",
-    "RanksScaler",
     "Schedule",
     "adafactor",
     "adamw",
@@ -48,7 +46,6 @@ __all__ = [
     "compile_step",
     "freeze",
     "lamb",
-    "layers",
     "lion",
     "load_named_state",
     "local",

@@ -17,10 +17,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pycls_fast.errors import UserError, first_line
+from pycls_fast.our_files import STATE, checkpoints, step_of
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train import checkpoint_files as files
 from pycls_fast.train import checkpoint_tensors as tensors
-from pycls_fast.train.checkpoint_files import checkpoints, keep_as_best, retire, set_aside, step_of
+from pycls_fast.train.checkpoint_files import keep_as_best, retire, set_aside
 from pycls_fast.train.checkpoint_tensors import Spec, State, Tensors, split
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "newest",
     "open_checkpoint",
     "retire",
-    "save",
     "set_aside",
     "split",
     "step_of",
@@ -42,13 +42,12 @@ __all__ = [
 _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
 
 
-def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALONE) -> Path:
+def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
     """Write `step_N`, then remove the oldest beyond `keep`; all ranks call this and wait for one another.
 
-    Synchronous, for tests and measurements: training saves through `saving.Saver`.
-
     Args:
-        state: nested dictionaries of tensors, DTensors and plain values, the same plain values on all ranks.
+        found: this rank's share of the tensors, by path.
+        plain: everything else, which rank 0 writes.
         folder: the run's checkpoint folder.
         step: steps done.
         keep: how many to keep, besides the best.
@@ -57,12 +56,6 @@ def save(state: State, folder: Path, step: int, *, keep: int, world: World = ALO
     Raises:
         UserError: the disk is full or the folder cannot be written to; earlier checkpoints are unchanged.
     """
-    found, plain = tensors.split(state)
-    return write(tensors.own_share(found, world.rank, world.size), plain, folder, step, keep=keep, world=world)
-
-
-def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
-    """Write this rank's share of the tensors, and the plain values (rank 0's): the second half of `save`."""
     is_main = world.is_main
     path = folder / f"step_{step:09d}"
 
@@ -220,7 +213,7 @@ def _damage(path: Path, world: World) -> str | None:
 
 def _describe(path: Path) -> Checkpoint | str:
     try:
-        plain = json.loads((path / files.STATE).read_text(encoding="utf-8"))
+        plain = json.loads((path / STATE).read_text(encoding="utf-8"))
         specs = tensors.specs(path)
     except Exception as error:  # noqa: BLE001  # a file that torch did not write raises many kinds
         return f"{path}: not a checkpoint that can be read ({_reason(error)})"

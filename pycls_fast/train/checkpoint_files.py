@@ -15,34 +15,21 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
-BEST = "best"
-STATE, FILES = "state.json", "files.json"
+from pycls_fast.our_files import BEST, STATE, checkpoints, step_of
 
-_NAME = re.compile(r"step_(\d{9,})$")
+FORMAT = 2
+FILES = "files.json"
+
 _ASIDE = "set_aside_"
 
 Listing = dict[str, dict[str, Any]]
 """File name -> size in bytes and SHA-256."""
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    match = _NAME.match(path.name)
-    assert match is not None
-    return int(match.group(1))
-
-
-def checkpoints(folder: Path) -> Iterator[Path]:
-    """Published checkpoints, the latest step first."""
-    yield from sorted((path for path in folder.glob("step_*") if _NAME.match(path.name)), key=step_of, reverse=True)
 
 
 def begin(folder: Path, step: int) -> Path:

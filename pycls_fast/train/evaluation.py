@@ -33,21 +33,20 @@ class Predictions:
     """int64, classes with the highest score (ties: the lowest index); -1 if any score is not finite."""
     losses_N: np.ndarray
     """float32, cross-entropy in nats; 0 without a true class."""
-    probabilities_N: np.ndarray | None = None
-    """float32, the predicted class's probability, NaN if any score is not finite; None in files of earlier versions."""
+    probabilities_N: np.ndarray
+    """float32, the predicted class's probability, NaN if any score is not finite."""
 
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
-        columns: dict[str, Any] = {
-            "indices": self.indices_N,
-            "labels": self.labels_N,
-            "predicted": self.predicted_N,
-            "losses": self.losses_N,
-        }
-        if self.probabilities_N is not None:
-            columns["probabilities"] = self.probabilities_N
         with atomic_write(file) as temporary, temporary.open("wb") as stream:
-            np.savez_compressed(stream, **columns)
+            np.savez_compressed(
+                stream,
+                indices=self.indices_N,
+                labels=self.labels_N,
+                predicted=self.predicted_N,
+                losses=self.losses_N,
+                probabilities=self.probabilities_N,
+            )
 
     @classmethod
     def load(cls, file: Path) -> Predictions:
@@ -63,7 +62,7 @@ class Predictions:
                     arrays["labels"],
                     arrays["predicted"],
                     arrays["losses"],
-                    arrays.get("probabilities"),
+                    arrays["probabilities"],
                 )
         except FileNotFoundError as error:
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error

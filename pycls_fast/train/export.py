@@ -153,19 +153,9 @@ def _write_model(source: str, which: str, format: str, dtype: str | None, path: 
         raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
     if dtype is not None:
         restored.network.to(getattr(torch, dtype))
-    data, augment = restored.config.data, restored.config.augment
-    about = About(
-        classes=restored.classes,
-        image_size=data.image_size,
-        mean=data.mean,
-        std=data.std,
-        crop_ratio=augment.eval_crop_ratio,
-        crop=augment.eval_crop,
-        interpolation=augment.interpolation,
-        exif_orientation=data.exif_orientation,
-        step=restored.origin.step,
-        weights=restored.origin.kind,
-    )
+    preprocessing = _preprocessing(restored.config.model_dump(mode="json"))
+    origin = restored.origin
+    about = About(classes=restored.classes, step=origin.step, weights=origin.kind, **preprocessing)
     FORMATS[format](restored.network, path, about)
 
 
@@ -192,19 +182,24 @@ def _about(weights: Weights) -> dict[str, str]:
         about |= {
             "config": _without_paths(config),
             "model": config["model"],
-            "preprocessing": {
-                "image_size": config["data"]["image_size"],
-                "crop_ratio": config["augment"]["eval_crop_ratio"],
-                # Runs of earlier versions, which lack these keys, had these values.
-                "crop": config["augment"].get("eval_crop", "center"),
-                "exif_orientation": config["data"].get("exif_orientation", False),
-                "interpolation": config["augment"]["interpolation"],
-                "mean": config["data"]["mean"],
-                "std": config["data"]["std"],
-            },
+            "preprocessing": _preprocessing(config),
         }
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items() if value is not None
+    }
+
+
+def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The preprocessing of a run's configuration, under the names of `About`."""
+    data, augment = config["data"], config["augment"]
+    return {
+        "image_size": data["image_size"],
+        "mean": data["mean"],
+        "std": data["std"],
+        "crop_ratio": augment["eval_crop_ratio"],
+        "crop": augment["eval_crop"],
+        "interpolation": augment["interpolation"],
+        "exif_orientation": data["exif_orientation"],
     }
 
 

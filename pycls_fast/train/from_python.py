@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config import precedence
+from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
@@ -59,7 +60,7 @@ def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str
     if isinstance(overrides, str):
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
     composed = compose(experiment, overrides, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
-    config = check(composed, trains=True)
+    config = check(composed, Purpose(trains=True))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for note in precedence.notes(composed):
             print(f"note: {note}", file=sys.stderr)

@@ -21,7 +21,7 @@ def predictions_csv(predictions: Predictions, source: Source) -> str:
     are not finite predict no class.
 
     Args:
-        predictions: an evaluation's, with probabilities.
+        predictions: an evaluation's.
         source: the images that were evaluated.
     """
     text = io.StringIO()
@@ -32,7 +32,6 @@ def predictions_csv(predictions: Predictions, source: Source) -> str:
 
 
 def _rows(predictions: Predictions, source: Source) -> Iterator[list[object]]:
-    assert predictions.probabilities_N is not None
     # NaN is the worst loss. Images without a true class have the loss 0.
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
     without_N = predictions.labels_N < 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycls_fast import build
+from pycls_fast.config.keys import flat
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
@@ -32,7 +33,6 @@ _SAME_ON_RESUME = (
     "model",
     "data.global_batch_size",
     "data.image_size",
-    "data.shuffle",
     "data.shuffle_buffer",
     "data.sampling",
     "data.split_seed",
@@ -210,13 +210,13 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     # A key that was added after the checkpoint was saved is not compared.
     known = {key: pair for key, pair in changed.items() if key in before}
-    fixed = _fixed(known, has_order=state.get("order") is not None)
+    fixed = _fixed(known)
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"
         for key, (old, new) in fixed.items()
     ]
-    wrong += _data_differs(run, path, state, same_split=not _SPLIT & fixed.keys())
+    wrong += _data_differs(run, path, state, reported=fixed.keys())
     if wrong and "config_name" in changed:
         raise _other_experiment(run.config, path, state["config"]["config_name"], wrong)
     if wrong:
@@ -224,34 +224,33 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
 
 
-def _fixed(changed: Changed, *, has_order: bool) -> Changed:
+def _fixed(changed: Changed) -> Changed:
     """Those of the changed settings that must equal the checkpoint's."""
-    # If the checkpoint has the resulting order of the images, that matters, not how it was chosen.
-    same = tuple(key for key in _SAME_ON_RESUME if not has_order or key != "data.shuffle")
-    fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
+    fixed = {key: pair for key, pair in changed.items() if _under(key, _SAME_ON_RESUME)}
     if "model.kind" in fixed:
         # The other kind's settings follow from it.
         fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
     return fixed
 
 
-def _data_differs(run: Run, path: Path, state: checkpoint.State, *, same_split: bool) -> Iterator[str]:
+def _data_differs(run: Run, path: Path, state: checkpoint.State, *, reported: Collection[str]) -> Iterator[str]:
     """Yield a line if the training images, or their order, are not those of the checkpoint.
 
-    Another split, which is reported with the settings, has other training images, too.
+    Another split or sampling, if it is reported with the settings, explains other images or another order. How the
+    order was chosen (`data.shuffle`) does not matter.
     """
-    train, ordered = run.sources["train"], state.get("order")
+    train, ordered = run.sources["train"], state["order"]
     if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
         yield (
             f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "
             f"in {len(state['classes'])} (or other class names) when {path} was saved"
         )
-    elif same_split and _differ(state.get("train_names"), run.train_names):
+    elif not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names):
         yield (
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
             "another order; use the same files and data.source, or start again in another run_dir"
         )
-    elif ordered is not None and ordered != (order := build.order_name(run.config, train)):
+    elif "data.sampling" not in reported and ordered != (order := build.order_name(run.config, train)):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         yield (
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
@@ -269,12 +268,12 @@ def _other_experiment(config: RunConfig, path: Path, before: str, wrong: Sequenc
     )
 
 
-def _differ(before: str | None, now: str) -> bool:
+def _differ(before: str, now: str) -> bool:
     """Whether two identifications of images (`build.names_id`) are of the same kind and differ.
 
-    Checkpoints of earlier versions have none; the same images may have names in one layout and numbers in another.
+    The same images may have names in one layout and numbers in another.
     """
-    return before is not None and before != now and before.partition("-")[0] == now.partition("-")[0]
+    return before != now and before.partition("-")[0] == now.partition("-")[0]
 
 
 def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
@@ -286,14 +285,3 @@ def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
 
 def _under(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

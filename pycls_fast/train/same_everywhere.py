@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from pycls_fast import __version__
+from pycls_fast.config.keys import flat
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, block_ends
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.train.resume import flat
 
 # Where a node keeps things, and what suits its host: these do not change what is computed.
 _OWN = (

@@ -15,6 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.network import Network
 from pycls_fast.optim import assign, local, local_slices
+from pycls_fast.our_files import best_first
 from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.paths import user_path, weights_file
 from pycls_fast.train import checkpoint
@@ -170,9 +171,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
         # A model folder as saved by timm and its hub.
         return (path / "model.safetensors").absolute()
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    candidates = (folder / "best", *checkpoint.checkpoints(folder))
-    found = next((candidate for candidate in candidates if candidate.exists()), None)
+    found = next((candidate for candidate in best_first(path) if candidate.exists()), None)
     if found is None:
         raise UserError(
             f"weights: {path} is neither a weights file nor a run folder with a checkpoint; give a run folder, a "

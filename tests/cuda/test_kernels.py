@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ATTENTION, VisionTransformer
-from pycls_fast.models.attention import AttentionName
+from pycls_fast.models import VisionTransformer
+from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.parallel import compile_model, uncompiled
 
 pytestmark = [

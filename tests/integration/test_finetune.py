@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
-from pycls_fast.config.saved import load_run_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.evaluation import Predictions
@@ -26,6 +25,7 @@ from pycls_fast.train.lr_range import lr_range_test
 from pycls_fast.train.score import score
 from pycls_fast.train.weights import load_weights
 from tests.integration.runs import command, newest_checkpoint, records, run_process, under_torchrun
+from tests.run_configs import load_run_config
 
 NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
 MODES = ("RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA")

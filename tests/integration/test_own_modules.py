@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 import pycls_fast
 from pycls_fast import build
 from pycls_fast.build.imports import import_modules
-from pycls_fast.config import RunConfig, load_config, load_run_config
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.saved import of_weights
 from pycls_fast.errors import UserError
 from pycls_fast.models.timm_model import TimmModel
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
+from tests.run_configs import load_run_config
 
 MODEL = """
 from torch import nn

@@ -13,10 +13,10 @@ from PIL import Image
 
 import pycls_fast
 from pycls_fast.config import load_config
-from pycls_fast.config.saved import load_run_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.score import score
+from tests.run_configs import load_run_config
 
 NAMES = ("bird", "cat", "dog")
 SMALL = (

@@ -139,6 +139,10 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
             ("mode=model", "compare=[speed=fast,steps=3]"),
             ("compare: 'steps=3'", "the same for every variant"),
         ),
+        (
+            ("mode=model", "compare=[seed=1,data.eval_set=v2 data.eval_root=.]"),
+            ("compare: 'data.eval_set=v2 data.eval_root=.': data.eval_set: only tools/test_net.py scores it",),
+        ),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from pycls_fast.train.evaluation import Predictions
 from tests.integration.runs import TINY, command, environment, run_process
+from tests.run_configs import load_run_config
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,6 @@ def tool(name: str, *arguments: object, cwd: Path, expect: int = 0) -> str:
 def test_predictions_are_those_of_the_evaluation(runs: tuple[Path, Path], digits: Path, tmp_path: Path) -> None:
     """All validation images by their paths, from the run and from an exported file."""
     from pycls_fast import build
-    from pycls_fast.config import load_run_config
 
     scored = Predictions.load(runs[0] / "predictions.npz")
     config = load_run_config(runs[0])

@@ -16,8 +16,10 @@ import torchvision
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, SinCos2dPositions, VisionTransformer, foreign
+from pycls_fast.models import ResNet, VisionTransformer, foreign
 from pycls_fast.models.foreign.read import detect_layout
+from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
+from pycls_fast.models.positions import SinCos2dPositions
 from tests.conversions import Convert, from_resnet, from_timm_vit, from_torchvision_vit
 from tests.random_weights import randomise
 
@@ -253,7 +255,7 @@ def test_torchvision_resnet(depth: Any, training: bool) -> None:
     found, expected = ours(batch), theirs(batch)
     assert relative_error(found, expected) < 1e-9
     # Training has moved the statistics; evaluation has not.
-    back = foreign.to_torchvision_resnet(ours.state_dict())
+    back = to_torchvision_resnet(ours.state_dict())
     assert back.keys() == theirs.state_dict().keys()
     for key, tensor in theirs.state_dict().items():
         torch.testing.assert_close(back[key], tensor, rtol=1e-9, atol=1e-9)

@@ -16,7 +16,7 @@ from pycls_fast import build, precision
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import Precision
 from pycls_fast.errors import UserError
-from pycls_fast.optim import ConstantScaler, RanksScaler, loss_scaler
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
 
 CPU = torch.device("cpu")

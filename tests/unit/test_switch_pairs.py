@@ -19,7 +19,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.checks import problems
+from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
@@ -134,7 +134,7 @@ def refusal(kind: str, chosen: Mapping[SwitchName, str], device: Device = "cpu")
     config = composed(kind, "speed.preset=reference", f"precision={level}")
     by_hand = {str(name): value for name, value in completed(chosen).items()}
     config = config.with_values(speed=by_hand)
-    lines = tuple(f"{key}: {message}" for key, message in problems(config))
+    lines = tuple(f"{key}: {message}" for key, message in problems(config, Purpose()))
     if lines:
         return lines
     try:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pycls_fast.config.checks import data, execution, network, optimization
 from pycls_fast.config.schema import RunConfig
 
-ONLY_SCORED = "only tools/test_net.py scores it; use data.eval_set=null"
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a configuration is used for, on which depends what it must and must not contain."""
+
+    needs_data: bool = True
+    """False if no image is read, so that `data.root` may be missing."""
+    trains: bool = False
+    """Whether the network is trained, so that its initial weights matter: fine-tuning needs `weights`."""
+    scores_sets: bool = False
+    """Whether `data.eval_set` is read; it is refused otherwise."""
 
 
-def problems(config: RunConfig, *, needs_data: bool = True, trains: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong and what to do) for every impossible combination.
-
-    Args:
-        config: the configuration.
-        needs_data: False if no image is read.
-        trains: whether it is used for training, so that its initial weights matter.
-    """
+def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong and what to do) for every impossible combination."""
     # A resumed run has its weights in its checkpoint.
-    if trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
+    if purpose.trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
-    if trains and config.data.eval_set is not None:
-        yield "data.eval_set", ONLY_SCORED
+    if not purpose.scores_sets and config.data.eval_set is not None:
+        yield "data.eval_set", "only tools/test_net.py scores it; use data.eval_set=null"
     # Every evaluation set except ReaL has its own images.
-    needs_data &= trains or config.data.eval_set in (None, "real")
-    if needs_data and config.data.source not in ("digits", "synthetic") and config.data.root is None:
+    needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
+    if needs_root and config.data.source not in ("digits", "synthetic") and config.data.root is None:
         yield (
             "data.root",
             "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
         )
-    if trains:
+    if purpose.trains:
         yield from optimization.trust_ratio_problems(config)
     yield from data.source_problems(config)
     yield from network.model_problems(config)

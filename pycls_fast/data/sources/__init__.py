@@ -14,9 +14,8 @@ from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
 from pycls_fast.data.sources.index_cache import CachePolicy
-from pycls_fast.data.sources.opening import open_splits, recognise
+from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.packed import PackedSource, open_packed
 from pycls_fast.data.sources.remote import FileCache
 from pycls_fast.data.sources.splits import match_classes
 from pycls_fast.data.sources.synthetic import SyntheticSource
@@ -29,7 +28,6 @@ __all__ = [
     "FileSource",
     "LabelledSource",
     "OpenOptions",
-    "PackedSource",
     "Source",
     "SyntheticSource",
     "block_ends",
@@ -39,10 +37,8 @@ __all__ = [
     "name_hashes",
     "open_eval_set",
     "open_folder",
-    "open_packed",
     "open_splits",
     "prefers_blocks",
-    "recognise",
     "scan_classes",
     "shard_sizes",
 ]

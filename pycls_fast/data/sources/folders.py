@@ -148,8 +148,7 @@ def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileSource:
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda stamp: _is_fresh(root, stamp),
     )
-    # An index that an earlier version saved does not have it.
-    _report_unread(root, index.more.get("unread", {}))
+    _report_unread(root, index.more["unread"])
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
     return FileSource(root, index.more["classes"], names, index.arrays["labels"])
 

@@ -30,7 +30,7 @@ import numpy as np
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.paths import cache_folder, user_path
 
-_FORMAT = 4
+_FORMAT = 5
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
 _UNUSED_DAYS = 30

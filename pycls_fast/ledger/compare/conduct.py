@@ -22,7 +22,6 @@ from pycls_fast.ledger.compare.settings import changes, differences, environment
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
 from pycls_fast.paths import user_path
-from pycls_fast.speed import Device
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.output_file import write_json
 
@@ -79,7 +78,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
         "versions": versions(),
         "a": _run(a),
         "b": _run(b),
-        "settings": differences(a.config, b.config, (_device(a), _device(b))),
+        "settings": differences(a.config, b.config),
         "environment": environment_differences(a.environment, b.environment),
         "not_paired": reason,
         "without_pictures": (a.missing if a.source is None else None) and b.missing,
@@ -113,11 +112,6 @@ def _run(run: RunFiles) -> Record:
         "curve": curve(train),
         "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
     }
-
-
-def _device(run: RunFiles) -> Device:
-    device = (run.summary or {}).get("device", "cpu")
-    return "cpu" if device == "cpu" else "cuda"
 
 
 def _default_folder(a: Path, b: Path) -> Path:
@@ -159,7 +153,7 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
     run = a if a.source is not None else b
     if run.source is None:
         return found
-    upright = run.config["data"].get("exif_orientation", False)
+    upright = run.config["data"]["exif_orientation"]
     for each in (*_shown(record, "only_a"), *_shown(record, "only_b")):
         try:
             picture = decode(run.source.read(each["index"])[0], upright=upright)

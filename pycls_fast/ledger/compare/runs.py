@@ -12,8 +12,8 @@ from pycls_fast import build
 from pycls_fast.config.saved import of_run, saved_config
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
+from pycls_fast.our_files import checkpoints
 from pycls_fast.paths import user_path
-from pycls_fast.train.checkpoint import checkpoints
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 

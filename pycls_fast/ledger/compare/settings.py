@@ -6,12 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycls_fast import speed
-from pycls_fast.config.schema import Speed
-from pycls_fast.errors import UserError
-from pycls_fast.precision import LEVELS
-from pycls_fast.speed import CATALOGUE, Device, SwitchName
-from pycls_fast.strategies import strategy_of
+from pycls_fast.config.keys import flat
+from pycls_fast.speed import CATALOGUE
 
 Record = dict[str, Any]
 
@@ -22,19 +18,17 @@ _NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 NOT_SET = "-"
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], devices: tuple[Device, Device]) -> list[Record]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Record]:
     """Keys whose values differ, as `{key, a, b, class}`, in the order of the file.
 
-    Switches have their resolved values, whether set by hand or by a preset; their `class` is that of their card
-    ("identical", "rounding", "training"), and None for other keys. The value of a key that a run lacks is "-".
+    The `class` of a switch is that of its card ("identical", "rounding", "training"); it is None for other keys. The
+    value of a key that a run lacks is "-".
 
     Args:
-        a, b: plain values of configurations.
-        devices: the devices of the two runs.
+        a, b: the values in the runs' `config.yaml`, which has the switches as resolved, whether set by hand or by a
+            preset.
     """
-    first, second = flat(a), flat(b)
-    first |= _in_force(a, devices[0])
-    second |= _in_force(b, devices[1])
+    first, second = texts(a), texts(b)
     cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET), "class": cards.get(key)}
@@ -47,7 +41,7 @@ def environment_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
     """Differing versions, commit and machine, as `{key, a, b}`; empty if either is empty, which means unknown."""
     if not a or not b:
         return []
-    first, second = flat(a), flat(b)
+    first, second = texts(a), texts(b)
     return [
         {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
         for key in dict.fromkeys((*first, *second))
@@ -62,36 +56,11 @@ def changes(records: Sequence[Record]) -> list[Record]:
         if record.get("event") == "resumed":
             # Steps after a checkpoint are trained again.
             found = [earlier for earlier in found if earlier["step"] < record["step"]]
-            if record.get("changed"):
+            if record["changed"]:
                 found.append({key: record[key] for key in ("step", "epoch", "changed")})
     return found
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Nested values as text by their dotted keys (`optim.lr`), in order; values other than strings as JSON."""
-    found: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
-
-
-def _in_force(config: Mapping[str, Any], device: Device) -> dict[str, str]:
-    """The resolved value of every switch, by its key."""
-    try:
-        chosen = Speed.model_validate_json(json.dumps(config.get("speed", {})))
-        level = LEVELS[config["precision"]["name"]]
-        resolved: Mapping[SwitchName, str] = speed.resolve(
-            chosen.preset,
-            chosen.chosen(),
-            device,
-            config["optim"]["name"],
-            in_16_bits=level.in_16_bits,
-            sharded=strategy_of(config["parallel"]["name"]).has_dtensors,
-        )
-    except (UserError, KeyError, ValueError):
-        # From a different version, or for a different machine: the values as written must do.
-        return {}
-    return {f"speed.{name}": value for name, value in resolved.items()}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}

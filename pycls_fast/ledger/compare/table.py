@@ -13,7 +13,8 @@ from pycls_fast.train.display import epochs, human, plain_table, wide_console
 Record = Mapping[str, Any]
 
 _CLASSES = 10
-_MACHINE = {"processor", "threads"}
+# The number of loader workers follows the cores, even if the numbers of threads are equal.
+_MACHINE = {"processor", "cpu_count", "threads"}
 
 
 def verdict(record: Record) -> str:
@@ -108,13 +109,7 @@ def notes(record: Record) -> list[str]:
     if None not in (a["device"], b["device"]) and places[0] != places[1]:
         lines.append("The runs had different devices or numbers of ranks: their speeds are not comparable.")
     elif _MACHINE & other:
-        lines.append("The runs had different machines or numbers of threads: their speeds are not comparable.")
-    elif "cpu_count" in other:
-        # The number of loader workers follows the cores, even if the numbers of threads are equal.
-        lines.append(
-            "The runs report different numbers of cores (older versions: all of the machine's): their speeds are "
-            "comparable only if they could use the same cores."
-        )
+        lines.append("The runs had different machines or numbers of cores or threads: their speeds are not comparable.")
     if found is not None:
         if found["left_out"]:
             lines.append(f"{found['left_out']:,} images that only one of the two could read are left out.")

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pycls_fast.config.saved import of_run, saved_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.compare.settings import OF_THE_PLACE, flat
+from pycls_fast.ledger.compare.settings import OF_THE_PLACE, texts
+from pycls_fast.our_files import checkpoints
 from pycls_fast.train.best import best_evaluation
-from pycls_fast.train.checkpoint import checkpoints
 from pycls_fast.train.run_folder import RunFolder
 
 Record = Mapping[str, Any]
@@ -61,7 +61,7 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
-    settings = {key: value for key, value in flat(values).items() if key not in OF_THE_PLACE}
+    settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
     return Run(path, settings, numbers, state, derived)
 
 
@@ -132,6 +132,5 @@ def _of_evaluations(best: Record | None, final: Record | None) -> dict[str, floa
     return {
         "best_top1": None if best is None else best["top1"],
         "final_top1": None if final is None else final["top1"],
-        # Missing in runs of older versions.
-        "class_top1": None if best is None else best.get("class_top1"),
+        "class_top1": None if best is None else best["class_top1"],
     }

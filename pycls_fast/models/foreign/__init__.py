@@ -14,10 +14,7 @@ from pycls_fast.models.foreign.read import (
     read_weights,
 )
 from pycls_fast.models.foreign.timm import to_timm_vit
-from pycls_fast.models.foreign.torchvision import (
-    to_timm_resnet,
-    to_torchvision_resnet,
-)
+from pycls_fast.models.foreign.torchvision import to_timm_resnet
 
 __all__ = [
     "HUGGING_FACE",
@@ -37,5 +34,4 @@ __all__ = [
     "read_weights",
     "to_timm_resnet",
     "to_timm_vit",
-    "to_torchvision_resnet",
 ]

@@ -20,6 +20,7 @@ from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.foreign.preprocessing import torchvision_weights
 from pycls_fast.models.foreign.traits import Traits, of_timm, of_torchvision_vit
 from pycls_fast.models.resnet import ShortcutKind
+from pycls_fast.our_files import our_config
 from pycls_fast.paths import user_path
 
 NormPlace = Literal["every_token", "after_pool"]
@@ -193,13 +194,7 @@ def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
     """
     classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
     has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    is_run = isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "data", "speed"))
-    if is_run:
-        # Nothing is imported because a file of weights says so.
-        config.pop("imports", None)
-    return OwnMetadata(
-        tuple(classes) if has_names else None, step if type(step) is int else None, config if is_run else None
-    )
+    return OwnMetadata(tuple(classes) if has_names else None, step if type(step) is int else None, our_config(config))
 
 
 def _json_or_none(text: str) -> Any:

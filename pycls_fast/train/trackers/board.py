@@ -10,11 +10,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from pycls_fast.config.keys import flat
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.exit_status import FAULT, INTERRUPTED, MISTAKE
 from pycls_fast.parallel import World
-from pycls_fast.train.resume import flat
 from pycls_fast.train.trackers.background import Background
 from pycls_fast.train.trackers.mlflow import MLflow
 from pycls_fast.train.trackers.tensorboard import TensorBoard

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast import build, published, speed
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.checks import problems
+from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.compose import is_global
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
@@ -68,7 +68,7 @@ def test_an_experiment_builds(name: str) -> None:
     config = build.resolve_auto(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
-    wrong = {key for key, _ in problems(config, trains=True)}
+    wrong = {key for key, _ in problems(config, Purpose(trains=True))}
     assert wrong == ({"weights"} if "weights=" in header else set())
     assert getattr(config.model, "init", "jax") == ("trunc_normal" if name in AS_DEIT else "jax")
     switches = speed.resolve(config.speed.preset, config.speed.chosen(), "cuda")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pycls_fast.config import RunConfig, load_config, load_run_config, suggestions
+from pycls_fast.config import RunConfig, load_config, suggestions
 from pycls_fast.errors import UserError
+from tests.run_configs import load_run_config
 
 HERE = "(the command line)"
 

@@ -74,6 +74,16 @@ def test_weights_bring_their_configuration_from_wherever_they_are(
     assert options == Options(steps=4)
 
 
+def test_a_copy_with_a_name_of_its_own_is_not_the_newest_checkpoint(tool: Tool, home: Path, config: RunConfig) -> None:
+    """The weights are not taken from it either (`train.weights.find_checkpoint`)."""
+    copy = home / "moved" / "step_000000007_old"
+    copy.mkdir()
+    values = config.model_dump(mode="json") | {"seed": config.seed + 1}
+    (copy / "state.json").write_text(json.dumps({"step": 7, "config": values}))
+    _, _, [(read, _)] = tool(f"weights={home / 'moved'}", config_of_weights=True)
+    assert read.seed == config.seed
+
+
 @pytest.mark.parametrize(
     ("source", "flags"),
     [

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, command_alone, command_line, load_config
+from pycls_fast.config import Purpose, RunConfig, command_alone, command_line, load_config
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Options, Tool
 from tools.train_net import table_of
+
+TRAINING = Purpose(trains=True)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +179,12 @@ def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: To
 def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> None:
     line = "error: weights: not set; give what to fine-tune as weights=SOURCE ({} or the command line)"
     arguments = ("--config-name", "mae_finetune_l16", "data.root=/nowhere")
-    assert tool(*arguments, trains=True)[:2] == (2, [line.format("configs/mae_finetune_b16.yaml")])
+    assert tool(*arguments, purpose=TRAINING)[:2] == (2, [line.format("configs/mae_finetune_b16.yaml")])
     # A tool that trains nothing has its own say.
     assert tool(*arguments)[0] == 0
-    assert tool(*arguments, "weights=SOURCE", trains=True)[0] == 0
-    assert tool(*arguments, "resume=RUN/checkpoints/step_000000100", trains=True)[0] == 0
-    assert tool("optim.trainable=head", trains=True)[:2] == (2, [line.format("configs/vit_digits.yaml")])
+    assert tool(*arguments, "weights=SOURCE", purpose=TRAINING)[0] == 0
+    assert tool(*arguments, "resume=RUN/checkpoints/step_000000100", purpose=TRAINING)[0] == 0
+    assert tool("optim.trainable=head", purpose=TRAINING)[:2] == (2, [line.format("configs/vit_digits.yaml")])
 
 
 def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
@@ -190,14 +192,14 @@ def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
         "error: model.init: jax begins the head with zeros, which optim=lamb hardly changes: its steps are in "
         "proportion to the weights; use model.init=trunc_normal (configs/model/vit_digits.yaml or the command line)"
     )
-    assert tool("optim=lamb", trains=True)[:2] == (2, [line])
+    assert tool("optim=lamb", purpose=TRAINING)[:2] == (2, [line])
     # The ratio goes with decay; what only reads or times weights does not move them.
     for taken in (["model.init=trunc_normal"], ["optim.weight_decay=0"], ["--config-name", "resnet_digits"]):
-        assert tool("optim=lamb", *taken, trains=True)[0] == 0
-    assert tool("--config-name", "vit_s16", "data.root=/nowhere", "optim=lamb", trains=True)[0] == 0
+        assert tool("optim=lamb", *taken, purpose=TRAINING)[0] == 0
+    assert tool("--config-name", "vit_s16", "data.root=/nowhere", "optim=lamb", purpose=TRAINING)[0] == 0
     assert tool("optim=lamb")[0] == 0
     # A loaded head is not zero; a fresh one is found when the network is there.
-    assert tool("optim=lamb", "weights=RUN", trains=True)[0] == 0
+    assert tool("optim=lamb", "weights=RUN", purpose=TRAINING)[0] == 0
 
 
 @pytest.mark.parametrize("key", ["decay_norms", "decay_biases"])
@@ -207,8 +209,8 @@ def test_lamb_has_no_trust_ratio_for_what_begins_with_zeros(tool: Tool, key: str
         f"error: optim.{key}: puts parameters that begin with zeros under the trust ratio of optim=lamb, which hardly "
         f"changes them; use optim.{key}=false (the command line)"
     )
-    assert tool(*arguments, trains=True)[:2] == (2, [line])
-    assert tool(*arguments, "optim.weight_decay=0", trains=True)[0] == 0
+    assert tool(*arguments, purpose=TRAINING)[:2] == (2, [line])
+    assert tool(*arguments, "optim.weight_decay=0", purpose=TRAINING)[0] == 0
     assert tool(*arguments)[0] == 0
 
 

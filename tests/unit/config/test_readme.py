@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, command_line
+from pycls_fast.config import Purpose, RunConfig, command_line
 from pycls_fast.config.locations import CONFIGS
 
 PAGES = {
@@ -46,7 +46,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, 
 
     monkeypatch.setattr("sys.argv", [TRAIN, *arguments])
     with pytest.raises(SystemExit) as stopped:
-        command_line(main, trains=True)
+        command_line(main, purpose=Purpose(trains=True))
     return stopped.value.code, configs
 
 

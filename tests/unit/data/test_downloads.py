@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from pycls_fast.data.sources import recognise
+from pycls_fast.data.sources.opening import recognise
 from tests.unit.data.layouts import (
     CLASSES,
     add_member,

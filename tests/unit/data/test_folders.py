@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.data import FileSource, Source, open_folder
-from pycls_fast.data.sources import EXTENSIONS, CachePolicy, recognise, scan_classes
+from pycls_fast.data.sources import EXTENSIONS, CachePolicy, scan_classes
+from pycls_fast.data.sources.opening import recognise
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 

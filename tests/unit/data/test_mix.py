@@ -139,12 +139,9 @@ def test_one_way_alone_ignores_the_switch() -> None:
 
 def test_switched_off() -> None:
     images_BCHW = random_images()
-    for mixer in (Mixer(), Mixer(mixup_alpha=0.8, probability=0.0)):
-        assert not mixer.enabled
-        mixed_BCHW, mixed = mixer(images_BCHW, 3)
-        assert mixed_BCHW is images_BCHW
-        assert mixed.labels(LABELS)[2] == 1
-    assert Mixer(mixup_alpha=0.8).enabled
+    mixed_BCHW, mixed = Mixer(mixup_alpha=0.8, probability=0.0)(images_BCHW, 3)
+    assert mixed_BCHW is images_BCHW
+    assert mixed.labels(LABELS)[2] == 1
 
 
 def test_layout_is_kept() -> None:
@@ -163,8 +160,9 @@ def test_layout_is_kept_where_roll_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_values_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        Mixer(mixup_alpha=-1)
+    for alphas in ((-1, 0), (-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match="one alpha must be positive, none negative"):
+            Mixer(mixup_alpha=alphas[0], cutmix_alpha=alphas[1])
     with pytest.raises(ValueError, match="not a probability"):
         Mixer(mixup_alpha=1, probability=1.5)
 

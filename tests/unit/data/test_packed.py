@@ -20,9 +20,9 @@ from PIL import Image
 
 from pycls_fast.data.packing import PackSettings, draft, pack, packer, verify, workers
 from pycls_fast.data.packing.stored_image import StoredImage
-from pycls_fast.data.sources import FileSource, PackedSource, Source, open_packed, open_splits, scan_classes
+from pycls_fast.data.sources import FileSource, Source, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.packed import ENTRY, open_packed_split
+from pycls_fast.data.sources.packed import ENTRY, PackedSource, open_packed, open_packed_split
 from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycls_fast.data import EvalSampler, Key, TrainSampler, epoch_order
+from pycls_fast.data import EvalSampler, TrainSampler, epoch_order
+from pycls_fast.data.sampling import Key
 
 
 def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -> list[list[Key]]:

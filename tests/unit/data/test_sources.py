@@ -23,7 +23,8 @@ from pycls_fast.data import (
     block_order,
     make_loader,
 )
-from pycls_fast.data.sources import Source, open_splits, recognise
+from pycls_fast.data.sources import Source, open_splits
+from pycls_fast.data.sources.opening import recognise
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,

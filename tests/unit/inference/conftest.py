@@ -12,7 +12,7 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.train import checkpoint
+from tests.checkpoints import save_checkpoint
 from tests.random_weights import randomise
 
 CLASSES = tuple(f"class [{i}]" for i in range(10))
@@ -38,7 +38,7 @@ def make_run(
         "classes": list(classes),
         "config": config.model_dump(mode="json"),
     }
-    checkpoint.save({k: v for k, v in state.items() if v is not None}, folder / "checkpoints", 7, keep=2)
+    save_checkpoint({k: v for k, v in state.items() if v is not None}, folder / "checkpoints", 7, keep=2)
     return folder
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.errors import UserError
-from pycls_fast.inference import find_images, given_images
+from pycls_fast.inference.images import find_images, given_images
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.folder import LedgerFolder
@@ -32,12 +31,6 @@ def test_each_number_of_seeds_is_one_look(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text())["looks"] == [3, 5, 2, 6]
 
 
-@pytest.mark.parametrize(("before", "looks"), [(3, [3, 5]), (1, [5]), (5, [5])])
-def test_a_folder_of_an_earlier_version_was_looked_at_once(before: int, looks: list[int], tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps({"seeds": before, "code": [""]}))
-    assert opened(tmp_path, 5) == looks
-
-
 def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=(Rung(name="worse", overrides=("a=1",)),))
     reports = []
@@ -60,7 +53,8 @@ def _make_run(path: Path, wrong: int) -> None:
     predicted = (np.arange(100) < wrong).astype(np.int64)
     folder = RunFolder(path)
     folder.create()
-    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, np.ones(100, np.float32)).save(folder.predictions)
+    ones = np.ones(100, np.float32)
+    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, ones, ones).save(folder.predictions)
     final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
     sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
     folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})

@@ -10,7 +10,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from pydantic import ValidationError
 
-from pycls_fast.config import command_line, load_config, variants
+from pycls_fast.config import Purpose, command_line, load_config, variants
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder
@@ -111,7 +111,7 @@ def test_rungs_are_checked_as_what_is_trained(
     monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"seeds={seeds}"])
     try:
         with pytest.raises(SystemExit) as stopped:
-            command_line(main, options=Options, trains=True)
+            command_line(main, options=Options, purpose=Purpose(trains=True))
     finally:
         GlobalHydra.instance().clear()
     assert stopped.value.code == 0

@@ -224,7 +224,7 @@ def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path) -> None:
     ledger = Ledger(ladder, Settings(seeds=0, rounds=2), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
     train = {"step_seconds_each": [[0.1]], "images_per_step": 8, "images_per_second": 80.0}
     about = dict.fromkeys(("precision", "switches", "memory_peak_bytes"), None)
-    sizes = {"image_size": 8, "forward_flops_per_image": 1, "time": 0.0, "device": "cpu"}
+    sizes = {"train_image_size": 8, "train_forward_flops_per_image": 1, "time": 0.0, "device": "cpu"}
     for number, flops in enumerate((2e11, 1e11)):
         file = ledger.folder.timing_file(ledger.selection.arms()[0], number)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,8 @@ def make_run(path: Path, wrong: int) -> None:
     predicted = (np.arange(100) < wrong).astype(np.int64)
     folder = RunFolder(path)
     folder.create()
-    Predictions(np.arange(100), labels, predicted, np.ones(100, np.float32)).save(folder.predictions)
+    ones = np.ones(100, np.float32)
+    Predictions(np.arange(100), labels, predicted, ones, ones).save(folder.predictions)
     final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
     sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
     folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})

@@ -10,6 +10,7 @@ from torch import nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, foreign
+from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
 from tests.conversions import Convert, from_resnet, from_timm_vit
 from tests.unit.models.conftest import fill_random
 
@@ -33,12 +34,12 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Convert, Convert]] = {
     "timm-pooled": (lambda: vit("pooled"), foreign.to_timm_vit, from_timm_vit),
     "resnet18": (
         lambda: ResNet(depth=18, num_classes=5),
-        foreign.to_torchvision_resnet,
+        to_torchvision_resnet,
         from_resnet,
     ),
     "resnet50": (
         lambda: ResNet(depth=50, num_classes=5),
-        foreign.to_torchvision_resnet,
+        to_torchvision_resnet,
         from_resnet,
     ),
 }
@@ -77,7 +78,7 @@ def test_missing_and_unexpected_keys_are_named(name: str) -> None:
 
 def test_an_absent_step_counter_is_zero() -> None:
     model = ResNet(depth=18, num_classes=5)
-    theirs = foreign.to_torchvision_resnet(model.state_dict())
+    theirs = to_torchvision_resnet(model.state_dict())
     old = {key: tensor for key, tensor in theirs.items() if not key.endswith("num_batches_tracked")}
     model.stem.norm.num_batches_tracked.fill_(5)  # type: ignore[union-attr]
     model.load_state_dict(from_resnet(old))

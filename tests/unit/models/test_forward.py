@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ATTENTION, ResNet, VisionTransformer
+from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.attention import ATTENTION
 from tests.unit.models.conftest import fill_random
 
 Model = VisionTransformer | ResNet

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.optim import Decay, Kinds, layers, parameter_groups, set_lr
+from pycls_fast.optim import Decay, Kinds, parameter_groups, set_lr
+from pycls_fast.optim.groups import layers
 
 KINDS = Kinds(embeddings=(ClassToken, LearnedPositions))
 

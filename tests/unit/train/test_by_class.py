@@ -19,7 +19,8 @@ from pycls_fast.train.evaluation import Predictions
 def predictions(labels: list[int], predicted: list[int]) -> Predictions:
     count = len(labels)
     whole = [np.array(values, dtype=np.int64) for values in (range(count), labels, predicted)]
-    return Predictions(*whole, np.zeros(count, dtype=np.float32))
+    zeros = np.zeros(count, dtype=np.float32)
+    return Predictions(*whole, zeros, zeros)
 
 
 def dense(counts: Confusion, classes: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors, saving
 from pycls_fast.train.saving import Saver
-from tests.checkpoints import load_checkpoint
+from tests.checkpoints import load_checkpoint, save_checkpoint
 
 
 def state(step: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     saved = state(3)
-    loaded = load_checkpoint(checkpoint.save(saved, tmp_path, 3, keep=2))
+    loaded = load_checkpoint(save_checkpoint(saved, tmp_path, 3, keep=2))
     del loaded["format"]
     assert_equal(loaded, saved)
 
@@ -97,7 +97,7 @@ def test_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writt
 
     saved = state(3)
     monkeypatch.setattr(TensorProperties, "__getstate__", of_that_torch)
-    path = checkpoint.save(saved, tmp_path, 3, keep=2)
+    path = save_checkpoint(saved, tmp_path, 3, keep=2)
     monkeypatch.setattr(TensorProperties, "__setstate__", of_this_torch)
     loaded = load_checkpoint(path)
     assert_equal(loaded["model"], saved["model"])
@@ -115,7 +115,7 @@ def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
     moment.codes.random_(0, 255)
     moment.scale.uniform_()
     saved = {"optimizer": {"weight": {"exp_avg_sq": moment}}}
-    loaded = load_checkpoint(checkpoint.save(saved, tmp_path, 1, keep=2))["optimizer"]["weight"]["exp_avg_sq"]
+    loaded = load_checkpoint(save_checkpoint(saved, tmp_path, 1, keep=2))["optimizer"]["weight"]["exp_avg_sq"]
     assert type(loaded) is subclass
     assert loaded.signed is False
     assert torch.equal(loaded.codes, moment.codes)
@@ -124,14 +124,14 @@ def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
 
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (5, 10, 100, 95):
-        checkpoint.save(state(step), tmp_path, step, keep=2)
+        save_checkpoint(state(step), tmp_path, step, keep=2)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_000000100", "step_000000095"]
 
 
 def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
-    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    checkpoint.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
     for step in (2, 3, 4):
-        checkpoint.save(state(step), tmp_path, step, keep=2)
+        save_checkpoint(state(step), tmp_path, step, keep=2)
     assert names(tmp_path) == ["best", "step_000000001", "step_000000003", "step_000000004"]
     assert load_checkpoint(tmp_path / "best")["step"] == 1
     checkpoint.keep_as_best(tmp_path / "step_000000004")
@@ -148,7 +148,7 @@ def test_best_in_a_copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, l
     """scp -r and the like write a folder for the link; file systems without links are copied to as well."""
     run, moved = tmp_path / "run", tmp_path / "moved"
     for step in (1, 2):
-        checkpoint.save(state(step), run, step, keep=2)
+        save_checkpoint(state(step), run, step, keep=2)
     checkpoint.keep_as_best(run / "step_000000001")
     shutil.copytree(run, moved, symlinks=False)
     shutil.copytree(moved / "best", moved / ".best.12345678.tmp")
@@ -160,7 +160,7 @@ def test_best_in_a_copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, l
 
         monkeypatch.setattr(Path, "symlink_to", refuse)
     for step in (3, 4):
-        checkpoint.keep_as_best(checkpoint.save(state(step), moved, step, keep=2))
+        checkpoint.keep_as_best(save_checkpoint(state(step), moved, step, keep=2))
         checkpoint.retire(moved, 2)
         assert load_checkpoint(moved / "best")["step"] == step
         assert (moved / "best").is_symlink() == links
@@ -171,9 +171,9 @@ def test_a_link_gives_way_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    checkpoint.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    checkpoint.keep_as_best(checkpoint.save(state(2), tmp_path, 2, keep=2))
+    checkpoint.keep_as_best(save_checkpoint(state(2), tmp_path, 2, keep=2))
     assert names(tmp_path) == ["best", "step_000000001", "step_000000002"]
     assert load_checkpoint(tmp_path / "best")["step"] == 2
     assert load_checkpoint(tmp_path / "step_000000001")["step"] == 1
@@ -192,8 +192,8 @@ def test_the_best_stays_if_it_cannot_be_replaced(tmp_path: Path, monkeypatch: py
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    checkpoint.keep_as_best(checkpoint.save(state(1), tmp_path, 1, keep=2))
-    later = checkpoint.save(state(2), tmp_path, 2, keep=2)
+    checkpoint.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
+    later = save_checkpoint(state(2), tmp_path, 2, keep=2)
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(PermissionError):
         checkpoint.keep_as_best(later)
@@ -214,9 +214,9 @@ def test_folders_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", of_files_alone)
     if number == errno.EIO:
         with pytest.raises(UserError, match="could not be written"):
-            checkpoint.save(state(1), tmp_path, 1, keep=2)
+            save_checkpoint(state(1), tmp_path, 1, keep=2)
     else:
-        assert load_checkpoint(checkpoint.save(state(1), tmp_path, 1, keep=2))["step"] == 1
+        assert load_checkpoint(save_checkpoint(state(1), tmp_path, 1, keep=2))["step"] == 1
 
 
 def cut(path: Path) -> None:
@@ -237,8 +237,8 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize("harm", [cut, flip_one_bit, empty, Path.unlink])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json", "files.json"])
 def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Callable[[Path], None], file: str) -> None:
-    good = checkpoint.save(state(1), tmp_path, 1, keep=2)
-    bad = checkpoint.save(state(2), tmp_path, 2, keep=2)
+    good = save_checkpoint(state(1), tmp_path, 1, keep=2)
+    bad = save_checkpoint(state(2), tmp_path, 2, keep=2)
     harm(bad / file)
     warnings: list[str] = []
     found = checkpoint.newest(tmp_path, warnings.append)
@@ -254,7 +254,7 @@ def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Calla
 def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
     """What is saved from step 0 on would be retired before those with higher numbers."""
     for step in (900, 1000):
-        cut(checkpoint.save(state(step), tmp_path, step, keep=2) / "__0_0.distcp")
+        cut(save_checkpoint(state(step), tmp_path, step, keep=2) / "__0_0.distcp")
     with pytest.raises(UserError) as caught:
         checkpoint.newest(tmp_path, pytest.fail)
     first, second, last = caught.value.lines
@@ -264,13 +264,13 @@ def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_checking(tmp_path: Path) -> None:
-    path = checkpoint.save(state(2), tmp_path, 2, keep=2)
+    path = save_checkpoint(state(2), tmp_path, 2, keep=2)
     cut(path / "__0_0.distcp")
     assert sum(checkpoint_files.damage(path, rank, 3) is not None for rank in range(3)) == 1
 
 
 def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = checkpoint.save(state(1), tmp_path, 1, keep=2)
+    good = save_checkpoint(state(1), tmp_path, 1, keep=2)
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.
                 r"step_000000002: the checkpoint could not be written \(No space left on device\); those before it"
             )
             with pytest.raises(UserError, match=expected):
-                checkpoint.save(state(2), tmp_path, 2, keep=2)
+                save_checkpoint(state(2), tmp_path, 2, keep=2)
         assert list(tmp_path.iterdir()) == [good]
 
 
@@ -301,39 +301,39 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "retire", stale)
-        saved = [checkpoint.save(state(step), tmp_path, step, keep=2) for step in (1, 2, 3)]
+        saved = [save_checkpoint(state(step), tmp_path, step, keep=2) for step in (1, 2, 3)]
         assert list(checkpoint.checkpoints(tmp_path)) == saved[::-1]
-    checkpoint.save(state(4), tmp_path, 4, keep=2)
+    save_checkpoint(state(4), tmp_path, 4, keep=2)
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [4, 3]
 
 
 def test_a_fault_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "publish", None)
     with pytest.raises(TypeError):
-        checkpoint.save(state(2), tmp_path, 2, keep=2)
+        save_checkpoint(state(2), tmp_path, 2, keep=2)
 
 
 def test_leftovers_of_killed_saves_are_not_taken_and_go_away(tmp_path: Path) -> None:
-    whole = checkpoint.save(state(8), tmp_path / "other", 8, keep=2)
+    whole = save_checkpoint(state(8), tmp_path / "other", 8, keep=2)
     # As whole as it can be: only the name is missing.
     leftover = tmp_path / ".step_000000009.12345678.tmp"
     shutil.copytree(whole, leftover)
     assert checkpoint.newest(tmp_path, print) is None
-    checkpoint.save(state(1), tmp_path, 1, keep=2)
+    save_checkpoint(state(1), tmp_path, 1, keep=2)
     assert names(tmp_path) == ["other", "step_000000001"]
 
 
 def test_never_written_over_a_checkpoint(tmp_path: Path) -> None:
     first, second = state(3), state(3)
-    checkpoint.save(first, tmp_path, 3, keep=2)
-    checkpoint.save(second, tmp_path, 3, keep=2)
+    save_checkpoint(first, tmp_path, 3, keep=2)
+    save_checkpoint(second, tmp_path, 3, keep=2)
     for path, saved in ((tmp_path / "step_000000003", second), (tmp_path / "set_aside_step_000000003", first)):
         assert torch.equal(load_checkpoint(path)["model"]["blocks.0.weight"], saved["model"]["blocks.0.weight"])
 
 
 def test_later_ones_are_set_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        checkpoint.save(state(step), tmp_path, step, keep=5)
+        save_checkpoint(state(step), tmp_path, step, keep=5)
     checkpoint.keep_as_best(tmp_path / "step_000000003")
     moved = checkpoint.set_aside(tmp_path, 1)
     assert sorted(path.name for path in moved) == ["set_aside_step_000000002", "set_aside_step_000000003"]
@@ -344,7 +344,7 @@ def test_later_ones_are_set_aside(tmp_path: Path) -> None:
 def test_a_later_best_that_is_a_copy_is_set_aside(tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     for step in (1, 2):
-        checkpoint.save(state(step), run, step, keep=5)
+        save_checkpoint(state(step), run, step, keep=5)
     checkpoint.keep_as_best(run / "step_000000002")
     shutil.copytree(run, moved, symlinks=False)
     assert checkpoint.set_aside(moved, 2) == []
@@ -361,7 +361,7 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "other")
     with pytest.raises(UserError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "missing")
-    later = checkpoint.save(state(1), tmp_path, 1, keep=2)
+    later = save_checkpoint(state(1), tmp_path, 1, keep=2)
     values = json.loads((later / "state.json").read_text()) | {"format": 3}
     (later / "state.json").write_text(json.dumps(values))
     listing = checkpoint_files.list_files([later / name for name in (".metadata", "__0_0.distcp", "state.json")])
@@ -375,7 +375,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
-    path = checkpoint.save(state(1), tmp_path, 1, keep=2)
+    path = save_checkpoint(state(1), tmp_path, 1, keep=2)
     (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
     # Whoever makes a file that runs code can make its checksum as well.
     listing = checkpoint_files.list_files([path / name for name in (".metadata", "__0_0.distcp", "state.json")])
@@ -386,7 +386,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_shapes_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    opened = checkpoint.open_checkpoint(checkpoint.save(state(1), tmp_path, 1, keep=2))
+    opened = checkpoint.open_checkpoint(save_checkpoint(state(1), tmp_path, 1, keep=2))
     into = {path: torch.empty(spec.shape, dtype=spec.dtype) for path, spec in opened.specs.items()}
     opened.check_fits(into)
     into["model/blocks.0.weight"] = torch.empty(3, 3)

@@ -16,6 +16,7 @@ from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.summary import summary_values
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
+from tests.checkpoints import save_checkpoint
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])
@@ -67,7 +68,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
     )
     evaluations = Evaluations(run, Board(), lambda: None)
     for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
-        checkpoint.save({"step": step}, folder.checkpoints, step, keep=2)
+        save_checkpoint({"step": step}, folder.checkpoints, step, keep=2)
         folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert checkpoint.step_of((folder.checkpoints / "best").resolve()) == best

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -139,15 +138,10 @@ def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> Non
     expected = F.cross_entropy(logits, labels, reduction="none")
     assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
     highest = logits.softmax(dim=1).amax(dim=1)
-    assert kept.probabilities_N is not None
     assert kept.probabilities_N[others] == pytest.approx(highest[others].numpy(), rel=1e-6)
     assert np.isnan(kept.probabilities_N[7])
     sigmoids = score(logits, labels, sizes, Criterion(sigmoid=True)).predictions.probabilities_N
-    assert sigmoids is not None
     assert sigmoids[others] == pytest.approx(logits.sigmoid().amax(dim=1)[others].numpy(), rel=1e-6)
-    # An earlier version did not write them.
-    replace(kept, probabilities_N=None).save(tmp_path / "predictions.npz")
-    assert Predictions.load(tmp_path / "predictions.npz").probabilities_N is None
 
 
 def test_predictions_of_several_right_classes_among_some() -> None:

@@ -26,10 +26,10 @@ from pycls_fast.config.saved import of_weights
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
-from pycls_fast.train import checkpoint
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.restore import restore
 from pycls_fast.train.weights import find_weights, load_weights, open_weights
+from tests.checkpoints import save_checkpoint
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +54,7 @@ def run_dir(tmp_path: Path) -> Path:
         "classes": list(CLASSES),
         "config": CONFIG.model_dump(mode="json"),
     }
-    checkpoint.save(state, tmp_path / "run" / "checkpoints", 7, keep=2)
+    save_checkpoint(state, tmp_path / "run" / "checkpoints", 7, keep=2)
     return tmp_path / "run"
 
 

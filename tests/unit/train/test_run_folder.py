@@ -151,8 +151,8 @@ def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
     full.symlink_to("/dev/full")
     folder: Any = RunFolder(tmp_path)
     nobody = SimpleNamespace(folder=folder, classes=("a", "b"), config=SimpleNamespace(config_name="x"))
-    number = np.zeros(1, dtype=np.int64)
-    result: Any = SimpleNamespace(predictions=Predictions(number, number, number, np.zeros(1, dtype=np.float32)))
+    column = np.zeros(1)
+    result: Any = SimpleNamespace(predictions=Predictions(column, column, column, column, column))
     evaluations = Evaluations(nobody, Board(), lambda: None)
     with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
         evaluations._write_down(1, "model", result)
