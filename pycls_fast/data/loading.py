@@ -69,7 +69,8 @@ class ImageLoader(DataLoader[Any]):
         source = getattr(self.dataset, "source", None)
         in_flight = max(self.num_workers * (self.prefetch_factor or 0), 1)
         # Starts before the workers: they fetch the shards that nobody else does.
-        with fetch_ahead(source, self.batch_sampler, in_flight=in_flight) as count_batch:
+        ahead = fetch_ahead(source, self.batch_sampler, in_flight=in_flight)  # type: ignore[arg-type]  # never None here
+        with ahead as count_batch:
             yield from self._batches(count_batch)
 
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:

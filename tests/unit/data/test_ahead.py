@@ -298,9 +298,27 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def get_file(self: object, path: str, draft: str) -> None:
         Path(draft).write_bytes(b"half")
-        time.sleep(600)
+        time.sleep(30)
 
     monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+
+
+@pytest.mark.usefixtures("endless")
+def test_workers_fetch_themselves_if_the_process_is_killed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(address, tmp_path)
+    shards = copied(source)
+    with fetch_ahead(source, EvalSampler(len(source), batch_size=4), in_flight=1) as count:
+        until(lambda: len(drafts(shards)) == SHARDS)
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        process.join()
+        monkeypatch.undo()
+        assert source.read(0)[0] == IMAGES[0]
+        count()
+    assert there(shards) == [0]
+    assert drafts(shards) == []
 
 
 @pytest.mark.usefixtures("endless")
@@ -318,7 +336,7 @@ def test_the_end_of_a_loader_ends_downloads(address: str, tmp_path: Path) -> Non
 
 def _hold(source: Source) -> None:
     with fetch_ahead(source, EvalSampler(len(source), batch_size=4), in_flight=1):
-        time.sleep(600)
+        time.sleep(30)
 
 
 @pytest.mark.usefixtures("endless")
