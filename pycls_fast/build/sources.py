@@ -75,7 +75,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
                 by_name=False,
                 whole=whole,
             )
-        return open_splits(data.source, root, _opening(config, index_all, whole))
+        return open_splits(data.source, root, _opening(config, world, index_all, whole))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
 
@@ -108,13 +108,13 @@ def imagenet_wnids() -> tuple[str, ...]:
     return tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
-def _opening(config: RunConfig, index_all: bool, whole: bool) -> OpenOptions:
+def _opening(config: RunConfig, world: World, index_all: bool, whole: bool) -> OpenOptions:
     data = config.data
     cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)
     shard_cache = None
     if data.shard_cache is not None:
         limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
-        shard_cache = FileCache(user_path(data.shard_cache), limit)
+        shard_cache = FileCache(user_path(data.shard_cache), limit, processes=_ranks_of_node(world))
     return OpenOptions(
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
@@ -130,6 +130,10 @@ def _opening(config: RunConfig, index_all: bool, whole: bool) -> OpenOptions:
         cache=cache,
         shard_cache=shard_cache,
     )
+
+
+def _ranks_of_node(world: World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
 def _with_key(line: str) -> str:
@@ -193,7 +197,7 @@ def check_shard_cache(config: RunConfig, source: Source, world: World) -> None:
     if limit is None or sizes is None or not _in_blocks(config, source):
         return
     lanes = lanes_of(_images_per_batch(config))
-    nodes = max(world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), 1)
+    nodes = max(world.size // _ranks_of_node(world), 1)
     at_once = min(-(-lanes // nodes) * config.augment.repeats, lanes, len(sizes))
     needed = sum(sorted(sizes)[-at_once:]) / 2**30
     if limit < needed:

@@ -7,7 +7,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from pycls_fast.data.ahead import fetch_ahead
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import Key
@@ -78,15 +79,24 @@ def _deaths_noticed_when_waiting() -> Iterator[None]:
 
 
 class ImageLoader(DataLoader[Any]):
-    """A DataLoader of `Batch` that raises a `UserError` that a worker returned."""
+    """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        source = getattr(self.dataset, "source", None)
+        in_flight = max(self.num_workers * (self.prefetch_factor or 0), 1)
+        # Starts before the workers: they fetch the shards that nobody else does.
+        ahead = fetch_ahead(source, self.batch_sampler, in_flight=in_flight)  # type: ignore[arg-type]  # never None here
+        with ahead as count_batch:
+            yield from self._batches(count_batch)
+
+    def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:
         with _workers_as_chosen(), _deaths_noticed_when_waiting():
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
         try:
             for batch in iterator:
+                count_batch()
                 if isinstance(batch, UserError):
                     raise batch
                 yield batch

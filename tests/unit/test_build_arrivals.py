@@ -106,6 +106,7 @@ class TestSources:
         return call
 
     def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         call = self.opened(
             monkeypatch, "open_splits", build_sources, "data=auto", "data.source=hub", "data.root=somebody/birds",
             "data.val_fraction=0.375", "data.split_seed=6", "data.train=most", "data.val=rest",
@@ -120,6 +121,7 @@ class TestSources:
         assert isinstance(opening.shard_cache, FileCache)
         made = FileCache(tmp_path / "shards", 3 * 2**29)
         assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
+        assert opening.shard_cache.processes == 4
         assert replace(opening, shard_cache=None) == OpenOptions(
             val_fraction=0.375, split_seed=6, folds=7, fold=3, train="most", val="rest",
             path_column="file", image_column="photo", label_column="species",

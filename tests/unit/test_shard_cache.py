@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ class Shards(SyntheticSource):
     def __init__(self, count: int) -> None:
         super().__init__(1_000 * count, 8, 2, 0)
         self.block_ends = torch.arange(1, count + 1).mul(1_000).numpy()
-        self.shard_sizes = [2**30] * count
+        self.copied_shards = SimpleNamespace(sizes=[2**30] * count)
 
 
 def check(count: int, limit: float, *overrides: str, ranks: int = 1) -> None:

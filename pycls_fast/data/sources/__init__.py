@@ -5,6 +5,7 @@ from pycls_fast.data.sources.base import (
     Source,
     block_ends,
     checksum_holds,
+    copied_shards,
     is_drawn,
     name_hashes,
     prefers_blocks,
@@ -16,7 +17,7 @@ from pycls_fast.data.sources.folders import open_folder, scan_classes
 from pycls_fast.data.sources.index_cache import CachePolicy
 from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.remote import FileCache
+from pycls_fast.data.sources.shard_cache import FileCache
 from pycls_fast.data.sources.splits import match_classes
 from pycls_fast.data.sources.synthetic import SyntheticSource
 
@@ -32,6 +33,7 @@ __all__ = [
     "SyntheticSource",
     "block_ends",
     "checksum_holds",
+    "copied_shards",
     "is_drawn",
     "match_classes",
     "name_hashes",

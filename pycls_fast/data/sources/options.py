@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pycls_fast.data.sources.index_cache import CachePolicy
-from pycls_fast.data.sources.remote import FileCache
+from pycls_fast.data.sources.shard_cache import FileCache
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,11 @@
-"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec, and a local cache of whole files."""
+"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
-import re
-import shutil
-import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pycls_fast.errors import UserError
@@ -20,9 +13,6 @@ from pycls_fast.errors import UserError
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
 _BLOCK = 8 * 2**20
-_FOLDER = "pycls_fast_shards"
-_COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)
-_DRAFT = re.compile(r"\.[0-9a-f]{16}-.+\.part", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -122,121 +112,3 @@ def size_of(version: str) -> int | None:
     """The size in bytes of a file whose `stamp_of` is `version` as JSON, if its file system told it."""
     size = json.loads(version)[1]
     return size if isinstance(size, int) else None
-
-
-def _has_size(file: Path, size: int | None) -> bool:
-    """Whether a file is there, and of the given size if that is known."""
-    return file.is_file() and size in (None, file.stat().st_size)
-
-
-def _download(files: Any, path: str, draft: Path, size: int | None) -> None:
-    files.get_file(path, str(draft))
-    if not _has_size(draft, size):
-        raise OSError(f"{draft.stat().st_size:,} bytes arrived instead of {size:,}; was the file replaced?")
-    with draft.open("rb") as file:
-        # A power cut must not leave a truncated copy under the final name.
-        os.fsync(file.fileno())
-
-
-class FileCache:
-    """A folder with copies of whole remote files, shared by all processes of a machine.
-
-    A file is fetched once, by whoever needs it first. Above `limit` bytes the least recently used are evicted.
-    """
-
-    def __init__(self, folder: Path, limit: int | None) -> None:
-        """
-        Args:
-            folder: may hold other files: copies lie in a subfolder.
-            limit: total bytes of all copies; None for no limit.
-        """
-        self.folder = folder / _FOLDER
-        self.limit = limit
-
-    def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
-        """Bytes of the local copy, which is fetched first if needed.
-
-        Args:
-            version: `stamp_of` as JSON; each version has its own copy.
-
-        Raises:
-            FileNotFoundError: the remote file is gone.
-            UserError: it cannot be reached, or the folder cannot be written or read.
-        """
-        place, whole_size = self.place(address, version), size_of(version)
-        for _ in range(_ATTEMPTS):
-            try:
-                with place.open("rb", buffering=0) as file:
-                    # Another user's copy can be read, but not touched.
-                    with suppress(OSError):
-                        os.utime(file.fileno())
-                    data = os.pread(file.fileno(), size, start)
-                if len(data) == size or _has_size(place, whole_size):
-                    return data
-                # A power cut truncated the copy.
-                self._fetch(address, place, whole_size)
-            except FileNotFoundError:
-                # Not fetched yet, or evicted between two reads.
-                self._fetch(address, place, whole_size)
-            except PermissionError as error:
-                raise UserError(f"data.shard_cache: {place} cannot be read ({error.strerror})") from error
-        raise UserError(f"{self.folder}: shards are evicted as fast as they are fetched; raise data.shard_cache_gib")
-
-    def place(self, address: str, version: str) -> Path:
-        """The path of a file's copy, whether it exists or not."""
-        name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
-        return self.folder / f"{name}-{address.rpartition('/')[2]}"
-
-    def _fetch(self, address: str, place: Path, size: int | None) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f".{place.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not _has_size(place, size):
-                    self._remove_left_drafts()
-                    draft = place.with_name(f".{place.name}.part")
-                    files, path = file_system(address)
-                    try:
-                        attempt(f"fetching {address}", lambda: _download(files, path, draft, size))
-                        self._make_room(draft.stat().st_size)
-                        draft.rename(place)
-                    finally:
-                        draft.unlink(missing_ok=True)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
-            raise UserError(
-                f"data.shard_cache: {self.folder} cannot be written ({error.strerror or error}; "
-                f"{free / 2**30:.1f} GiB free); choose another folder or a data.shard_cache_gib that fits"
-            ) from error
-
-    def _remove_left_drafts(self) -> None:
-        """Remove partial files of killed processes: nobody holds their locks any more."""
-        for draft in self.folder.iterdir():
-            # Other processes fetch and remove files too, and some may belong to another user.
-            with suppress(OSError):
-                if _DRAFT.fullmatch(draft.name):
-                    with draft.with_suffix(".lock").open("w") as lock:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        draft.unlink()
-
-    def _make_room(self, size: int) -> None:
-        if self.limit is None:
-            return
-        held = sorted(self._copies())
-        total = size + sum(own for _, own, _ in held)
-        for _, own, file in held:
-            if total <= self.limit:
-                return
-            file.unlink(missing_ok=True)
-            total -= own
-
-    def _copies(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of the last use, bytes and path of each copy; ignores any other files."""
-        for file in self.folder.iterdir():
-            # Other processes evict files too.
-            with suppress(FileNotFoundError):
-                about = file.lstat()
-                if _COPY.fullmatch(file.name) and stat.S_ISREG(about.st_mode):
-                    yield about.st_mtime, about.st_size, file

@@ -15,11 +15,12 @@ from pycls_fast.data.sources.base import (
     Source,
     block_ends,
     checksum_holds,
+    copied_shards,
     name_hashes,
     prefers_blocks,
-    shard_sizes,
 )
 from pycls_fast.data.sources.options import OpenOptions
+from pycls_fast.data.sources.shard_cache import CopiedShards
 from pycls_fast.errors import UserError, first_few
 
 # Up to this many classes most of them may be without images.
@@ -71,8 +72,9 @@ class Subset:
         return prefers_blocks(self.source)
 
     @property
-    def shard_sizes(self) -> list[int] | None:
-        return shard_sizes(self.source)
+    def copied_shards(self) -> CopiedShards | None:
+        shards = copied_shards(self.source)
+        return None if shards is None else shards.part(self.rows)
 
     @property
     def block_ends(self) -> np.ndarray | None:
@@ -120,8 +122,8 @@ class Relabelled:
         return prefers_blocks(self.source)
 
     @property
-    def shard_sizes(self) -> list[int] | None:
-        return shard_sizes(self.source)
+    def copied_shards(self) -> CopiedShards | None:
+        return copied_shards(self.source)
 
     @property
     def block_ends(self) -> np.ndarray | None:

@@ -23,7 +23,8 @@ from pycls_fast.data.sources.layout import find_files, is_remote
 from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.remote import FileCache, open_whole, read_range, size_of, stamp_of
+from pycls_fast.data.sources.remote import open_whole, read_range, stamp_of
+from pycls_fast.data.sources.shard_cache import CopiedShards, FileCache
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 
@@ -97,13 +98,11 @@ class TarSource(Mapped):
         return is_remote(self._shards[0])
 
     @property
-    def shard_sizes(self) -> list[int] | None:
-        """Bytes of each shard if they are copied whole."""
+    def copied_shards(self) -> CopiedShards | None:
+        """The shards if they are remote and copies of them are kept."""
         if self._cache is None or not self.prefers_blocks:
             return None
-        sizes = (size_of(self._versions[number]) for number in range(len(self._versions)))
-        known = [size for size in sizes if size is not None]
-        return known if len(known) == len(self._versions) else None
+        return CopiedShards(self._cache, self._shards, self._versions, self.block_ends)
 
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))

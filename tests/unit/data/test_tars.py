@@ -242,10 +242,10 @@ def test_what_was_half_fetched_does_not_stay(tmp_path: Path, memory: str, monkey
             source.read(0)
     assert not list(cache.folder.glob(".*.part"))
     # Those of a process that was killed, and of one that is at work.
-    left, used = (cache.folder / f".{digit * 16}-x.tar.part" for digit in "01")
+    left, used = (cache.folder / f".{digit * 16}-x.tar.9.part" for digit in "01")
     for draft in (left, used):
         draft.write_bytes(b"half")
-    with used.with_suffix(".lock").open("w") as lock:
+    with (cache.folder / f".{'1' * 16}-x.tar.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert source.read(0)[0] == CONTENT["train"][0].data
     assert list(cache.folder.glob(".*.part")) == [used]
