@@ -36,7 +36,7 @@ def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, A
         run: the run.
         evaluations: all its evaluation records.
     """
-    limit, metric = run.config.schedule.early_stopping_evals, run.config.schedule.early_stopping_metric
+    limit, metric = run.config.schedule.early_stopping_evals, run.config.schedule.best_metric
     primary = primary_records(run, evaluations)
     best = best_evaluation(primary, metric)
     if limit is None or best is None or (waited := len(primary) - 1 - best) < limit:

@@ -181,7 +181,7 @@ def _nothing_left(run: Run) -> str | None:
     text = f"{epochs(run.epoch(done))} epochs ({done:,} steps) are done"
     if done < asked and stopped is not None:
         best, _ = stopped
-        metric = run.config.schedule.early_stopping_metric
+        metric = run.config.schedule.best_metric
         return f"{text}, after which early stopping ended the run ({metric} was best at epoch {epochs(best['epoch'])})"
     # Fewer do not undo steps.
     only = "only " if done > asked else ""

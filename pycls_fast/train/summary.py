@@ -31,7 +31,7 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         memory: the peak over the ranks, in bytes.
 
     Returns:
-        What a sweeper minimises, or None: 100 - the best top-1 (or class_top1, if `schedule.early_stopping_metric`
+        What a sweeper minimises, or None: 100 - the best top-1 (or class_top1, if `schedule.best_metric`
         says so) in percent, or the lowest loss.
     """
     if not clock.intervals:
@@ -49,12 +49,12 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
     if final is not None and best is not None:
         # The mean over the classes is None if no image could be scored.
         shown = {**best, "class_top1": best.get("class_top1") or 0.0}
-        which = _BEST[run.config.schedule.early_stopping_metric].format_map(shown)
+        which = _BEST[run.config.schedule.best_metric].format_map(shown)
         run.display.note(
             f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
         )
     run.display.note(f"run folder: {run.folder.path}")
-    return None if best is None else objective(best, run.config.schedule.early_stopping_metric)
+    return None if best is None else objective(best, run.config.schedule.best_metric)
 
 
 def _has_summary(run: Run) -> bool:
@@ -71,7 +71,7 @@ def summary_values(
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
-    best = best_evaluation(primary, run.config.schedule.early_stopping_metric)
+    best = best_evaluation(primary, run.config.schedule.best_metric)
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,

@@ -68,7 +68,7 @@ class Evaluations:
             return False
         if run.world.is_main:
             best, waited = found
-            metric, at = schedule.early_stopping_metric, best["epoch"]
+            metric, at = schedule.best_metric, best["epoch"]
             run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
@@ -119,7 +119,7 @@ class Evaluations:
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
             return
-        if best_evaluation(evaluations, run.config.schedule.early_stopping_metric) == len(evaluations) - 1:
+        if best_evaluation(evaluations, run.config.schedule.best_metric) == len(evaluations) - 1:
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:

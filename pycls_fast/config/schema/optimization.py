@@ -203,6 +203,6 @@ class Schedule(Section):
     """The factor of each step of the curve `step`."""
     early_stopping_evals: PositiveInt | None = None
     """End the run when the best evaluation is so many evaluations old; null: never."""
-    early_stopping_metric: Literal["top1", "class_top1", "loss"] = "top1"
+    best_metric: Literal["top1", "class_top1", "loss"] = "top1"
     """What makes an evaluation the best one, also for checkpoints/best and summary.json: top-1, the mean of the
     classes' accuracies, or the loss. Of equal ones it is the first."""

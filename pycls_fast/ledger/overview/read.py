@@ -89,7 +89,7 @@ def _json(file: Path) -> Any:
 
 
 def _metric(values: Record) -> str:
-    return str(values.get("schedule", {}).get("early_stopping_metric", "top1"))
+    return str(values.get("schedule", {}).get("best_metric", "top1"))
 
 
 def _state(path: Path, summary: Record | None, records: Sequence[Record]) -> State:

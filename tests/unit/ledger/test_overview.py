@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_after_its_end_is_what_it_is_now(tmp_path: Path) -> N
 
 
 def test_the_best_evaluation_is_the_one_that_the_run_keeps(tmp_path: Path) -> None:
-    settings = ("schedule.early_stopping_evals=3", "schedule.early_stopping_metric=loss")
+    settings = ("schedule.early_stopping_evals=3", "schedule.best_metric=loss")
     run = read_run(make_run(tmp_path, *settings, top1=(80.0, 70.0), ends="killed"))
     assert (run.numbers["best_top1"], run.numbers["final_top1"]) == (70.0, 70.0)
 

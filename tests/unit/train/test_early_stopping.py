@@ -59,7 +59,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
     run: Any = SimpleNamespace(
         folder=folder,
         step=SimpleNamespace(ema=None),
-        config=load_config("vit_digits", ["data.root=x", f"schedule.early_stopping_metric={metric}"]),
+        config=load_config("vit_digits", ["data.root=x", f"schedule.best_metric={metric}"]),
         world=world,
         total_steps=5,
         epoch=float,

@@ -268,7 +268,7 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
 
 
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = run(tmp_path, "schedule.early_stopping_metric=class_top1", "schedule.max_steps=1")
+    records = run(tmp_path, "schedule.best_metric=class_top1", "schedule.max_steps=1")
     (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
     assert f"(best class top-1 {score:.2f}% at epoch 0.33)" in capsys.readouterr().out
 
