@@ -19,6 +19,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.train import run_folder, train
 from pycls_fast.train.signals import stop_requests
 
+SMALL = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -190,13 +191,31 @@ def test_before_the_training_it_ends_at_once(
     """And leaves nothing behind, whether before or behind the files that say what the run is."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(at, lambda *arguments: send(number))
-    small = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
-    config = load_config("vit_digits", [*small, f"data.root={digits}", "runtime.progress=plain"])
+    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", "runtime.progress=plain"])
     with pytest.raises(type(ends)) as raised:
         train(config)
     assert raised.value.args == ends.args
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("at", "left"),
+    [("open_board", set()), ("Loop._run_to_end", {"checkpoints", "config.yaml", "environment.json"})],
+)
+def test_a_run_whose_training_begins_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Path, at: str, left: set[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise UserError("key: wrong")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"pycls_fast.train.loop.{at}", fail)
+    typed = [*SMALL, f"data.root={digits}", "runtime.progress=plain", "runtime.tensorboard=false"]
+    with pytest.raises(UserError, match="key: wrong"):
+        train(load_config("vit_digits", typed))
+    assert {path.name for path in tmp_path.glob("runs/*/*/*")} == left
+    assert bool(left) == bool(list(tmp_path.iterdir()))
 
 
 def left_in(folder: run_folder.RunFolder) -> set[str]:
