@@ -199,6 +199,11 @@ def test_every_experiment_on_imagenet_tells_its_published_number_and_how_it_diff
         header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
         assert "measured here: not yet" in header
         assert header.count("Differs from it:") == 1, name
+        source = header.partition("# Source:")[2].partition("Differs from it:")[0]
+        # The number after # is of an issue.
+        for repository, commit in re.findall(r"\b([\w-]+/[\w-]+)(@[0-9a-f]{7})?(?=[,; ])", source):
+            owner = repository.partition("/")[0]
+            assert commit or owner not in ("facebookresearch", "google-research", "libffcv"), (name, repository)
         if known.top1 is not None:
             assert f"{known.top1:g}" in header or f"{known.top1:.1f}" in header, name
 
