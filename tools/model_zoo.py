@@ -78,6 +78,8 @@ python tools/test_net.py --config-name deit_s16 weights=timm:deit_small_patch16_
 ```
 
 The numbers are those of the library that offers the weights, evaluated by it, and may differ a little from the paper's.
+Files come without preprocessing; `test_net` shows their number if they have kept their name and are scored with the
+experiment of their row (`--config-name mae_finetune_b16 weights=path/to/mae_finetuned_vit_base.pth`).
 """
 
 
