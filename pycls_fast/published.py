@@ -102,7 +102,7 @@ EXPERIMENTS: dict[str, Published] = {
 
 _TIMM = "timm, results/results-imagenet.csv"
 
-# By the weights' full name.
+# By the weights' full name, or by the name of their file, which has to be scored as its experiment evaluates.
 WEIGHTS: dict[str, Score] = {
     "timm:deit_tiny_patch16_224.fb_in1k": Score(72.190, 224, _TIMM),
     "timm:deit_small_patch16_224.fb_in1k": Score(79.856, 224, _TIMM),
@@ -125,4 +125,8 @@ WEIGHTS: dict[str, Score] = {
     "torchvision:resnet50.IMAGENET1K_V1": Score(76.130, 224, _TORCHVISION),
     "torchvision:resnet50.IMAGENET1K_V2": Score(80.858, 224, _TORCHVISION),
     "torchvision:vit_b_16.IMAGENET1K_V1": Score(81.072, 224, _TORCHVISION),
+    "mae_finetuned_vit_base.pth": Score(83.664, 224, _MAE),
+    "mae_finetuned_vit_large.pth": Score(85.952, 224, _MAE),
+    "mae_finetuned_vit_huge.pth": Score(86.928, 224, _MAE),
+    "R-50-1x64d_dds_8gpu.pyth": Score(76.8, 224, _PYCLS),
 }

@@ -48,9 +48,9 @@ to keep up, too.
 _RECIPES = """\
 ## Recipes
 
-Each is a file `configs/NAME.yaml`, which has its command, hardware, source and how it differs from the source; a test
-compares the values with the source's (`tests/unit/config/test_recipes.py`). Weights without `timm:` or `torchvision:`
-are files linked from the source's page.
+Each is a file `configs/NAME.yaml`, which has its command, hardware, source (mostly with a commit) and how it
+differs from the source; a test compares the values with the source's (`tests/unit/config/test_recipes.py`). Weights
+without `timm:` or `torchvision:` are files linked from the source's page.
 
 ```
 python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
@@ -78,6 +78,8 @@ python tools/test_net.py --config-name deit_s16 weights=timm:deit_small_patch16_
 ```
 
 The numbers are those of the library that offers the weights, evaluated by it, and may differ a little from the paper's.
+Files come without preprocessing; `test_net` shows their number if they have kept their name and are scored with the
+experiment of their row (`--config-name mae_finetune_b16 weights=path/to/mae_finetuned_vit_base.pth`).
 """
 
 
@@ -135,13 +137,13 @@ def _recipes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         top1 = "none" if known.top1 is None else f"{known.top1:g}"
         weights = f"`{known.weights}`" if known.weights else ""
         size = f"{known.parameters:g} | {known.gmacs:g} | {known.size}"
-        length = f"{config.schedule.epochs} | {_hours(known, config.data, config.schedule.epochs)}"
+        length = f"{config.schedule.epochs} | {hours(known, config.data, config.schedule.epochs)}"
         ours = _ours(measured, "experiment", name)
         model = _network(config.model.model_dump())
         yield f"| `{name}` | {model} | {size} | {length} | {top1} | {known.source} | {ours} | {weights} |"
 
 
-def _hours(known: Published, data: Data, epochs: int) -> str:
+def hours(known: Published, data: Data, epochs: int) -> str:
     """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
     sizes = data.training_image_sizes
     parts = pairwise([*sizes, epochs])

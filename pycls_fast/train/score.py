@@ -91,23 +91,38 @@ def _table_file(predictions: str, world: World) -> Path:
     return output_file(file, world, key="predictions")
 
 
-def _published_comparison(
-    about: foreign.Preprocessing | None, top1: float
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def _published_name(config: RunConfig, path: Path | str, about: foreign.Preprocessing | None, split: str) -> str | None:
+    """The weights' name in `published.WEIGHTS`; None if they were scored in another way than the number there.
+
+    Args:
+        config: what they were scored with.
+        path: the file, or the name of weights that were downloaded.
+        about: the weights' own preprocessing, if it was used.
+        split: what was scored; published numbers are for the original validation images.
+    """
+    if split != "val":
+        return None
+    if about is not None:
+        return about.weights
+    # A file comes without preprocessing; its experiment's is the published one.
+    known = published.EXPERIMENTS.get(config.config_name)
+    return known.weights if known is not None and isinstance(path, Path) and known.weights == path.name else None
+
+
+def _published_comparison(name: str | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """The published number and our difference from it, as rows and as a record; empty if none is known."""
-    known = published.WEIGHTS.get(about.weights) if about is not None else None
-    if about is None or known is None:
+    known = None if name is None else published.WEIGHTS.get(name)
+    if known is None:
         return [], {}
     where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
     rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
-    return rows, {"published": {"weights": about.weights, **asdict(known)}}
+    return rows, {"published": {"weights": name, **asdict(known)}}
 
 
 def _print_result(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
     """Print the result; returns the published number as a record, if there is one for this."""
     display, taken = setup.display, setup.preprocessing
-    # Published numbers are for the original validation images with the published preprocessing.
-    rows, comparison = _published_comparison(taken if split == "val" else None, result.top1)
+    rows, comparison = _published_comparison(_published_name(setup.config, origin.path, taken, split), result.top1)
     whose = "" if taken is None else ", as the weights say"
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")

@@ -119,7 +119,7 @@ def test_weights_of_the_hub_are_recorded_with_their_commit(
     ]
 
 
-def test_defaults_do_on_sixty_images(images: Path, weights: Path, tmp_path: Path) -> None:
+def test_sixty_images_are_enough(images: Path, weights: Path, tmp_path: Path) -> None:
     """As a process, as a user starts it; then the run is scored, by its own configuration."""
     run = tmp_path / "run"
     given = [f"data.root={images}", f"weights={weights}", "model=vit_b16", *TINY, f"run_dir={run}"]

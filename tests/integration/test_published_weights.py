@@ -118,6 +118,30 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert told["loss"] != pytest.approx(loss, rel=1e-3)
 
 
+def test_a_published_file_is_compared_under_its_experiment(
+    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not under another name or experiment, and not on another split."""
+    model = timm.create_model("vit_small_patch16_224", global_pool="avg", **SMALL)
+    for name in ("mae_finetuned_vit_base.pth", "other.pth"):
+        torch.save({"model": model.state_dict()}, tmp_path / name)
+
+    def published_number(experiment: str, name: str, split: str = "val") -> dict[str, Any] | None:
+        given = (f"data.root={images}", f"weights={tmp_path / name}", "data.image_size=96", *OURS, *MACHINE)
+        config = load_config(experiment, [*given, "model.class_token=true", "model.classifier=pooled"])
+        assert score(config, split, str(tmp_path / "scores.json")) == 0
+        found: dict[str, Any] | None = json.loads((tmp_path / "scores.json").read_text()).get("published")
+        return found
+
+    assert published_number("mae_finetune_b16", "mae_finetuned_vit_base.pth") == {
+        "weights": "mae_finetuned_vit_base.pth", "top1": 83.664, "size": 224, "source": "MAE, FINETUNE.md",
+    }  # fmt: skip
+    assert "published 83.66% on ImageNet-1k's" in " ".join(capsys.readouterr().out.split())
+    assert published_number("mae_finetune_b16", "other.pth") is None
+    assert published_number("deit_b16", "mae_finetuned_vit_base.pth") is None
+    assert published_number("mae_finetune_b16", "mae_finetuned_vit_base.pth", split="train") is None
+
+
 @pytest.mark.parametrize(("crop", "way"), [("squash", "both sides"), ("border", "long side")])
 def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images: Path, crop: str, way: str) -> None:
     model = timm_folder(tmp_path / "deit", crop_mode=crop)
@@ -239,7 +263,10 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
             foreign.described(source)
 
 
-@pytest.mark.parametrize("source", [*published.WEIGHTS, "timm:deit_tiny_patch16_224", "torchvision:resnet50"])
+@pytest.mark.parametrize(
+    "source",
+    [*(name for name in published.WEIGHTS if ":" in name), "timm:deit_tiny_patch16_224", "torchvision:resnet50"],
+)
 def test_published_weights_describe_themselves(source: str) -> None:
     """By name, at the size of the published number; resized and cropped to the very pixels of the library."""
     about = foreign.described(source)

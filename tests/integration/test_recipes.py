@@ -12,8 +12,27 @@ from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.train import train
 from tests.integration.runs import records
 
-# One of each kind of network, loss and optimizer.
-CHEAP = ("deit3_s16", "vit_c_1gf", "mae_finetune_b16", "rsb_a3")
+# One of each family, 1 to 2 s each: shrunk, the others of a family differ little from it.
+FAMILIES = (
+    "vit_s16",
+    "vit_l16",
+    "deit_s16",
+    "deit3_s16",
+    "deit3_b16_224",
+    "vit_s16_90ep",
+    "vit_p_1gf",
+    "vit_c_1gf",
+    "mae_finetune_b16",
+    "augreg_finetune_ti16_384",
+    "torchvision_vit_b16",
+    "torchvision_resnet50_v1",
+    "torchvision_resnet50_v2",
+    "rsb_a1",
+    "rsb_a3",
+    "resnet50",
+    "regnety_4gf",
+    "resnet50_16ep",
+)
 # One of each kind of network, compiled as the preset does on a CPU with bfloat16, which takes minutes.
 COMPILED = ("vit_b16", "resnet50", "regnety_4gf")
 
@@ -58,7 +77,7 @@ def shrunk(name: str, run_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in published.EXPERIMENTS],
+    [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in published.EXPERIMENTS],
 )
 def test_two_steps(tmp_path: Path, name: str) -> None:
     trains(load_config(name, [*shrunk(name, tmp_path / "run"), "speed.compile=off"]))

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from pycls_fast import published
+from pycls_fast.config import load_config
 from pycls_fast.config.locations import CONFIGS
-from tools.model_zoo import MEASURED, PAGE, page
+from tools.model_zoo import MEASURED, PAGE, hours, page
 
 # In a header: "Result: 89.3 top-1 ..." or "Result: the paper reports ...; measured here: 79.8 ...".
 OURS = re.compile(r"Result: (?:.*measured here: )?(\d+\.\d)\b")
@@ -58,3 +59,11 @@ def test_a_number_in_the_header_of_an_experiment_is_that_of_the_page() -> None:
             told[file.stem] = found[1]
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     assert told == {entry["experiment"]: f"{entry['top1']:.1f}" for entry in measured if "experiment" in entry}
+
+
+@pytest.mark.parametrize("name", published.EXPERIMENTS)
+def test_the_hours_in_the_header_of_an_experiment_are_those_of_the_page(name: str) -> None:
+    config = load_config(name, ["data.root=/nowhere"])
+    expected = hours(published.EXPERIMENTS[name], config.data, config.schedule.epochs)
+    header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("# Result:")[0]
+    assert f"by arithmetic at least {expected} hours on one H100" in header.partition("# Time:")[2]
