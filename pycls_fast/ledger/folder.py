@@ -89,10 +89,14 @@ class LedgerFolder:
             self._resume(before)
 
     def close(self) -> None:
-        """Unlock the folder."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        """Save the time of this start, and unlock the folder."""
+        try:
+            if self.stopwatch is not None:
+                self.stopwatch.lap()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            self._lock = None
 
     @property
     def inherited(self) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Ledger:
         self.folder.check(self._plan())
 
     def close(self) -> None:
-        """Unlock the folder."""
+        """Save the time of this start, and unlock the folder."""
         self.folder.close()
 
     def _plan(self) -> dict[str, Any]:
