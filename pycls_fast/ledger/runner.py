@@ -109,13 +109,8 @@ class Ledger:
             UserError: the reference arm does not run.
             KeyboardInterrupt: a stop was requested.
         """
-        self._try_out()
         s = self.settings
-        for number in range(1, s.rounds):
-            # Alternating order: a steady drift cancels over two rounds.
-            order = self.selection.runnable()
-            for arm in order if number % 2 == 0 else reversed(order):
-                self._time(arm, number)
+        self._time_all()
         after_phase()
         if s.numerics_steps is not None:
             with_rounding = self.with_rounding()
@@ -141,30 +136,38 @@ class Ledger:
         """The arms whose rounding is measured, if any is: one process can do it, and it is not another arm's."""
         return commands.with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _try_out(self) -> None:
-        """Time the first round, in the ladder's order, which finds what cannot run here; later arms go without it.
+    def _time_all(self) -> None:
+        """Time all rounds; the first one, in the ladder's order, finds what cannot run here: later arms go without it.
 
         If an arm fails in a later round, only that arm is left out: the arms after it include its change and already
         have timings.
         """
         for arm in self.selection.alone():
             self._try(arm)
-        for arm in self.selection.in_order():
-            if self.selection.why_not(arm) is None:
-                self._try(arm)
+        rounds = self.folder.rounds()
+        with rounds.timing(0):
+            for arm in self.selection.in_order():
+                if self.selection.why_not(arm) is None:
+                    self._try(arm, repeat=rounds.again)
+        for number in range(1, self.settings.rounds):
+            # Alternating order: a steady drift cancels over two rounds.
+            order = self.selection.runnable()
+            with rounds.timing(number):
+                for arm in order if number % 2 == 0 else reversed(order):
+                    self._time(arm, number, repeat=rounds.again)
 
-    def _try(self, arm: Arm) -> None:
-        finished = self._time(arm, 0)
+    def _try(self, arm: Arm, *, repeat: bool = False) -> None:
+        finished = self._time(arm, 0, repeat=repeat)
         if finished is not None and finished.status != 0:
             self.selection.exclude(arm, finished)
 
-    def _time(self, arm: Arm, number: int) -> Finished | None:
+    def _time(self, arm: Arm, number: int, *, repeat: bool) -> Finished | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
         arguments = commands.timing(arm, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         what = f"{arm.name}: timing {number + 1} of {s.rounds}"
         # In later rounds it has run before: another program may have been in its way.
-        return self._piece(what, arm, "time_net", arguments, file, again=number > 0)
+        return self._piece(what, arm, "time_net", arguments, file, again=number > 0, repeat=repeat)
 
     def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.folder.numerics_file(arm)
@@ -191,9 +194,10 @@ class Ledger:
         ranks: int | None = None,
         blame: bool = True,
         again: bool = False,
+        repeat: bool = False,
     ) -> Finished | None:
-        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
-        if file.is_file():
+        """Run one process to its end, unless its file exists and not `repeat`; with `again`, once more if it fails."""
+        if file.is_file() and not repeat:
             self.note_done()
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
