@@ -12,6 +12,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, readable
+from pycls_fast.ledger.rounds import Rounds
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
 
@@ -89,10 +90,14 @@ class LedgerFolder:
             self._resume(before)
 
     def close(self) -> None:
-        """Unlock the folder."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        """Save the time of this start, and unlock the folder."""
+        try:
+            if self.stopwatch is not None:
+                self.stopwatch.lap()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            self._lock = None
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -145,6 +150,10 @@ class LedgerFolder:
     def timing_file(self, arm: Arm, number: int) -> Path:
         """The file of an arm's timing in one round."""
         return self.path / "timings" / arm.slug / f"round_{number}.json"
+
+    def rounds(self) -> Rounds:
+        """The rounds that have begun and not ended."""
+        return Rounds(self.path / "timings" / "rounds.json")
 
     def numerics_file(self, arm: Arm) -> Path:
         """The file of an arm's rounding errors."""

@@ -17,9 +17,10 @@ from pycls_fast.ledger import commands
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.plan import Arm, merged, tree_path
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.progress import Progress
 from pycls_fast.ledger.selection import Selection
 from pycls_fast.ledger.settings import Settings
-from pycls_fast.ledger.trainings import Trainings
+from pycls_fast.ledger.trainings import Trainings, training_name
 
 
 @dataclass
@@ -30,13 +31,14 @@ class Ledger:
         flags, typed: options and overrides that make the experiment, for every tool.
         device: "cpu" or "cuda": where the arms run.
         tools: the folder of the tools.
-        say: called with a message after each measurement.
+        say: called with a message at the start and the end of each measurement, and every minute for each training.
         cuda_devices: names of the CUDA devices that concurrent training runs divide among them; empty if there is no
             need to.
         conditions: what else must be the same at every start, by name (`ledger.conditions`).
         selection: the arms, and which of them run.
         untrained: arms that were timed and whose training ended early, and why.
         unmeasured: other measurements that failed or do not apply ("ARM: rounding", "gradients"), and why.
+        progress: what of the work is done.
         stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
@@ -57,10 +59,7 @@ class Ledger:
     untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     stop_requested: bool = False
-    _done: int = 0
-    _trained: int = 0
-    # Seconds of each measurement and of each training run in this start.
-    _took: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
@@ -82,7 +81,7 @@ class Ledger:
         self.folder.check(self._plan())
 
     def close(self) -> None:
-        """Unlock the folder."""
+        """Save the time of this start, and unlock the folder."""
         self.folder.close()
 
     def _plan(self) -> dict[str, Any]:
@@ -109,13 +108,8 @@ class Ledger:
             UserError: the reference arm does not run.
             KeyboardInterrupt: a stop was requested.
         """
-        self._try_out()
         s = self.settings
-        for number in range(1, s.rounds):
-            # Alternating order: a steady drift cancels over two rounds.
-            order = self.selection.runnable()
-            for arm in order if number % 2 == 0 else reversed(order):
-                self._time(arm, number)
+        self._time_all()
         after_phase()
         if s.numerics_steps is not None:
             with_rounding = self.with_rounding()
@@ -141,30 +135,38 @@ class Ledger:
         """The arms whose rounding is measured, if any is: one process can do it, and it is not another arm's."""
         return commands.with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _try_out(self) -> None:
-        """Time the first round, in the ladder's order, which finds what cannot run here; later arms go without it.
+    def _time_all(self) -> None:
+        """Time all rounds; the first one, in the ladder's order, finds what cannot run here: later arms go without it.
 
         If an arm fails in a later round, only that arm is left out: the arms after it include its change and already
         have timings.
         """
         for arm in self.selection.alone():
             self._try(arm)
-        for arm in self.selection.in_order():
-            if self.selection.why_not(arm) is None:
-                self._try(arm)
+        rounds = self.folder.rounds()
+        with rounds.timing(0):
+            for arm in self.selection.in_order():
+                if self.selection.why_not(arm) is None:
+                    self._try(arm, repeat=rounds.again)
+        for number in range(1, self.settings.rounds):
+            # Alternating order: a steady drift cancels over two rounds.
+            order = self.selection.runnable()
+            with rounds.timing(number):
+                for arm in order if number % 2 == 0 else reversed(order):
+                    self._time(arm, number, repeat=rounds.again)
 
-    def _try(self, arm: Arm) -> None:
-        finished = self._time(arm, 0)
+    def _try(self, arm: Arm, *, repeat: bool = False) -> None:
+        finished = self._time(arm, 0, repeat=repeat)
         if finished is not None and finished.status != 0:
             self.selection.exclude(arm, finished)
 
-    def _time(self, arm: Arm, number: int) -> Finished | None:
+    def _time(self, arm: Arm, number: int, *, repeat: bool) -> Finished | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
         arguments = commands.timing(arm, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         what = f"{arm.name}: timing {number + 1} of {s.rounds}"
         # In later rounds it has run before: another program may have been in its way.
-        return self._piece(what, arm, "time_net", arguments, file, again=number > 0)
+        return self._piece(what, arm, "time_net", arguments, file, again=number > 0, repeat=repeat)
 
     def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.folder.numerics_file(arm)
@@ -191,24 +193,25 @@ class Ledger:
         ranks: int | None = None,
         blame: bool = True,
         again: bool = False,
+        repeat: bool = False,
     ) -> Finished | None:
-        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
-        if file.is_file():
+        """Run one process to its end, unless its file exists and not `repeat`; with `again`, once more if it fails."""
+        if file.is_file() and not repeat:
             self.note_done()
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
         ranks = arm.ranks if ranks is None else ranks
-        finished = self._to_its_end(tool, arm, arguments, ranks, file)
+        finished = self._to_its_end(what, tool, arm, arguments, ranks, file)
         if again and finished.status != 0:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
-            finished = self._to_its_end(tool, arm, arguments, ranks, file)
+            finished = self._to_its_end(what, tool, arm, arguments, ranks, file)
         self.report(what, finished)
         if blame and finished.status != 0:
             self.selection.blame(arm, finished)
         return finished
 
-    def _to_its_end(self, tool: str, arm: Arm, arguments: Sequence[str], ranks: int, file: Path) -> Finished:
-        process = self._start(tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
+    def _to_its_end(self, what: str, tool: str, arm: Arm, arguments: Sequence[str], ranks: int, file: Path) -> Finished:
+        process = self._start(what, tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
         try:
             while (finished := self.finished(process)) is None:
                 time.sleep(_POLLING_SECONDS)
@@ -232,27 +235,20 @@ class Ledger:
         """The experiment's arguments, with `more` replacing its own overrides of the same keys."""
         return [*self.flags, *merged(self.typed, more)]
 
-    def _left(self) -> str:
-        """An estimate of the remaining time, from the measurements and training runs so far."""
-        runs = max(len(self.selection.runnable()) * self.settings.seeds - self._trained, 0)
-        others = max(self.total() - self._done - runs, 0)
-        measuring, training = (sum(took) / len(took) if took else 0.0 for took in self._took)
-        text = f"about {_minutes(others * measuring + runs * training / self.settings.jobs)} left"
-        return f"{text} before the training" if runs and not self._took[True] else text
-
     def note_done(self, *, training: bool = False) -> None:
         """Count a measurement or training run that is finished."""
-        self._done += 1
-        self._trained += training
+        self.progress.note_done(training=training)
 
     def report(self, what: str, finished: Finished, *, training: bool = False) -> None:
         """Count a process that has ended, and say how."""
         self.note_done(training=training)
-        self._took[training].append(finished.seconds)
+        self.progress.note_time(finished.seconds, training=training)
         if self.folder.stopwatch is not None:
             self.folder.stopwatch.lap()
         if finished.status == 0:
-            self.say(f"{what}: {finished.seconds:.0f} s  ({self._done} of {self.total()}, {self._left()})")
+            total = self.total()
+            left = self.progress.left(total, len(self.selection.runnable()) * self.settings.seeds, self.settings.jobs)
+            self.say(f"{what}: {finished.seconds:.0f} s  ({self.progress.done} of {total}, {left})")
         elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
@@ -271,12 +267,22 @@ class Ledger:
         """Start a training run, which sees only these CUDA devices if there are any."""
         run_dir = self.folder.run_dir(arm, seed)
         arguments, log = commands.training(arm, run_dir, seed=seed), self.folder.log_file(run_dir)
-        return self._start("train_net", arm, arguments, ranks=arm.ranks, log=log, devices=devices)
+        what = training_name(arm, seed)
+        return self._start(what, "train_net", arm, arguments, ranks=arm.ranks, log=log, devices=devices)
 
     def _start(
-        self, tool: str, arm: Arm, arguments: Sequence[str], *, ranks: int, log: Path, devices: Sequence[str] = ()
+        self,
+        what: str,
+        tool: str,
+        arm: Arm,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        log: Path,
+        devices: Sequence[str] = (),
     ) -> Process:
         self.folder.note_code()
+        self.say(f"{what}: started (log: {log})")
         return self.process(tool, arm, arguments, ranks=ranks, log=log, devices=devices)
 
     def process(
@@ -304,7 +310,3 @@ class Ledger:
 _POLLING_SECONDS = 0.1
 # Why an arm lacks it.
 _NO_ROUNDING = "one process measures it, which has no parallel settings"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -11,7 +11,7 @@ from pycls_fast.train.output_file import write_json
 
 
 class Stopwatch:
-    """Seconds worked over all starts, saved in a file at each lap; a kill loses the time since the last one.
+    """Seconds worked over all starts, saved in a file at each lap; a kill -9 loses the time since the last one.
 
     Args:
         file: holds the seconds and the starts; continued if it exists.

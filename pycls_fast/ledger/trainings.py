@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.training_watch import TrainingWatch
+from pycls_fast.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pycls_fast.ledger.runner import Ledger
+
+
+def training_name(arm: Arm, seed: int) -> str:
+    """A training run as messages call it."""
+    return f"{arm.name}: training, seed {seed}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Trainings:
         self._waiting = deque(_Run(arm, seed) for seed in ledger.seeds() for arm in ledger.selection.runnable())
         self._running: list[_Running] = []
         self._free = list(ledger.cuda_devices)
+        self._watch = TrainingWatch(ledger.say)
 
     def processes(self) -> list[Process]:
         """The runs that have been started and not ended."""
@@ -61,7 +70,12 @@ class Trainings:
                 self._running.remove(running)
                 self._free += running.devices
                 self._end(running, finished)
+        runs = [running.run for running in self._running]
+        self._watch.look((training_name(run.arm, run.seed), self._metrics(run)) for run in runs)
         return bool(self._waiting or self._running)
+
+    def _metrics(self, run: _Run) -> Path:
+        return RunFolder(self._ledger.folder.run_dir(run.arm, run.seed)).metrics
 
     def _fits(self, run: _Run) -> bool:
         if not self._running:
@@ -84,7 +98,7 @@ class Trainings:
 
     def _end(self, running: _Running, finished: Finished) -> None:
         arm, seed = running.run.arm, running.run.seed
-        what = f"{arm.name}: training, seed {seed}"
+        what = training_name(arm, seed)
         if finished.lacked_memory and running.shared:
             self._ledger.say(f"{what}: lacked memory while others ran; starting it once more by itself at the end")
             self._waiting.append(_Run(arm, seed, alone=True))

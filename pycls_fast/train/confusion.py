@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pycls_fast.train.by_class import Confusion
+from pycls_fast.train.fonts import fonts_for
 from pycls_fast.train.output_file import atomic_write
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
         _write_numbers(axes, counts, share_DD)
     figure.suptitle(title, fontsize=11, parse_math=False)
     with atomic_write(path) as temporary, warnings.catch_warnings():
-        # A name may have characters that the font draws as boxes.
+        # A name may have characters that no installed font has; they become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(temporary, dpi=110, format="png")
 
@@ -93,8 +94,9 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     names = [_short(name) for name in classes]
     size = 8 if len(names) <= _WITH_NUMBERS else 5
     places = range(len(names))
-    axes.set_xticks(places, names, rotation=90, fontsize=size, parse_math=False)
-    axes.set_yticks(places, names, fontsize=size, parse_math=False)
+    families = [font.family for font in fonts_for(names)]
+    axes.set_xticks(places, names, rotation=90, fontsize=size, family=families, parse_math=False)
+    axes.set_yticks(places, names, fontsize=size, family=families, parse_math=False)
 
 
 def _write_numbers(axes: Axes, counts: Confusion, share_KK: np.ndarray) -> None:
@@ -113,7 +115,8 @@ def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
         for a, b, images in zip(*(values_C[largest] for values_C in counts), strict=True)
     ]
     text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
-    axes.text(0, 1, text, va="top", fontsize=8, transform=axes.transAxes, parse_math=False)
+    families = [font.family for font in fonts_for(lines)]
+    axes.text(0, 1, text, va="top", fontsize=8, family=families, transform=axes.transAxes, parse_math=False)
 
 
 def _short(name: str) -> str:

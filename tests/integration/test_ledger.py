@@ -25,7 +25,8 @@ LADDER = """
 description: three changes
 baseline: {name: plain, overrides: [speed=reference]}
 rungs:
-  - {name: same, overrides: [speed.input_copy=blocking]}
+  # Other code than the reference's, with the same bits.
+  - {name: same, overrides: [speed.metrics=interval]}
   - {name: nowhere, overrides: [precision=tf32]}
   - {name: half, overrides: [precision=amp_bf16]}
 """
@@ -55,7 +56,8 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert not [pid for pid in _commands() if str(folder) in pid], "a killed ledger leaves processes behind"
 
     said = run_process(arguments, cwd=tmp_path, timeout=600).stdout
-    assert first.stat().st_mtime_ns == stamp
+    # The whole round is timed again, so that its timings are pairs.
+    assert first.stat().st_mtime_ns != stamp
     assert "nowhere: timing 1 of 1: cannot run: precision: tf32 needs CUDA" in said
 
     record = json.loads((folder / "ledger.json").read_text())
@@ -75,8 +77,10 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
         assert (folder / name).stat().st_size > 500
 
     # Nothing is left to do, and nothing is done.
+    stamp = first.stat().st_mtime_ns
     again = run_process(arguments, cwd=tmp_path).stdout
     assert "training, seed" not in again
+    assert first.stat().st_mtime_ns == stamp
     other = run_process([*arguments, "steps=3"], cwd=tmp_path, expect=2).stderr
     assert (
         other == f"error: output: {folder} holds a ledger with different steps; choose another folder, or remove it\n"
@@ -111,7 +115,7 @@ def test_sigterm_leaves_the_record_and_the_same_command_resumes(
 
     stamp = timed.stat().st_mtime_ns
     run_process(arguments, cwd=tmp_path)
-    assert timed.stat().st_mtime_ns == stamp
+    assert timed.stat().st_mtime_ns != stamp, "it was of a round that was cut short"
     assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, True]
 
 
@@ -126,7 +130,7 @@ def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Pa
     weights.touch()
     fine_tunes = ("needs_weights=true", f"weights={weights}")
     said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true", *fine_tunes), cwd=tmp_path).stdout
-    assert "half: speed=reference speed.input_copy=blocking precision=amp_bf16" in said
+    assert "half: speed=reference speed.metrics=interval precision=amp_bf16" in said
     lines = [line.partition(": about ")[0] for line in said.splitlines() if ": about " in line]
     assert lines == ["timings", "rounding", "training"]
     # 1,438 images make 22 steps of 64.

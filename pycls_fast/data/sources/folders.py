@@ -264,7 +264,10 @@ def subfolders(root: Path) -> list[str]:
 
 def _list_root(root: Path) -> list[str]:
     if not root.exists():
-        raise UserError(f"there is no dataset folder {root.absolute()}; {_LAYOUT}")
+        raise UserError(
+            f"there is no dataset folder {root.absolute()}; {_LAYOUT}; check one with "
+            "tools/prepare_data.py verify data.root=ROOT"
+        )
     if not root.is_dir():
         raise UserError(f"the dataset {root.absolute()} is a file, not a folder; {_LAYOUT}")
     return subfolders(root)

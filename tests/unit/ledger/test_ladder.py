@@ -351,7 +351,7 @@ def test_a_failure_after_the_first_round_may_be_chance(
     monkeypatch.setattr(fake, "finished", once)
     ledger = start(tmp_path, rounds=3)
     assert (ledger.selection.failed, len(fake.started)) == ({}, 10)
-    assert ledger.total() == ledger._done == 9
+    assert ledger.total() == ledger.progress.done == 9
 
 
 def test_without_the_references_training_no_other_one_starts(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -481,7 +481,7 @@ def test_what_one_process_cannot_have_is_no_rounding_of_its_own(
     why = "one process measures it, which has no parallel settings"
     assert record["unmeasured"]["half the traffic: rounding"] == why
     assert len(record["unmeasured"]) == 6 - len(found)
-    assert ledger.total() == ledger._done
+    assert ledger.total() == ledger.progress.done
 
 
 # What vit_digits cannot have on a CPU, beside what needs CUDA.
@@ -794,7 +794,7 @@ def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[Fa
     assert not record["timing"]
     # Three rungs alone, and two rounds of three arms.
     assert len(fake.started) == 9
-    assert ledger.total() == ledger._done == 9
+    assert ledger.total() == ledger.progress.done == 9
 
 
 def test_a_baseline_for_another_device(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
         ledger = Ledger(ladder, Settings(seeds=seeds), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
         for arm in ledger.selection.arms():
             for seed in range(3):
-                _make_run(ledger.folder.run_dir(arm, seed), {"base": 5, "worse": (27, 31, 25)[seed]}[arm.name])
+                make_run(ledger.folder.run_dir(arm, seed), {"base": 5, "worse": (27, 31, 25)[seed]}[arm.name])
         with closing(ledger):
             ledger.open()
             reports.append(collect(ledger, "vit"))
@@ -48,7 +48,7 @@ def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
     assert "This is report 4 (with 3, then 4, then 5, then 6 seeds)" in reports[-1]["rule"]
 
 
-def _make_run(path: Path, wrong: int) -> None:
+def make_run(path: Path, wrong: int) -> None:
     """A finished run that got the first so many of 100 images wrong."""
     predicted = (np.arange(100) < wrong).astype(np.int64)
     folder = RunFolder(path)

@@ -14,6 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder as module
+from pycls_fast.ledger import training_watch
 from pycls_fast.ledger.plan import Arm
 from pycls_fast.ledger.processes import Finished, Process, visible_devices
 from pycls_fast.ledger.run_ladder import run_ladder
@@ -88,6 +89,19 @@ def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
     work.end("d")
     assert not trainings.advance()
     assert len(work.reported) == 4
+
+
+def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_watch, "_EVERY_SECONDS", 0.0)
+    work = Work(tmp_path, [arm("a"), arm("b"), arm("c")], jobs=2)
+    metrics = work.folder.run_dir(arm("b"), 0) / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text('{"kind": "train", "step": 7, "epoch": 0.5, "loss": 1.25}\n')
+    Trainings(work).advance()  # type: ignore[arg-type]
+    assert work.said == [
+        "a: training, seed 0: no step logged yet",
+        "b: training, seed 0: epoch 0.50, step 7, loss 1.2500",
+    ]
 
 
 def test_without_gpus_to_divide_each_run_sees_what_this_process_sees(tmp_path: Path) -> None:

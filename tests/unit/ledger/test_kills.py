@@ -1,0 +1,128 @@
+"""A ledger that is killed with -9, with stand-ins for its processes: the next start makes what is missing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from pycls_fast.ledger import report
+from pycls_fast.ledger import runner as at_work
+from pycls_fast.ledger.rounds import Rounds
+from tests.unit.ledger.test_ladder import FakeProcess, work
+from tests.unit.ledger.test_looks import make_run
+
+# 9 timings, 3 measurements of rounding, one of gradients, 6 trainings.
+EVERYTHING = {"rounds": 3, "numerics_steps": 2, "gradients": True, "seeds": 2}
+
+
+class Mortal(FakeProcess):
+    """Dies, and the ledger with it, in the middle of the work whose log's name matches `moment`."""
+
+    moment: ClassVar[str] = "never"
+    logs: ClassVar[list[str]] = []
+
+    def _write(self, file: Path, arguments: list[str]) -> None:
+        self.logs.append(self._log.stem)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if re.match(self.moment, self._log.stem):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if file.name == "summary.json":
+            make_run(file.parent, wrong=5)
+        elif "mode=gradients" in arguments:
+            file.write_text(json.dumps({"total": {}, "steps": 1, "warmup_steps": 0, "loss_scale": 1.0}))
+        else:
+            super()._write(file, arguments)
+
+
+@pytest.fixture(autouse=True)
+def mortal(monkeypatch: pytest.MonkeyPatch) -> type[Mortal]:
+    def write(record: Mapping[str, Any], folder: Path) -> None:
+        del record
+        if Mortal.moment == "page":
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "index.html").touch()
+
+    monkeypatch.setattr(at_work, "Process", Mortal)
+    monkeypatch.setattr(report, "write_reports", write)
+    monkeypatch.setattr(Mortal, "logs", [])
+    monkeypatch.setattr(Mortal, "started", [])
+    return Mortal
+
+
+def kill(moment: str, mortal: type[Mortal], run: Callable[[], object]) -> None:
+    """Run in a process that is killed at the moment."""
+    mortal.moment = moment
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    mortal.moment = "never"
+    assert process.exitcode == -signal.SIGKILL
+
+
+def made(folder: Path) -> set[str]:
+    """The finished measurements, by the names of their logs."""
+    files = [*folder.glob("timings/*/*"), *folder.glob("numerics/*"), *folder.glob("gradients/*")]
+    files += [file.parent for file in folder.glob("runs/*/*/summary.json")]
+    return {file.relative_to(folder).with_suffix("").as_posix().replace("/", "-") for file in files}
+
+
+@pytest.mark.parametrize(
+    ("moment", "again"),
+    [
+        ("timings-c-.*-round_0", {"timings-base-round_0", "timings-b-round_0"}),
+        # Every second round goes from the last rung to the first.
+        ("timings-b-.*-round_1", {"timings-c-round_1"}),
+        ("timings-base-.*-round_2", set()),
+        ("numerics-b-", set()),
+        ("gradients-", set()),
+        ("runs-b-.*-seed_1", set()),
+        ("page", set()),
+    ],
+)
+def test_what_a_kill_leaves_is_completed(moment: str, again: set[str], tmp_path: Path, mortal: type[Mortal]) -> None:
+    """Nothing is measured twice but the timings of the round that was cut short, which are no pairs any more."""
+    kill(moment, mortal, lambda: work(tmp_path, **EVERYTHING))
+    before = made(tmp_path)
+    assert not (tmp_path / "index.html").exists() or moment.startswith(("numerics", "gradients", "runs"))
+    assert work(tmp_path, **EVERYTHING) == 0
+    assert len(mortal.logs) == len(set(mortal.logs))
+    assert {re.sub("-[0-9a-f]{6,}-", "-", name) for name in before & set(mortal.logs)} == again
+    assert before | set(mortal.logs) == made(tmp_path)
+    assert len(made(tmp_path)) == 19
+    record = json.loads((tmp_path / "ledger.json").read_text())
+    assert (record["unfinished"], record["unmeasured"]) == (None, {})
+    assert [arm["timing"]["paired_rounds"] for arm in record["arms"]] == [[0, 1, 2]] * 3
+    assert [len(arm["training"]["runs"]) for arm in record["arms"]] == [2] * 3
+    assert (tmp_path / "index.html").exists()
+    assert not (tmp_path / "timings" / "rounds.json").exists()
+
+
+def test_a_round_that_is_cut_short_twice(tmp_path: Path, mortal: type[Mortal]) -> None:
+    for _ in range(2):
+        kill("timings-b-.*-round_1", mortal, lambda: work(tmp_path, rounds=3))
+    assert work(tmp_path, rounds=3) == 0
+    record = json.loads((tmp_path / "ledger.json").read_text())
+    assert [arm["timing"]["paired_rounds"] for arm in record["arms"]] == [[0, 1, 2]] * 3
+
+
+def test_an_earlier_round_does_not_hide_the_one_that_was_cut_short(tmp_path: Path) -> None:
+    """The next start passes through the complete ones before it, and may be killed there."""
+    file = tmp_path / "timings" / "rounds.json"
+    for number in (2, 0):
+        with pytest.raises(KeyboardInterrupt), Rounds(file).timing(number):
+            raise KeyboardInterrupt
+    rounds = Rounds(file)
+    found = []
+    for number in range(4):
+        with rounds.timing(number):
+            found.append(rounds.again)
+    assert found == [True, False, True, False]
+    assert not file.exists()
