@@ -26,7 +26,8 @@ def table_of(run_dirs: Sequence[Path]) -> str | None:
     """A note with the command that lists the runs of a sweep in one table; None if no run began."""
     if not run_dirs:
         return None
-    command = shlex.join(["python", str(Path(sys.argv[0]).with_name("runs.py")), *map(str, _places(run_dirs))])
+    tool = Path(sys.argv[0]).with_name("runs.py")
+    command = shlex.join([sys.orig_argv[0], str(tool), *map(str, _places(run_dirs))])
     return f"list the runs of this sweep: {command}"
 
 

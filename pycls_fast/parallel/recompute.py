@@ -27,6 +27,8 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 if torch.backends.mkldnn.is_available():
     # What speed.linear=products runs on a CPU.
     _PRODUCTS.add(torch.ops.mkldnn._linear_pointwise.default)
+# What speed.convolution=products runs in compiled code for 1x1 kernels.
+_COMPILED_POINTWISE = "pycls_fast::pointwise"
 _BATCHED_PRODUCTS = {_aten.bmm.default, _aten.baddbmm.default}
 
 
@@ -94,7 +96,7 @@ class KeepProducts:
         if operator in _PRODUCTS:
             is_projection, self._after_attention[again] = self._after_attention[again], False
             return CheckpointPolicy.PREFER_RECOMPUTE if is_projection else CheckpointPolicy.MUST_SAVE
-        if operator in _CONVOLUTIONS:
+        if operator in _CONVOLUTIONS or operator.name() == _COMPILED_POINTWISE:
             return CheckpointPolicy.MUST_SAVE
         if operator in _BATCHED_PRODUCTS or "scaled_dot_product" in operator.name():
             self._after_attention[again] = True

@@ -20,9 +20,9 @@ _CODE = ("pycls_fast", "tools", "configs")
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
 
 
-def environment_command() -> str:
-    """The command as it was typed (Hydra rewrites `sys.argv`)."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+def environment_command(interpreter: str = "python") -> str:
+    """The command as it was typed (Hydra rewrites `sys.argv`), without the place of the interpreter by default."""
+    return shlex.join([interpreter, *sys.orig_argv[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -20,9 +20,8 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.damage import DamagedImages, too_many_damaged
 from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
-from pycls_fast.train.environment import device_name
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
-from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.out_of_memory import enough_to_train
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
 from pycls_fast.train.run import Run, started
@@ -83,14 +82,6 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
     return status
 
 
-def _too_large(run: Run) -> str:
-    return (
-        f"data.global_batch_size: {run.world.size} x {device_name(run.world.device)} is {OUT_OF_MEMORY} with "
-        f"{run.config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
-        "use a smaller batch or model; earlier checkpoints are kept"
-    )
-
-
 class Loop:
     """One pass from the run's first step to its last."""
 
@@ -114,7 +105,7 @@ class Loop:
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
         try:
-            with enough_memory(_too_large(self.run)):
+            with enough_to_train(self.run.config, self.run.world):
                 return self._run_to_end()
         except UserError:
             # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.
@@ -194,7 +185,7 @@ class Loop:
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
             # printed: the terminal may have gone with whoever asked to stop.
             self._finish_saving(done)
-            run.save(done)
+            self._save(done, always=stopping or done == run.total_steps)
             if not runtime.checkpoint_async:
                 self._finish_saving(done)
         if record is not None:
@@ -208,6 +199,16 @@ class Loop:
             self._evaluate(done)
         if saving:
             self.clock.start()
+
+    def _save(self, done: int, *, always: bool) -> None:
+        """Start saving a step, unless it is not worth it; `always`: no later one will be saved."""
+        reason = None if always else self.divergence.not_worth_saving()
+        if reason is not None:
+            self.run.display.warn(f"step {done:,} is not saved: {reason}")
+            return
+        self.divergence.check_weights(done)
+        self.run.save(done)
+        self.divergence.saved()
 
     def _numbers(self, done: int) -> dict[str, float]:
         """Read and check the numbers since the last call; all ranks call this."""

@@ -30,6 +30,15 @@ def enough_memory(mistake: str) -> Iterator[None]:
         raise UserError(mistake) from error
 
 
+def enough_to_train(config: RunConfig, world: World) -> AbstractContextManager[None]:
+    """`enough_memory` for training."""
+    return enough_memory(
+        f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+        f"{config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
+        "use a smaller batch or model; earlier checkpoints are kept"
+    )
+
+
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
     """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
     return enough_memory(

@@ -22,11 +22,13 @@ def resume_notes(run: Run) -> list[str]:
 def _command(run: Run) -> str:
     if not is_command():
         return f"the same configuration, run_dir={run.folder.path} and resume=auto"
-    command, alone = environment_command(), command_alone()
+    # As typed: outside of an activated environment, `python` is another one or none.
+    interpreter, alone = sys.orig_argv[0], command_alone()
+    command = environment_command(interpreter)
     if alone is not None and sys.argv[0] in sys.orig_argv:
         # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
         program = sys.orig_argv[1 : sys.orig_argv.index(sys.argv[0]) + 1]
-        command = shlex.join(["python", *program, *alone])
+        command = shlex.join([interpreter, *program, *alone])
     if run.config.run_dir is None or alone is not None:
         command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
     if run.config.resume != "auto":
@@ -38,5 +40,5 @@ def _command(run: Run) -> str:
         launcher = f"torchrun --nproc_per_node {each}" + (
             f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
         )
-        command = command.replace("python -u ", f"{launcher} ", 1)
+        command = command.replace(f"{shlex.join([interpreter, '-u'])} ", f"{launcher} ", 1)
     return command

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,7 +153,8 @@ def test_signal_saves_and_says_how_to_go_on(
     assert f"stopped by {number.name}; everything up to step {saved} is saved" in out
     (how,) = [line for line in out.splitlines() if line.startswith("resume with: ")]
     assert f"run_dir={run_dir}" in how
-    run_process(arguments(run_dir, digits), cwd=tmp_path)
+    # As it is printed, whichever Python the shell finds first.
+    run_process(shlex.split(how.removeprefix("resume with: ")), cwd=tmp_path)
     assert_same_run(run_dir, uninterrupted)
 
 
@@ -311,7 +314,7 @@ def test_the_command_that_goes_on_resumes_the_folder(
         run_dir = tmp_path / setting
         assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
         (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume with: ")]
-        assert how.endswith(f"{environment_command()}{added}")
+        assert how.endswith(f"{environment_command(sys.orig_argv[0])}{added}")
 
 
 def test_the_command_that_goes_on_with_a_run_of_a_sweep(
@@ -328,12 +331,12 @@ def test_the_command_that_goes_on_with_a_run_of_a_sweep(
     monkeypatch.setattr(
         "pycls_fast.train.resume_notes.command_alone", lambda: ["--config-name", "vit_digits", "seed=1"]
     )
-    monkeypatch.setattr("sys.orig_argv", ["python3", "-u", "train.py", "--multirun", "seed=0,1"])
+    monkeypatch.setattr("sys.orig_argv", [".venv/bin/python", "-u", "train.py", "--multirun", "seed=0,1"])
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert train(load_config("vit_digits", [*TINY, f"data.root={digits}", "schedule.max_steps=1"])) == 3
     lines = capsys.readouterr().out.splitlines()
     (run_dir,) = Path("runs/vit_digits").iterdir()
-    assert f"resume with: python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
+    assert f"resume with: .venv/bin/python -u train.py --config-name vit_digits seed=1 run_dir={run_dir}" in lines
     assert any("restart the other unfinished runs" in line for line in lines)
 
 

@@ -14,7 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import Finished
 from pycls_fast.optim import MasterWeights
-from pycls_fast.train import train
+from pycls_fast.train import checkpoint, train
 from pycls_fast.train.score import score
 from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run_process
 
@@ -136,9 +136,11 @@ BANDS = {
 @pytest.mark.parametrize("name", list(BANDS))
 def test_precisions_follow_float32(tmp_path: Path, digits: Path, float32_losses: list[float], name: str) -> None:
     """A narrower format rounds, so its losses stay near float32's, and are not the same; checkpoints are float32."""
+    own = []
     if name == "fp8":
         pytest.importorskip("torchao")
-    run(tmp_path, digits, *PRECISION_RUN, f"precision={name}", "precision.fp8_emulate=true")
+        own = ["precision.fp8_emulate=true"]
+    run(tmp_path, digits, *PRECISION_RUN, f"precision={name}", *own)
     train_records = records(tmp_path, "train")
     losses = [record["loss"] for record in train_records]
     assert float32_losses[-1] < float32_losses[0] - 0.1
@@ -251,6 +253,34 @@ def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -
             "precision.loss_scale_start=1e30",
             "precision.loss_scale_floor=3e29",
         )
+
+
+@pytest.mark.parametrize("name", ["amp_fp16", "fp16"])
+def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
+    tmp_path: Path, digits: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [f"precision={name}", "schedule.epochs=4", "runtime.checkpoint_every_steps=5"]
+    run(tmp_path, digits, *common, "schedule.max_steps=15")
+    with pytest.raises(UserError, match=r"not finite .*; earlier checkpoints are kept"):
+        run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
+    assert "warning: step 25 is not saved: the loss is not finite" in capsys.readouterr().out
+    kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
+    assert kept == [15, 10]
+    # The advice.
+    assert run(tmp_path, digits, *common, "schedule.max_steps=18") == 0
+    assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 19))
+
+
+def test_the_step_that_diverged_may_be_saved_and_a_line_names_the_one_before(tmp_path: Path, digits: Path) -> None:
+    common = ["precision=amp_fp16", "schedule.epochs=4", "runtime.checkpoint_every_steps=1"]
+    run(tmp_path, digits, *common, "schedule.max_steps=3")
+    with pytest.raises(UserError) as caught:
+        run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
+    line = next(line for line in caught.value.lines if line.startswith("resume: "))
+    before = line.partition("resume=")[2]
+    assert before == str(tmp_path / "checkpoints" / "step_000000003")
+    assert run(tmp_path, digits, *common, f"resume={before}", "schedule.max_steps=6") == 0
+    assert all(record["skipped_steps"] == 0 for record in records(tmp_path, "train"))
 
 
 def test_loss_that_is_no_number_stops_with_advice(tmp_path: Path, digits: Path) -> None:

@@ -17,7 +17,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import Precision
 from pycls_fast.errors import UserError
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
-from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
+from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Name
 
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).parents[2] / "configs" / "precision"
@@ -118,13 +118,12 @@ class TestLossScale:
         assert (skipped, scaler.get_scale(), weight.item()) == ([False, True, False], 128.0, 0.0)
 
     @pytest.mark.parametrize("name", list(LEVELS))
-    def test_as_configured(self, name: str) -> None:
+    def test_as_configured(self, name: Name) -> None:
         for value, kind in (("dynamic", RanksScaler), ("512", ConstantScaler)):
-            config = load_config(
-                "vit_digits", [f"precision={name}", f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
-            )
+            scales = [f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
+            config = load_config("vit_digits", [f"precision={name}", *(scales if LEVELS[name].scaled else [])])
             scaler = build.loss_scaler(config, CPU)
-            assert scaler.is_enabled() == LEVELS[config.precision.name].scaled
+            assert scaler.is_enabled() == LEVELS[name].scaled
             if scaler.is_enabled():
                 assert type(scaler) is kind
                 assert scaler.get_scale() == {"dynamic": 1024, "512": 512}[value]

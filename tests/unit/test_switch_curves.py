@@ -2,9 +2,10 @@
 
 The band: means over ten steps stay within 0.5% of the reference's, while the loss falls by a quarter. It is 1% for
 compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler). It is 6% for a ViT in bfloat16,
-where compiled and uncompiled code are 4.7% from each other, for a ResNet, where the two memory formats are 5.6%, and
-for decoders, where 0.6% of the pixels differ by one of 255 and the losses by 4.6%: one ReLU that rounding turns over,
-or one rounding more, is soon in every number.
+where compiled and uncompiled code are 4.7% from each other, for a ResNet's convolutions as products, and for decoders,
+where 0.6% of the pixels differ by one of 255 and the losses by 4.6%: one ReLU that rounding turns over, or one rounding
+more, is soon in every number. It is 10% for a ResNet whose every layer rounds differently: its two memory formats are
+6.7% from each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
-BAND, HALF_BAND = 0.005, 0.06
+BAND, HALF_BAND, RESNET_BAND = 0.005, 0.06, 0.1
 BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01, SwitchName.CONVOLUTION: 0.06, SwitchName.DECODE: 0.06}
 SIZES = (
     "model.classifier=token",
@@ -61,7 +62,8 @@ NEVER_EQUAL = {
     SwitchName.CROSS_ENTROPY,
     SwitchName.SEQUENCE_PADDING,
 }
-# What a ViT has nothing of is tried on the other network.
+# What a ViT has nothing of is tried on the other network, and what changes most of a ResNet on both.
+ON_BOTH = {(SwitchName.MEMORY_FORMAT, "channels_last"), (SwitchName.COMPILE, "model")}
 SIZES_OF = {
     "vit_digits": SIZES,
     "resnet_digits": ("model.depth=18", "data.global_batch_size=32", "data.image_size=8", "optim.lr=0.02"),
@@ -79,8 +81,10 @@ def arms() -> list[tuple[str, str, str]]:
                 # The device can only take over what comes last.
                 names = STAGES[: STAGES.index(switch.name) + 1] if switch.name in STAGES else (switch.name,)
                 chosen = " ".join(f"speed.{name}={value}" for name in names)
-                experiment = "vit_digits" if "vit" in switch.applies_to else "resnet_digits"
-                found.append((experiment, COMPANY.get((switch.name, value), ""), chosen))
+                experiments = ["vit_digits" if "vit" in switch.applies_to else "resnet_digits"]
+                experiments += ["resnet_digits"] if (switch.name, value) in ON_BOTH else []
+                company = COMPANY.get((switch.name, value), "")
+                found += [(experiment, company, chosen) for experiment in experiments]
     return found
 
 
@@ -160,6 +164,8 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
     assert expected[-2] < 0.75 * expected[0]
     found = curve(images, experiment, f"{company} {chosen}")
     band = HALF_BAND if "bf16" in company else max(BANDS.get(name, BAND) for name in names)
+    if experiment == "resnet_digits" and ON_BOTH & set(switched(chosen).items()):
+        band = RESNET_BAND
     assert float(((found - expected) / expected).abs().max()) <= band
     if NEVER_EQUAL & names:
         assert not torch.equal(found, expected), "it did nothing"
@@ -171,7 +177,7 @@ def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: False)
     compiled = {SwitchName(name) for name in ("compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu")}
     found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
-    assert len(found) == 6
+    assert len(found) == 7
     for arm in found:
         with pytest.raises(pytest.skip.Exception):
             test_the_loss_stays_in_the_band(*arm, Path(), Path())

@@ -383,10 +383,11 @@ def test_the_table_of_a_sweep_has_its_runs_only(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["tools/train_net.py"])
+    monkeypatch.setattr("sys.orig_argv", [".venv/bin/python", "tools/train_net.py"])
     for folder in (*run_dirs, *others):
         Path(folder).mkdir(parents=True)
     note = table_of([Path(folder) for folder in run_dirs])
-    assert note == f"list the runs of this sweep: python tools/runs.py {listed}"
+    assert note == f"list the runs of this sweep: .venv/bin/python tools/runs.py {listed}"
     assert table_of([]) is None
 
 

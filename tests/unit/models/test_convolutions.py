@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.errors import UserError
@@ -195,12 +197,35 @@ def test_selective_recomputation_keeps_them() -> None:
     """Nothing that counts as an operation runs twice."""
     counts = []
     for recompute in ("off", "selective"):
-        model = resnet(18, stem="small", convolution="products").to(memory_format=torch.channels_last).double()
+        model = resnet(26, stem="small", convolution="products").to(memory_format=torch.channels_last).double()
         save_activation_memory(model, model.units(), recompute=recompute)  # type: ignore[arg-type]
         with FlopCounterMode(display=False) as counter:
             gradients(model)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("recompute", "repeated"), [("off", 0), ("full", 3), ("selective", 0)])
+def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, repeated: int) -> None:
+    """A bottleneck with a projection has three 1x1 kernels; counted in its forward and in its backward graph."""
+    counts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        counts.append(sum(node.target is torch.ops.pycls_fast.pointwise.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    model = resnet(26, stem="small", convolution="products").to(memory_format=torch.channels_last).eval()
+    units = list(model.units())
+    save_activation_memory(model, units, recompute=recompute)
+    _, unit = units[0]
+    torch._dynamo.reset()
+    # As "aot_eager" does.
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    unit.compile(backend=backend)
+    maps = draw(2, 64, 8, 8, seed=1).float().contiguous(memory_format=torch.channels_last).requires_grad_()
+    unit(maps).sum().backward()
+    assert counts == [3, repeated]
 
 
 def test_an_unknown_kernel() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from pycls_fast.data import Batch, Prepare
 from pycls_fast.models import ResNet, VisionTransformer
+from tests.unit.models.conftest import draw, fill_random
 
 FORMATS: dict[str, torch.memory_format] = {
     "contiguous": torch.contiguous_format,
@@ -23,6 +25,9 @@ MODELS: dict[str, Any] = {
         image_size=32, patch_size=8, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, attention="sdpa"
     ),
 }
+
+# Of the images: deep maps of one pixel would make BatchNorm divide by differences of a few numbers.
+SIDES = {"resnet18-small": 32, "resnet50": 64, "vit": 32}
 
 
 def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
@@ -108,3 +113,29 @@ def test_copies_of_maps_in_a_channels_last_step(name: str) -> None:
         and event.input_shapes[0][0] == maps[0]
     ]
     assert len(moved) == COPIES[name], moved
+
+
+def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor:
+    """The logits and all gradients of one batch of random images, as one vector in float64."""
+    model = fill_random(MODELS[name]().double()).to(dtype=dtype, memory_format=FORMATS[memory_format])
+    images_BCHW = draw(8, 3, 64, 64, seed=1)[:, :, : SIDES[name], : SIDES[name]]
+    # The same samples are dropped in every format.
+    torch.manual_seed(3)
+    logits_BK = model(images_BCHW.to(dtype).contiguous(memory_format=FORMATS[memory_format]))
+    (logits_BK * draw(8, 5, seed=2).to(dtype)).sum().backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(found) == len(list(model.parameters()))
+    # `reshape` reads channels-last tensors in their logical order.
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in (logits_BK, *found)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_channels_last_rounds_no_more_than_four_times_as_contiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 against float64. A ReLU that rounding turns over would be a thousand times the error of all else."""
+    monkeypatch.setattr(F, "relu", lambda maps, inplace=False: F.silu(maps))
+    exact, other = (gradients(name, memory_format, torch.float64) for memory_format in FORMATS)
+    plain, found = (gradients(name, memory_format, torch.float32) for memory_format in FORMATS)
+    assert (other - exact).norm() <= 1e-12 * exact.norm()
+    reference = (plain - exact).norm()
+    assert 0 < reference <= 1e-4 * exact.norm()
+    assert (found - exact).norm() <= 4 * reference

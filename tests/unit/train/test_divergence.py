@@ -1,19 +1,36 @@
-"""Which intervals of steps without finite gradients end a run."""
+"""Which intervals of steps without finite gradients end a run, and what is saved until then."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.divergence import DivergenceCheck
 
 NAN = float("nan")
 ALL, SOME, NONE = (2.0, 10, 10), (2.0, 9, 10), (2.0, 0, 10)
 CONSTANT = ("precision=amp_fp16", "precision.loss_scale=1024")
+
+
+def made(tmp_path: Path, *overrides: str, saved_step: int | None = None) -> Any:
+    """What the check reads of a run."""
+    scaled = "precision=amp_fp16" in overrides
+    scaler = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
+    return SimpleNamespace(
+        config=load_config("vit_digits", list(overrides)),
+        step=SimpleNamespace(scaler=scaler, watchdog=None),
+        network=torch.nn.Linear(2, 2),
+        world=ALONE,
+        folder=SimpleNamespace(checkpoints=tmp_path),
+        saved_step=saved_step,
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,14 +54,9 @@ CONSTANT = ("precision=amp_fp16", "precision.loss_scale=1024")
     ],
 )
 def test_the_interval_that_ends_a_run(
-    overrides: tuple[str, ...], intervals: list[tuple[float, int, int]], ends: int | None, key: str
+    overrides: tuple[str, ...], intervals: list[tuple[float, int, int]], ends: int | None, key: str, tmp_path: Path
 ) -> None:
-    scaled = "precision=amp_fp16" in overrides
-    scaler = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
-    run: Any = SimpleNamespace(
-        config=load_config("vit_digits", overrides), step=SimpleNamespace(scaler=scaler, watchdog=None)
-    )
-    check = DivergenceCheck(run)
+    check = DivergenceCheck(made(tmp_path, *overrides))
     for number, (loss, skipped, steps) in enumerate(intervals, start=1):
         if number == ends:
             with pytest.raises(UserError) as caught:
@@ -52,3 +64,54 @@ def test_the_interval_that_ends_a_run(
             assert caught.value.lines[0].startswith(f"{key}: ")
         else:
             check.check(10 * number, loss, skipped, steps)
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "intervals", "reason"),
+    [
+        (None, [NONE], None),
+        (10, [SOME], None),
+        (10, [NONE, ALL], None),
+        (10, [ALL, ALL], "every step since the last checkpoint was skipped"),
+        (10, [NONE, (NAN, 1, 10)], "the loss is not finite"),
+        (10, [(NAN, 10, 10), NONE], None),
+        # A run that begins at too large a scale.
+        (None, [ALL], None),
+    ],
+)
+def test_what_is_worth_saving(
+    saved_step: int | None, intervals: list[tuple[float, int, int]], reason: str | None, tmp_path: Path
+) -> None:
+    check = DivergenceCheck(made(tmp_path, "precision=amp_fp16", saved_step=saved_step))
+    for interval in intervals:
+        check.check(10, *interval)
+    assert check.not_worth_saving() == reason
+    check.saved()
+    check.check(20, *ALL)
+    assert check.not_worth_saving() is not None
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), NAN])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_that_are_not_finite_are_not_saved(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    for step in (5, 10):
+        (tmp_path / f"step_{step:09d}").mkdir()
+    run = made(tmp_path, "precision=amp_fp16", saved_step=10)
+    run.network.to(dtype)
+    DivergenceCheck(run).check_weights(12)
+    with torch.no_grad():
+        run.network.weight[1, 0] = value
+    with pytest.raises(UserError) as caught:
+        DivergenceCheck(run).check_weights(12)
+    assert caught.value.lines == (
+        "optim.lr: weights are not finite after step 12, which is not saved; lower optim.lr, lengthen "
+        "schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
+        f"resume: if step 10 has diverged, too, go back with resume={tmp_path / 'step_000000005'}",
+    )
+
+
+def test_nothing_is_said_of_checkpoints_that_are_not_there(tmp_path: Path) -> None:
+    for saved_step, kept in ((None, False), (10, True)):
+        with pytest.raises(UserError) as caught:
+            DivergenceCheck(made(tmp_path, "precision=fp32", saved_step=saved_step)).check(10, NAN, 0, 10)
+        assert ("earlier checkpoints are kept" in caught.value.lines[0]) is kept

@@ -18,7 +18,8 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
     found: list[tuple[list[dict[str, float]], dict[str, Tensor]]] = []
     for read in ("step", "interval"):
         # With a scale that overflows at first: skipped steps have no norm that counts.
-        step, network, _ = made("vit", f"precision={precision}", "precision.loss_scale_start=1e9", graphed=False)
+        scale = ["precision.loss_scale_start=1e9"] if precision == "fp16_master" else []
+        step, network, _ = made("vit", f"precision={precision}", *scale, graphed=False)
         metrics = TrainMetrics(CPU, read=read)
         numbers = []
         for position in range(20):
