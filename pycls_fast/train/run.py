@@ -20,7 +20,7 @@ from pycls_fast.train.environment import environment
 from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
-from pycls_fast.train.same_everywhere import check_same_settings
+from pycls_fast.train.same_everywhere import check_same_folder, check_same_settings
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.trackers import check_installed
 
@@ -207,6 +207,8 @@ def _start(
     _occupy(folder, world, display)
     had_run = world.from_main(folder.has_run)
     opened = find_start(config, folder, world, display, restarted=restarted)
+    if had_run:
+        check_same_folder(folder.path, world)
     run = _build(config, world, display, folder, opened)
     if not had_run:
         _check_still_new(folder, world, display)
@@ -214,6 +216,8 @@ def _start(
     if world.is_main:
         folder.create()
     _occupy(folder, world, display)
+    if not had_run:
+        check_same_folder(folder.path, world)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:
         folder.write_config(run.settings(), command)
