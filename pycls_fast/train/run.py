@@ -12,6 +12,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.optim import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts, build_parts, check_head
@@ -161,7 +162,7 @@ class Run(TrainingParts):
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = checkpoint.split(own)
-        into |= opened.like(own["model"])
+        into |= opened.like(own["model"], host_optimizer=isinstance(self.step.optimizer, HostOptimizer))
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)
@@ -206,18 +207,18 @@ def _start(
 ) -> Run:
     _occupy(folder, world, display)
     had_run = world.from_main(folder.has_run)
-    opened = find_start(config, folder, world, display, restarted=restarted)
     if had_run:
         check_same_folder(folder.path, world)
+    opened = find_start(config, folder, world, display, restarted=restarted)
     run = _build(config, world, display, folder, opened)
     if not had_run:
         _check_still_new(folder, world, display)
     resume(run, opened)
     if world.is_main:
         folder.create()
-    _occupy(folder, world, display)
     if not had_run:
         check_same_folder(folder.path, world)
+    _occupy(folder, world, display)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:
         folder.write_config(run.settings(), command)
