@@ -5,7 +5,7 @@ models, data, optim and parallel never see a configuration.
 
 from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch
 from pycls_fast.build.conflicts import Switches
-from pycls_fast.build.cpu_cores import cores
+from pycls_fast.build.cpu_cores import cores, cores_per_rank
 from pycls_fast.build.data import (
     eval_batches,
     eval_loader,
@@ -69,6 +69,7 @@ __all__ = [
     "class_counts",
     "compute_dtype",
     "cores",
+    "cores_per_rank",
     "counted_model",
     "criterion",
     "device_kind",

@@ -32,10 +32,11 @@ from pycls_fast.data.sources import (
     prefers_blocks,
     shard_sizes,
 )
-from pycls_fast.data.transfer import to_device
+from pycls_fast.data.transfer import IN_FLIGHT, to_device
 
 __all__ = [
     "EXTENSIONS",
+    "IN_FLIGHT",
     "Batch",
     "CachePolicy",
     "DamagedImage",

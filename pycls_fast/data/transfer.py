@@ -10,7 +10,8 @@ import torch
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
+"""Batches that "prefetch" copies ahead."""
 
 
 def to_device(batches: Iterable[Batch], device: torch.device | str, *, mode: str) -> Generator[Batch, None, None]:
@@ -49,7 +50,7 @@ def _prefetch(batches: Iterator[Batch], device: torch.device) -> Generator[Batch
             copied = batch.to(device, non_blocking=True)
             in_flight.append((copied, copy_stream.record_event()))
 
-    for _ in range(_IN_FLIGHT):
+    for _ in range(IN_FLIGHT):
         start_copy()
     while in_flight:
         batch, copied = in_flight.popleft()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data import Batch, HostStage, Source, to_device
+from pycls_fast.data import IN_FLIGHT, Batch, HostStage, Source, to_device
 from pycls_fast.ledger.clocks import Marks, synchronize, timed
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import SwitchName
@@ -193,6 +193,10 @@ class LoaderPart:
 
     Every turn starts its own workers, as two live loaders would compete for cores. Batches arrive in bursts of one
     per worker, so a turn is a whole number of bursts, and only its mean is used.
+
+    Workers load ahead: a turn begins when they are as far ahead as they get, is long compared with that, and ends while
+    they still load. Otherwise it would count batches that were made before it, all of them if many workers share few
+    cores.
     """
 
     def __init__(
@@ -207,6 +211,10 @@ class LoaderPart:
         self._order = order
         self._trainer: Trainer | None = None
         self._warm_up_steps = 1
+        workers, per_step = build.num_workers(config), config.optim.accumulation_steps
+        # In steps: the microbatches that workers have ready or in progress.
+        self._ahead = -(-(workers * config.data.prefetch_factor) // per_step)
+        self._burst = max(1, workers)
 
     def feeding(self, trainer: Trainer) -> LoaderPart:
         """Train on the loaded batches."""
@@ -216,19 +224,19 @@ class LoaderPart:
 
     def whole_bursts(self, steps: int) -> int:
         """`steps`, rounded up to a multiple of the number of workers."""
-        workers = max(1, build.num_workers(self._config))
-        return -(-max(steps, 1) // workers) * workers
+        return -(-max(steps, 1) // self._burst) * self._burst
 
     def warm_up(self, steps: int) -> None:
         """Only store the number: each turn warms up after starting its workers."""
-        self._warm_up_steps = self.whole_bursts(steps)
+        self._warm_up_steps = steps
 
     def turn(self, steps: int) -> Turn:
         """Start the workers, warm up, time, stop the workers."""
-        steps = self.whole_bursts(steps)
-        with closing(self._microbatches(self._warm_up_steps + steps)) as microbatches:
+        steps = self.whole_bursts(max(steps, self._ahead))
+        warm_up_steps = self.whole_bursts(max(self._warm_up_steps, self._ahead + 1))
+        with closing(self._microbatches(warm_up_steps + steps + self._ahead + IN_FLIGHT)) as microbatches:
             feed = _Feed(microbatches, self._config.optim.accumulation_steps, self._world.device)
-            for _ in range(self._warm_up_steps):
+            for _ in range(warm_up_steps):
                 self._use(feed.step())
             synchronize(self._world.device)
             feed.waited = 0.0

@@ -97,8 +97,8 @@ def measure_stages(
     Returns:
         `stages`: for each its `seconds_per_image` (median over batches), `images_per_second` on one core and its
         `share` of the time; `images_per_second_per_core` of a worker (all but the copy), `images_per_second_expected`
-        of all workers together, or of the copy if that is slower, `limit`: the stage, and `images`: how many were
-        timed.
+        of all workers together on the cores that there are (more workers than cores only read more at once), or of the
+        copy if that is slower, `limit`: the stage, and `images`: how many were timed.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
     loader = build.train_loader(config, source, world, switches, start_step=start, steps=start + repeats + 1)
@@ -113,7 +113,8 @@ def measure_stages(
             images += len(chosen)
             for stage, seconds in clock.seconds.items():
                 samples[stage].append(seconds / len(chosen))
-    return {**_summary(samples, build.num_workers(config), world.size), "images": images}
+    workers = build.num_workers(config)
+    return {**_summary(samples, workers, build.cores_per_rank(), world.size), "images": images}
 
 
 def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> None:
@@ -141,11 +142,14 @@ def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> 
     clock.add("copy", start)
 
 
-def _summary(samples: dict[str, list[float]], workers: int, ranks: int) -> dict[str, Any]:
+def _summary(samples: dict[str, list[float]], workers: int, cores: int, ranks: int) -> dict[str, Any]:
     seconds = {stage: spread(values).p50 for stage, values in samples.items()}
     by_worker = {stage: value for stage, value in seconds.items() if stage != "copy"}
     per_core = 1 / sum(by_worker.values())
-    loading = per_core * max(workers, 1) * ranks
+    computing = sum(by_worker.values()) - by_worker["read"]
+    # Reading may be waiting, for a network disk say.
+    by_cores = cores / computing if computing > 0 else float("inf")
+    loading = min(per_core * max(workers, 1), by_cores) * ranks
     copying = ranks / seconds["copy"] if seconds["copy"] > 0 else float("inf")
     slowest = max(by_worker, key=lambda stage: by_worker[stage])
     return {

@@ -228,7 +228,7 @@ def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
 
 def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
     config, switches = variant.config, variant.switches
-    network = build.model(config, variant.classes, switches)
+    network = build.model(config, variant.classes, switches, empty=build.is_sharded(config, world))
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
     step = make_step(config, network, world, switches, steps_per_epoch)

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -109,16 +110,22 @@ class TimmModel(Network):
         return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """A single one that fills everything with the values that timm's constructor draws on the CPU."""
-        yield self.network, self._draw
+        """Every module with tensors of its own, without its children, filled with what timm's constructor draws.
 
-    def _draw(self, network: nn.Module) -> None:
-        with torch.device("cpu"):
-            fresh = self._create()
-        values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
-        with torch.no_grad():
-            for key, tensor in (*network.named_parameters(), *network.named_buffers()):
-                tensor.copy_(values[key])
+        That draws the whole model on the CPU, when the first module is filled. Each value is freed when it was copied.
+        """
+        drawn: dict[str, Tensor] = {}
+        for name, module in self.network.named_modules():
+            if _named_tensors(module, recurse=False):
+                yield _without_children(module), partial(self._fill, drawn, f"{name}." if name else "")
+
+    @torch.no_grad()
+    def _fill(self, drawn: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
+        if not drawn:
+            with torch.device("cpu"):
+                drawn.update(_named_tensors(self._create()))
+        for key, tensor in _named_tensors(module):
+            tensor.copy_(drawn.pop(prefix + key))
 
     def units(self) -> Units:
         """The repeated blocks with their qualified names, in forward order; none if they take several arguments."""
@@ -189,6 +196,21 @@ class TimmModel(Network):
             raise UserError(
                 f"data.image_size: {what} ({_told(error)}); use data.image_size={own_size}, for which it was made"
             ) from error
+
+
+def _named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, each under all of its names."""
+    return [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+
+
+def _without_children(module: nn.Module) -> nn.Module:
+    """A module that shares the tables of this one's own parameters and buffers: what is replaced in one is in both."""
+    own = nn.Module()
+    own._parameters, own._buffers = module._parameters, module._buffers
+    return own
 
 
 def _told(error: Exception) -> str:

@@ -139,10 +139,11 @@ class Checkpoint:
         if wrong is not None:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
-    def like(self, model: Tensors) -> Tensors:
+    def like(self, model: Tensors, *, host_optimizer: bool = False) -> Tensors:
         """Empty tensors, by path, for the state saved per parameter (optimizer, compression).
 
-        A tensor of the parameter's shape gets the parameter's placement; any other is unsharded, on the CPU.
+        A tensor of the parameter's shape gets the parameter's placement, except on the CPU if it is of an optimizer
+        that keeps its state there (`host_optimizer`); any other is unsharded, on the CPU.
         """
         found: Tensors = {}
         for path, spec in self.specs.items():
@@ -151,7 +152,8 @@ class Checkpoint:
                 continue
             parameter = model.get(name)
             if parameter is not None and tuple(parameter.shape) == spec.shape:
-                found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
+                elsewhere = {"device": "cpu"} if host_optimizer and part == "optimizer" else {}
+                found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)
             else:
                 found[path] = torch.empty(spec.shape, dtype=spec.dtype)
         return found

@@ -11,6 +11,9 @@ from pycls_fast.parallel import World
 from pycls_fast.train.display import Display
 from pycls_fast.train.run import Run
 
+DAMAGED_IMAGE = "damaged image"
+"""The event of an image that the run met first."""
+
 
 class DamagedImages:
     """The damaged images that this rank of a run has met since the last report.
@@ -24,7 +27,7 @@ class DamagedImages:
         self._run = run
         # What earlier processes recorded is not recorded again, nor counted (it may have been repaired).
         records = run.folder.records() if run.world.is_main else ()
-        self._recorded = {record["name"] for record in records if record.get("event") == "damaged image"}
+        self._recorded = {record["name"] for record in records if record.get("event") == DAMAGED_IMAGE}
 
     def note(self, damaged: Iterable[tuple[str, str]]) -> None:
         """Note (name, reason) of images, without those that have been reported."""
@@ -41,7 +44,7 @@ class DamagedImages:
                     run.display.warn(f"{name}: {reason}; skipped")
                     if run.world.is_main and name not in self._recorded:
                         run.folder.add_record(
-                            "event", done, run.epoch(done), event="damaged image", name=name, reason=reason
+                            "event", done, run.epoch(done), event=DAMAGED_IMAGE, name=name, reason=reason
                         )
 
 

@@ -212,9 +212,9 @@ class Loop:
 
     def _numbers(self, done: int) -> dict[str, float]:
         """Read and check the numbers since the last call; all ranks call this."""
-        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged.noted))
+        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged.noted), waited=self.clock.waited)
         steps = self.clock.steps
-        numbers |= self.clock.read()
+        numbers |= self.clock.read(numbers["waited"])
         self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
         return numbers
 

@@ -45,23 +45,29 @@ class TrainMetrics:
         self._finite += finite
         self._steps += 1
 
-    def read(self, world: World, *, damaged: int = 0) -> dict[str, float]:
+    def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, float]:
         """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
 
         Args:
             world: the ranks.
             damaged: how many damaged images this rank has to report; the sum over the ranks is in the result.
+            waited: seconds that this rank waited for data; the largest of the ranks' is in the result, because the
+                others wait for that rank when gradients are exchanged.
         """
         self._damaged += damaged
-        sums = self._sums.to(self._device, copy=True)
-        # The norm is the same on every rank; the loss is not.
-        loss, norms, finite, steps, reports = (world.sum(sums) / world.size).tolist()
+        # A place for each rank, so that the sum over the ranks keeps them apart.
+        waits = torch.zeros(world.size, dtype=torch.float64, device=self._device)
+        waits[world.rank] = waited
+        values = world.sum(torch.cat([self._sums.to(self._device), waits])).tolist()
         self._sums.zero_()
+        # The norm is the same on every rank; the loss is not.
+        loss, norms, finite, steps, reports = (value / world.size for value in values[:5])
         return {
             "loss": loss / max(steps, 1),
             "grad_norm": norms / finite if finite else float("nan"),
             "skipped_steps": round(steps - finite),
             "damaged": round(reports * world.size),
+            "waited": max(values[5:]),
         }
 
 
@@ -90,15 +96,18 @@ class Clock:
         self.images += images
         self.steps += 1
 
-    def read(self) -> dict[str, float]:
-        """Rates of the interval; starts a new one. Call it when the device has finished."""
+    def read(self, waited: float) -> dict[str, float]:
+        """Rates of the interval, in which the slowest rank `waited` for data; starts a new one.
+
+        Call it when the device has finished.
+        """
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
         self.intervals.append((step_seconds, rate))
         rates = {
             "images_per_second": rate,
             "step_seconds": step_seconds,
-            "data_wait_fraction": self.waited / seconds,
+            "data_wait_fraction": waited / seconds,
         }
         self.start()
         return rates

@@ -12,6 +12,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.optim import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts, build_parts, check_head
@@ -20,7 +21,7 @@ from pycls_fast.train.environment import environment
 from pycls_fast.train.introduction import introduce
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run_folder import RunFolder
-from pycls_fast.train.same_everywhere import check_same_settings
+from pycls_fast.train.same_everywhere import check_same_folder, check_same_settings
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.trackers import check_installed
 
@@ -161,7 +162,7 @@ class Run(TrainingParts):
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = checkpoint.split(own)
-        into |= opened.like(own["model"])
+        into |= opened.like(own["model"], host_optimizer=isinstance(self.step.optimizer, HostOptimizer))
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)
@@ -206,6 +207,8 @@ def _start(
 ) -> Run:
     _occupy(folder, world, display)
     had_run = world.from_main(folder.has_run)
+    if had_run:
+        check_same_folder(folder.path, world)
     opened = find_start(config, folder, world, display, restarted=restarted)
     run = _build(config, world, display, folder, opened)
     if not had_run:
@@ -213,6 +216,8 @@ def _start(
     resume(run, opened)
     if world.is_main:
         folder.create()
+    if not had_run:
+        check_same_folder(folder.path, world)
     _occupy(folder, world, display)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:

@@ -1,10 +1,13 @@
-"""Checks that all ranks have the same settings and the same data: each reads its own command line and its own copy."""
+"""Checks that all ranks have the same settings, data and run folder: each has its own command line and disks."""
 
 from __future__ import annotations
 
 import platform
+import secrets
+import time
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, block_ends
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
+from pycls_fast.train.run_folder import writing
 
 # Where a node keeps things, and what suits its host: these do not change what is computed.
 _OWN = (
@@ -36,6 +40,9 @@ _OWN = (
 )
 # Lines of an error: another experiment differs in many settings.
 _MOST = 5
+# Seconds until a file that another node made is visible: NFS clients may believe for 60 s (acdirmax in nfs(5)) that
+# its folder does not exist.
+_PATIENCE = 70.0
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
@@ -72,6 +79,40 @@ def check_same_data(sources: Mapping[str, Source], world: World) -> None:
     if different:
         # The others follow from the first.
         raise UserError(f"data.root: {different[0]}; every node needs the same, complete data")
+
+
+def check_same_folder(path: Path, world: World) -> None:
+    """Check that all ranks see rank 0's run folder, because every rank writes its own part of a checkpoint there.
+
+    Rank 0 makes a file in it for a moment. All ranks call this.
+
+    Raises:
+        UserError: one does not see the folder; the same on all ranks.
+    """
+    if world.size == 1:
+        return
+    sign = path / f".seen_by_all.{world.from_main(secrets.token_hex(4))}"
+    if world.is_main:
+        with writing(sign):
+            sign.touch()
+    seen = world.gather((_appears(sign, _PATIENCE), platform.node()))
+    if world.is_main:
+        sign.unlink(missing_ok=True)
+    for rank, (is_seen, host) in enumerate(seen):
+        if not is_seen:
+            raise UserError(
+                f"run_dir: {path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an absolute "
+                "path to a folder that all nodes share"
+            )
+
+
+def _appears(file: Path, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _differences(values: dict[str, Any], world: World) -> list[str]:

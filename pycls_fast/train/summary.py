@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pycls_fast.train.best import best_evaluation, primary_records
+from pycls_fast.train.damage import DAMAGED_IMAGE
 from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.metrics import Clock
@@ -53,6 +54,8 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         run.display.note(
             f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
         )
+    if values["damaged_images"]:
+        run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
     return None if best is None else objective(best, run.config.schedule.best_metric)
 
@@ -84,6 +87,7 @@ def summary_values(
         "memory_peak_bytes": memory,
         "parameters": run.complexity.parameters,
         "forward_flops_per_image": run.complexity.forward_flops,
+        "damaged_images": len({r["name"] for r in run.folder.records("event") if r.get("event") == DAMAGED_IMAGE}),
         "wall_seconds": run.seconds(),
         "world_size": run.world.size,
         "device": device_name(run.world.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -190,6 +191,8 @@ def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, caps
     printed = capsys.readouterr().out
     for path in bad:
         assert printed.count(f"warning: {path}: ") == 1
+    assert f"{len(bad)} damaged images were skipped; " in printed.splitlines()[-2]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["damaged_images"] == len(bad)
     # Validation counts what could be scored, nothing else.
     counts = {record["count"] for record in records(tmp_path / "run", "eval")}
     assert len(counts) == 1
@@ -214,6 +217,7 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     # An image that the second process meets again is written down once.
     named = [event["name"] for event in records(tmp_path / "run", "event") if event["event"] == "damaged image"]
     assert sorted(named) == sorted(map(str, bad))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["damaged_images"] == len(bad)
 
 
 def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:

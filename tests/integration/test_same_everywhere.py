@@ -1,4 +1,4 @@
-"""Nodes with different copies of the data, or different commands: no rank trains."""
+"""Nodes with different copies of the data, different commands or different disks: no rank trains."""
 
 from __future__ import annotations
 
@@ -51,3 +51,28 @@ def test_ranks_that_differ_end_with_one_line(tmp_path: Path, counts: dict[str, i
     assert len(errors) == 1
     assert errors[0].startswith(f"error: {line}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+FOLDERS = """
+import os, runpy, sys
+from pycls_fast.train import same_everywhere
+same_everywhere._PATIENCE = 1.0
+os.chdir({folders!r}[int(os.environ["RANK"])])
+sys.argv = [{tool!r}, *sys.argv[1:]]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+
+def test_ranks_that_do_not_share_the_run_folder_end_with_one_line(tmp_path: Path, digits: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    script = tmp_path / "tool.py"
+    script.write_text(FOLDERS.format(tool=str(ROOT / "tools" / "train_net.py"), folders=list(map(str, folders))))
+    common = ("--config-name", "vit_digits", *TINY, f"data.root={digits}", "data.num_workers=0", "schedule.max_steps=2")
+    command = under_torchrun([sys.executable, str(script), *common, "run_dir=run"], 2)
+    done = run_process(command, cwd=tmp_path, expect=1)
+    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: run_dir: run on rank 1 ")
+    assert not any((folder / "run" / "metrics.jsonl").exists() for folder in folders)

@@ -81,6 +81,20 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
     assert record["images_per_second"] == record[record["headline"]]["images_per_second"]
 
 
+def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def place_model(network: Any, *args: Any, **settings: Any) -> Any:
+        built.append(all(parameter.is_meta for parameter in network.parameters()))
+        return place(network, *args, **settings)
+
+    place = timing.place_model
+    monkeypatch.setattr(timing, "place_model", place_model)
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "parallel=fsdp"])
+    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "model"}) == 0  # type: ignore[arg-type]
+    assert built == [True]
+
+
 def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     file = tmp_path / "folder" / "timing.json"
     names = [

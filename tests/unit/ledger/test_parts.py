@@ -11,7 +11,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger import clocks, parts, timing
+from pycls_fast.ledger import clocks, parts, stages, timing
 from pycls_fast.ledger.parts import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.ledger.turn_length import turn_length
 from pycls_fast.parallel import ALONE, World
@@ -314,3 +314,36 @@ def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.Monke
         peak.measure()
     assert peak.record()["seconds_p50"] == 2.0
     assert peak.record()["samples"] == 9
+
+
+def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["data.num_workers=8", "data.prefetch_factor=3", "optim.accumulation_steps=2"]
+    config = load_config("vit_digits", [*SMALL[:-1], *settings])
+    batch = synthetic_batch(4, 8, 10, erase_probability=0.0, seed=0, device=CPU)
+    made, taken = [], []
+
+    def train_loader(*_: Any, start_step: int, steps: int) -> Iterator[Any]:
+        made.append((steps - start_step) * 2)
+        for number in range(made[0]):
+            taken.append(number)
+            yield batch
+
+    monkeypatch.setattr(build, "train_loader", train_loader)
+    source: Any = None
+    part = LoaderPart(config, source, build.switches(config, CPU), ALONE, StepRange())
+    part.warm_up(1)
+    turn = part.turn(1)
+    ahead = 8 * 3
+    timed = 2 * len(turn.seconds)
+    assert timed % 8 == 0
+    assert timed >= ahead
+    assert len(taken) - timed > ahead
+    assert made[0] - len(taken) >= ahead
+
+
+def test_workers_beyond_the_cores_only_read() -> None:
+    samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
+    expected = [
+        stages._summary(samples, workers, cores=2, ranks=1)["images_per_second_expected"] for workers in (2, 8, 16)
+    ]
+    assert expected == [0.5, 2.0, 2.0]

@@ -15,7 +15,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models import ResNet, TimmModel, VisionTransformer
 from pycls_fast.optim import assign, local, local_slices
 from pycls_fast.parallel import Settings, World, Wrapped, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
@@ -102,6 +102,24 @@ def test_filling_needs_one_module_at_a_time() -> None:
         materialise(network, CPU)
     # The process has one rank, whose share is the model.
     assert whole + block <= memory.peak < whole + 1.5 * block
+
+
+def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
+    torch.manual_seed(3)
+    direct = make_timm()
+    with torch.device("meta"):
+        network = make_timm()
+    whole = sum(p.numel() for p in network.parameters()) * 4
+    torch.manual_seed(3)
+    with LiveMemory() as memory:
+        materialise(network, CPU)
+    assert memory.peak < 2.2 * whole
+    assert all(torch.equal(value, direct.state_dict()[name]) for name, value in network.state_dict().items())
+
+
+def make_timm() -> TimmModel:
+    options = {"depth": 4, "embed_dim": 64, "num_heads": 2}
+    return TimmModel(name="vit_tiny_patch16_224", num_classes=3, image_size=32, options=options)
 
 
 def test_a_rank_takes_its_slice_of_a_whole_tensor(world: World) -> None:
@@ -277,6 +295,7 @@ def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
     for model in (
         VisionTransformer(image_size=8, patch_size=4, num_classes=3, **sizes),
         ResNet(depth=18, num_classes=3),
+        make_timm(),
     ):
         covered = [id(t) for module, _ in model.initialisers() for t in (*module.parameters(), *module.buffers())]
         assert sorted(covered) == sorted(id(t) for t in (*model.parameters(), *model.buffers()))

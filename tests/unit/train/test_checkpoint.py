@@ -64,6 +64,17 @@ def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     assert_equal(loaded, saved)
 
 
+def test_the_state_of_an_optimizer_on_the_host_is_read_there(tmp_path: Path) -> None:
+    """The device, here one without memory, may have no room for it."""
+    opened = checkpoint.open_checkpoint(save_checkpoint(state(3), tmp_path, 3, keep=2))
+    model = {"blocks.0.weight": torch.empty(50, 50, device="meta")}
+    path = "optimizer/blocks.0.weight/exp_avg"
+    assert opened.like(model)[path].is_meta
+    into = opened.like(model, host_optimizer=True)
+    opened.read(into)
+    assert torch.equal(into[path], load_checkpoint(opened.path)["optimizer"]["blocks.0.weight"]["exp_avg"])
+
+
 def test_where_there_is_cuda_the_saving_thread_waits_for_no_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

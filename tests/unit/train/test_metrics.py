@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes
 from tests.unit.train.test_graphs import batch, made
 
@@ -36,6 +36,23 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
     assert all(torch.equal(state[name], plain[name]) for name in plain)
 
 
+def test_the_rank_that_waited_longest_for_data_counts() -> None:
+    """The others wait for it, so that their own numbers hide what the step waits for."""
+
+    class Three(World):
+        def sum(self, values: Tensor) -> Tensor:
+            # These two waited, and trained as this one.
+            return torch.cat([3 * values[:5], values[5:] + torch.tensor([0.25, 2.0, 0.0])])
+
+    metrics = TrainMetrics(CPU)
+    metrics.add_loss(torch.tensor(3.0))
+    metrics.add_step(torch.tensor(1.0))
+    numbers = metrics.read(Three(2, 3, CPU), waited=0.5)
+    assert numbers["waited"] == 2.0
+    assert numbers["loss"] == 3.0
+    assert metrics.read(ALONE, waited=0.5)["waited"] == 0.5
+
+
 def test_memory_is_in_bytes() -> None:
     """A process that has imported torch holds more than 50 MB."""
     assert memory_peak_bytes(CPU) > 50e6
@@ -52,7 +69,7 @@ def test_rates_are_those_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) 
             clock.add_wait(0.125)
             clock.add_step(64)
         now += seconds
-        assert clock.read() == {
+        assert clock.read(clock.waited) == {
             "images_per_second": pytest.approx(64 * steps / seconds),
             "step_seconds": pytest.approx(seconds / steps),
             "data_wait_fraction": pytest.approx(0.125 * steps / seconds),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train.same_everywhere import check_same_data, check_same_settings
+from pycls_fast.train import same_everywhere
+from pycls_fast.train.same_everywhere import check_same_data, check_same_folder, check_same_settings
 
 
 def two_ranks(other: Any) -> Any:
@@ -33,3 +36,30 @@ def test_class_names_that_are_not_utf_8() -> None:
         check_same_data(
             {"train": source}, two_ranks(lambda own: own | {"checksum of the train class names": "00000000"})
         )
+
+
+def rank_of_two(rank: int) -> Any:
+    """A world in which the other rank sees everything."""
+
+    def gather(own: Any) -> list[Any]:
+        return [(True, "here"), own] if rank else [own, (True, "far")]
+
+    return SimpleNamespace(size=2, is_main=rank == 0, gather=gather, from_main=lambda _: "token")
+
+
+def test_a_folder_that_another_rank_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_everywhere, "_PATIENCE", 0.3)
+    with pytest.raises(UserError, match=r"^run_dir: .* on rank 1 \(.*\) is not the folder of rank 0 \(here\); give "):
+        check_same_folder(tmp_path, rank_of_two(1))
+
+
+def test_a_folder_that_a_network_file_system_shows_late(tmp_path: Path) -> None:
+    shown = Timer(0.3, (tmp_path / ".seen_by_all.token").touch)
+    shown.start()
+    check_same_folder(tmp_path, rank_of_two(1))
+    shown.join()
+
+
+def test_nothing_is_left_of_the_look_for_the_folder(tmp_path: Path) -> None:
+    check_same_folder(tmp_path, rank_of_two(0))
+    assert not list(tmp_path.iterdir())
