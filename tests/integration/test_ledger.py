@@ -56,7 +56,7 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert not [pid for pid in _commands() if str(folder) in pid], "a killed ledger leaves processes behind"
 
     said = run_process(arguments, cwd=tmp_path, timeout=600).stdout
-    # The whole round is timed again, so that its timings are pairs.
+    # The whole round is timed again, so that its timings are paired.
     assert first.stat().st_mtime_ns != stamp
     assert "nowhere: timing 1 of 1: cannot run: precision: tf32 needs CUDA" in said
 

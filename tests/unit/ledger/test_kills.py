@@ -88,7 +88,7 @@ def made(folder: Path) -> set[str]:
     ],
 )
 def test_what_a_kill_leaves_is_completed(moment: str, again: set[str], tmp_path: Path, mortal: type[Mortal]) -> None:
-    """Nothing is measured twice but the timings of the round that was cut short, which are no pairs any more."""
+    """Nothing is measured twice but the timings of the round that was cut short, which would not be paired."""
     kill(moment, mortal, lambda: work(tmp_path, **EVERYTHING))
     before = made(tmp_path)
     assert not (tmp_path / "index.html").exists() or moment.startswith(("numerics", "gradients", "runs"))
