@@ -152,7 +152,7 @@ class Checkpoint:
                 continue
             parameter = model.get(name)
             if parameter is not None and tuple(parameter.shape) == spec.shape:
-                elsewhere = {"device": "cpu"} if host_optimizer and part == "optimizer" else {}
+                elsewhere: dict[str, Any] = {"device": "cpu"} if host_optimizer and part == "optimizer" else {}
                 found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)
             else:
                 found[path] = torch.empty(spec.shape, dtype=spec.dtype)
