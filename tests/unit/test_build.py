@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from pycls_fast import build, optim, speed
+from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
@@ -487,12 +487,13 @@ class TestOptimizing:
         ],
     )  # fmt: skip
     def test_the_other_optimizers(self, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, name, optim)
+        recorder = Recorder()
+        monkeypatch.setitem(build.optimization._MAKE, name, recorder)
         monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
         keys = [f"optim.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
         config = vit(f"optim={name}", "optim.lr=0.5", "optim.weight_decay=0.4", *keys)
         build.optimizer(config, build.model(config, 10, REFERENCE), {**REFERENCE, SwitchName.OPTIMIZER: "foreach"})
-        (made,) = calls
+        (made,) = recorder.calls
         assert {group["weight_decay"] for group in made.pop("0")} == {0.4, 0.0}
         assert made.pop("implementation", "foreach") == "foreach"
         assert made == {"lr": build.peak_lr(config), **values}

@@ -25,7 +25,6 @@ from pycls_fast.data import (
     FileSource,
     ImageDataset,
     ImageLoader,
-    Key,
     SyntheticSource,
     TrainSampler,
     TrainTransform,
@@ -34,6 +33,7 @@ from pycls_fast.data import (
     make_loader,
 )
 from pycls_fast.data.policies import rand_augment
+from pycls_fast.data.sampling import Key
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import LimitPixels, WriteTree
@@ -418,7 +418,6 @@ def test_workers_leave_signals_to_the_main_process() -> None:
 
 LEFT_RUNNING = """
 import sys
-import time
 from pycls_fast.data import ImageDataset, SyntheticSource, TrainSampler, TrainTransform, make_loader
 
 dataset = ImageDataset(SyntheticSource(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)

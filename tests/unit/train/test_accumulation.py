@@ -133,7 +133,7 @@ def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_c
     step, network, batches = made("vit_digits", f"precision={precision}", *SMALL)
     largest = max(parameter.numel() for parameter in network.parameters())
     copies: list[list[int]] = []
-    take = step.masters.take_gradients
+    take = step.weights.take_gradients
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -146,7 +146,7 @@ def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_c
         with Copies():
             take()
 
-    step.masters.take_gradients = counted
+    step.weights.take_gradients = counted
     step(0, batches, TrainMetrics(CPU))
     assert len(copies) == MICROBATCHES
     assert all(size < largest for sizes in copies for size in sizes)
