@@ -12,7 +12,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.conditions import changed
 from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.plan import Arm, readable
-from pycls_fast.ledger.rounds import Rounds
 from pycls_fast.ledger.stopwatch import Stopwatch
 from pycls_fast.train.output_file import write_json
 
@@ -150,10 +149,6 @@ class LedgerFolder:
     def timing_file(self, arm: Arm, number: int) -> Path:
         """The file of an arm's timing in one round."""
         return self.path / "timings" / arm.slug / f"round_{number}.json"
-
-    def rounds(self) -> Rounds:
-        """The rounds that have begun and not ended."""
-        return Rounds(self.path / "timings" / "rounds.json")
 
     def numerics_file(self, arm: Arm) -> Path:
         """The file of an arm's rounding errors."""

@@ -37,7 +37,7 @@ def with_rates(timing: Mapping[str, Any], ranks: int) -> Record:
 
 
 def compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: Sequence[float]) -> dict[str, str]:
-    """Add `speedup` and `speedup_before` to the timings; returns speed-ups that lack an interval, and why."""
+    """Add `speedup` and `speedup_before` to the timings; returns what is not counted, and why."""
     without = {}
     for arm in plan:
         timing = records[arm.name]["timing"]
@@ -53,8 +53,9 @@ def compare_speed(plan: Sequence[Arm], records: Mapping[str, Record], starts: Se
                 if other == plan[0].name:
                     timing |= with_rates({**timing, "paired_rounds": together}, arm.ranks)
                 rounds = min(len(reference["rounds"]), len(timing["rounds"]))
-                if found.low is None and found.rounds < rounds:
-                    without[f"{arm.name}: interval of the speed-up over '{other}'"] = (
+                if found.rounds < rounds:
+                    what = "interval" if found.low is None else f"{rounds - found.rounds} of {rounds} rounds"
+                    without[f"{arm.name}: {what} of the speed-up over '{other}'"] = (
                         "their rounds are from different starts, between which the machine's speed drifts; with more "
                         "rounds= both are timed again"
                     )

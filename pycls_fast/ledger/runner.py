@@ -108,8 +108,13 @@ class Ledger:
             UserError: the reference arm does not run.
             KeyboardInterrupt: a stop was requested.
         """
+        self._try_out()
         s = self.settings
-        self._time_all()
+        for number in range(1, s.rounds):
+            # Alternating order: a steady drift cancels over two rounds.
+            order = self.selection.runnable()
+            for arm in order if number % 2 == 0 else reversed(order):
+                self._time(arm, number)
         after_phase()
         if s.numerics_steps is not None:
             with_rounding = self.with_rounding()
@@ -135,38 +140,30 @@ class Ledger:
         """The arms whose rounding is measured, if any is: one process can do it, and it is not another arm's."""
         return commands.with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _time_all(self) -> None:
-        """Time all rounds; the first one, in the ladder's order, finds what cannot run here: later arms go without it.
+    def _try_out(self) -> None:
+        """Time the first round, in the ladder's order, which finds what cannot run here; later arms go without it.
 
         If an arm fails in a later round, only that arm is left out: the arms after it include its change and already
         have timings.
         """
         for arm in self.selection.alone():
             self._try(arm)
-        rounds = self.folder.rounds()
-        with rounds.timing(0):
-            for arm in self.selection.in_order():
-                if self.selection.why_not(arm) is None:
-                    self._try(arm, repeat=rounds.again)
-        for number in range(1, self.settings.rounds):
-            # Alternating order: a steady drift cancels over two rounds.
-            order = self.selection.runnable()
-            with rounds.timing(number):
-                for arm in order if number % 2 == 0 else reversed(order):
-                    self._time(arm, number, repeat=rounds.again)
+        for arm in self.selection.in_order():
+            if self.selection.why_not(arm) is None:
+                self._try(arm)
 
-    def _try(self, arm: Arm, *, repeat: bool = False) -> None:
-        finished = self._time(arm, 0, repeat=repeat)
+    def _try(self, arm: Arm) -> None:
+        finished = self._time(arm, 0)
         if finished is not None and finished.status != 0:
             self.selection.exclude(arm, finished)
 
-    def _time(self, arm: Arm, number: int, *, repeat: bool) -> Finished | None:
+    def _time(self, arm: Arm, number: int) -> Finished | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
         arguments = commands.timing(arm, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         what = f"{arm.name}: timing {number + 1} of {s.rounds}"
         # In later rounds it has run before: another program may have been in its way.
-        return self._piece(what, arm, "time_net", arguments, file, again=number > 0, repeat=repeat)
+        return self._piece(what, arm, "time_net", arguments, file, again=number > 0)
 
     def _numerics(self, arm: Arm, steps: int) -> None:
         file = self.folder.numerics_file(arm)
@@ -193,10 +190,9 @@ class Ledger:
         ranks: int | None = None,
         blame: bool = True,
         again: bool = False,
-        repeat: bool = False,
     ) -> Finished | None:
-        """Run one process to its end, unless its file exists and not `repeat`; with `again`, once more if it fails."""
-        if file.is_file() and not repeat:
+        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
+        if file.is_file():
             self.note_done()
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
