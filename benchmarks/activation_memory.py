@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,12 +43,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Kept:
-    """Bytes for one way to save memory, and seconds of its forward and backward pass (one run, so only a hint)."""
+    """Bytes for one way to save memory."""
 
     held: int
     on_host: int
     peak: int
-    seconds: float
 
 
 def build(model: str, attention: str) -> Network:
@@ -79,13 +77,12 @@ def measure(model: str, attention: str, batch: int, amp: bool, way: dict[str, An
     known: list[Tensor] = [*network.parameters(), *network.buffers(), images_BCHW, labels_B]
     gc.collect()
     torch.manual_seed(1)
-    started = time.perf_counter()
     with host_copies() as host, LiveMemory(known) as memory:
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             logits_BK = network(images_BCHW)
         held, on_host = memory.live - logits_BK.untyped_storage().nbytes(), sum(host)
         F.cross_entropy(logits_BK.float(), labels_B).backward()
-    return Kept(held - on_host, on_host, memory.peak, time.perf_counter() - started)
+    return Kept(held - on_host, on_host, memory.peak)
 
 
 @contextmanager
@@ -111,8 +108,8 @@ def table(model: str, attention: str, batch: int, amp: bool) -> Iterator[str]:
     kind = "bf16 autocast" if amp else "float32"
     yield f"## {model}, batch {batch}, {kind}" + (f", attention={attention}" if "resnet" not in model else "")
     yield ""
-    yield "| way | held between forward and backward, MB | share of off | on the host, MB | peak of the step, MB | s |"
-    yield "|---|---|---|---|---|---|"
+    yield "| way | held between forward and backward, MB | share of off | on the host, MB | peak of the step, MB |"
+    yield "|---|---|---|---|---|"
     base = None
     for name, way in WAYS.items():
         kept = measure(model, attention, batch, amp, way)
@@ -120,7 +117,7 @@ def table(model: str, attention: str, batch: int, amp: bool) -> Iterator[str]:
         print(model, attention, kind, name, kept, f"{kept.held / base:.3f}", flush=True)
         yield (
             f"| {name} | {kept.held / 1e6:,.0f} | {100 * kept.held / base:.0f}% | {kept.on_host / 1e6:,.0f} | "
-            f"{kept.peak / 1e6:,.0f} | {kept.seconds:.1f} |"
+            f"{kept.peak / 1e6:,.0f} |"
         )
     yield ""
 
@@ -142,7 +139,7 @@ def main() -> None:
         "logits;",
         "under autocast this includes the cast weights. The peak of the step also includes the gradients of all "
         "parameters",
-        "and, on this CPU, what is moved to the host. Seconds are of a single run, so only a hint.",
+        "and, on this CPU, what is moved to the host.",
         "",
     ]
     for model in options.models:

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -99,11 +100,11 @@ def measure(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         timed("torch.save, one file", one_file)
         path = folder / "waited"
-        timed("checkpoint, waited for", lambda path=path: waited_for(path))
+        timed("checkpoint, waited for", partial(waited_for, path))
         opened = checkpoint.open_checkpoint(path / "step_000000001")
         into = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in opened.specs.items()}
-        timed("checkpoint, checked", lambda path=path: checkpoint.open_checkpoint(path / "step_000000001"))
-        timed("checkpoint, read", lambda opened=opened, into=into: opened.read(into))
+        timed("checkpoint, checked", partial(checkpoint.open_checkpoint, path / "step_000000001"))
+        timed("checkpoint, read", partial(opened.read, into))
         del into
         shutil.rmtree(path)
         alone = sorted(product() for _ in range(20))[10]

@@ -161,7 +161,7 @@ def peer_step(name: str, peer: Peer, batch: int, image_size: int = 224) -> Step:
 
     set_fused_attn(peer.attention == "fused")
     torch.manual_seed(0)
-    sized = {"img_size": image_size} if name.startswith("vit") else {}
+    sized: dict[str, Any] = {"img_size": image_size} if name.startswith("vit") else {}
     model = timm.create_model(name, num_classes=CLASSES, **sized).train()
     images_BCHW = torch.randn(batch, 3, image_size, image_size)
     labels_B = torch.randint(0, CLASSES, (batch,))

@@ -127,7 +127,7 @@ def pack_copies(files: Source, folder: Path) -> dict[str, Source]:
     """Packed copies as from `tools/prepare_data.py pack short_side=320`, encoded and raw."""
     made: dict[str, Source] = {}
     for store in ("encoded", "raw"):
-        settings = PackSettings(short_side=SHORT_SIDE, store=store)  # type: ignore[arg-type]
+        settings = PackSettings(short_side=SHORT_SIDE, store=store)
         pack(files, folder / store, settings, workers=1, title=store)
         made[store] = open_packed_split(folder / store)
     return made
@@ -182,7 +182,7 @@ def timm_arm(options: argparse.Namespace, *, training: bool) -> Arm:
         BATCH,
         is_training=training,
         use_prefetcher=True,
-        color_jitter=None,
+        color_jitter=None,  # type: ignore[arg-type]  # annotated by its default
         interpolation=options.interpolation,
         crop_pct=0.875,
         num_workers=options.workers,

@@ -36,10 +36,11 @@ SPLITS = ("train", "val")
 def write_parquet(source: Source, folder: Path, compression: str) -> None:
     """One image file as on the Hugging Face hub: a struct with the bytes, and a label."""
     folder.mkdir(parents=True)
+    images, labels = zip(*map(source.read, range(len(source))), strict=True)
     table = pa.table(
         {
-            "image": [{"bytes": source.read(i)[0], "path": source.name(i)} for i in range(len(source))],
-            "label": [int(source.labels[i]) for i in range(len(source))],
+            "image": [{"bytes": image, "path": source.name(i)} for i, image in enumerate(images)],
+            "label": [int(label) for label in labels],
         }
     )
     for split in SPLITS:
@@ -53,13 +54,14 @@ def write_tars(source: Source, folder: Path) -> None:
     for shard in range(0, len(source), GROUP):
         with tarfile.open(folder / f"train-{shard // GROUP:06d}.tar", "w") as tar:
             for index in range(shard, min(shard + GROUP, len(source))):
-                label = str(int(source.labels[index])).encode()
-                for name, data in ((f"{index:06d}.jpg", source.read(index)[0]), (f"{index:06d}.cls", label)):
+                image, label = source.read(index)
+                assert isinstance(image, bytes)
+                for name, data in ((f"{index:06d}.jpg", image), (f"{index:06d}.cls", str(int(label)).encode())):
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
-    for shard in sorted(folder.iterdir()):
-        shutil.copy(shard, shard.with_name(shard.name.replace("train", "val")))
+    for file in sorted(folder.iterdir()):
+        shutil.copy(file, file.with_name(file.name.replace("train", "val")))
 
 
 def rate(source: Source, seed: int) -> float:

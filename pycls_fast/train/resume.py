@@ -243,7 +243,8 @@ def _data_differs(run: Run, path: Path, state: checkpoint.State, *, reported: Co
     if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
         yield (
             f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "
-            f"in {len(state['classes'])} (or other class names) when {path} was saved"
+            f"in {len(state['classes'])} (or other class names) when {path} was saved; use the same files and classes, "
+            "or start again in another run_dir"
         )
     elif not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names):
         yield (

@@ -113,4 +113,4 @@ def _answer(name: str) -> None:
         again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""
         # Not `print`: the signal may interrupt another `print`, and the terminal may be gone.
         with suppress(OSError):
-            os.write(2, f"\n{name}: stopping after this step, then saving{again}\n".encode())
+            os.write(2, f"\n{name}: stopping when this step is done and saved{again}\n".encode())

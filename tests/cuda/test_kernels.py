@@ -61,7 +61,7 @@ def vit(**kwargs: Any) -> VisionTransformer:
     model = VisionTransformer(**{**sizes, "num_classes": 10, "attention": "sdpa", **kwargs})
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape)
+            parameter.add_(torch.randn(parameter.shape), alpha=0.05)
     return model.cuda()
 
 

@@ -217,7 +217,7 @@ def test_replays_drop_other_samples_each_time_and_the_same_in_the_next_run() -> 
         network = build.model(config, 10, switches)
         with torch.no_grad():
             for parameter in network.parameters():
-                parameter += 0.1 * torch.randn(parameter.shape)
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
         network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
         step = make_step(config, network, world, switches, steps_per_epoch=10)
         batch = synthetic_batch(16, 8, 10, erase_probability=0.0, seed=1, device=device)

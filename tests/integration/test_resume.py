@@ -169,7 +169,7 @@ def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started)
     assert status == 3, err
     failed, _, answer = err.splitlines()
     assert failed == "warning: standard output failed (Broken pipe); nothing more is shown"
-    assert answer.startswith("SIGINT: stopping after this step")
+    assert answer.startswith("SIGINT: stopping when this step is done")
     (event,) = (record for record in records(run_dir, "event") if record["event"] == "stopped")
     assert newest_checkpoint(run_dir)["step"] == event["step"] >= 12
 

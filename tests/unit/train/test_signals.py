@@ -47,7 +47,7 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
         send(number)
         assert stop.name == number.name
         (line,) = capfd.readouterr().err.split("\n")[1:-1]
-        assert line.startswith(f"{number.name}: stopping after this step, then saving")
+        assert line.startswith(f"{number.name}: stopping when this step is done and saved")
         send(signal.SIGTERM)
         assert (stop.name, capfd.readouterr().err) == (number.name, "")
         with pytest.raises(KeyboardInterrupt):
