@@ -271,7 +271,10 @@ def timm_result(file: Path) -> dict[str, Any]:
     result = json.loads(file.read_text(encoding="utf-8"))
     if "error" in result:
         said = str(result["error"])
-        return {"status": OUT_OF_MEMORY if OUT_OF_MEMORY in said.lower() else f"failed: {said.splitlines()[0][:200]}"}
+        if OUT_OF_MEMORY in said.lower():
+            return {"status": OUT_OF_MEMORY}
+        first = said.partition("\n")[0]
+        return {"status": f"failed: {first[:200]}"}
     rate, batch = float(result["train_samples_per_sec"]), int(result["train_batch_size"])
     train = {"images_per_second": rate, "step_seconds_p50": batch / rate}
     return {"status": "ok", "record": {"global_batch_size": batch, "train": train}}

@@ -49,7 +49,7 @@ class Options(Section):
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
     """How rungs are combined (cumulative, one_at_a_time, leave_one_out), or a single measurement: gradients, numerics;
-    null: the ladder's own, mostly cumulative."""
+    null: the ladder's own."""
     ladder: Named = Named()
     """The rungs: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, check, validate
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
+from pycls_fast.config.in_vain import in_vain
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.reporting import print_lines, reporting, show
@@ -58,7 +59,7 @@ def command_line(
 
     def checked_run(composed: Composed) -> int:
         config, chosen = _checked(composed, options, purpose or Purpose(), needs_data)
-        print_lines("note", precedence.notes(composed))
+        print_lines("note", (*precedence.notes(composed), *in_vain(config, composed)))
         return run(config, chosen)
 
     def job(config: DictConfig) -> float | None:

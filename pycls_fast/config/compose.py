@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from pycls_fast.config import messages
 from pycls_fast.config.checks import Purpose, problems
-from pycls_fast.config.checks.unused import unused
 from pycls_fast.config.explain import (
     COMPOSE_ERRORS,
     explain,
@@ -161,23 +160,10 @@ def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
-    mistakes = [*problems(config, purpose), *_set_in_vain(config, composed)]
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in mistakes]
+    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
     if found:
         raise UserError(*found)
     return config
-
-
-def _set_in_vain(config: RunConfig, composed: Composed) -> Iterator[tuple[str, str]]:
-    """Yield the keys without effect that were typed, or set in the same file as the key that makes them so.
-
-    A file's settings of what the command line switches off are accepted: `optim.ema_decay=null` has to be enough.
-    """
-    for found in unused(config):
-        origin = composed.where(found.key)
-        in_one_file = composed.saved is None and origin == composed.where(found.because_of)
-        if in_one_file or origin == "the command line":
-            yield found.key, found.message
 
 
 def validate(schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()) -> Options:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.schema import RunConfig, Section, ViTModel
-from pycls_fast.config.schema.values import PositiveFloat, PositiveInt, Text
+from pycls_fast.config.schema.values import AUTO, PositiveFloat, PositiveInt, Text
 from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
@@ -91,7 +91,11 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
     """The ladder with ratios replaced by image sizes in pixels, in whole patches of the experiment's model, and by
-    batch sizes."""
+    batch sizes.
+
+    Raises:
+        UserError: the experiment's batch size is found from the data.
+    """
     patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
 
     def sized(rung: Rung) -> Rung:
@@ -100,6 +104,10 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
             size = max(round(config.data.image_size * rung.image_size_ratio / patch), 1) * patch
             overrides.append(f"data.image_size={size}")
         if rung.batch_ratio is not None:
+            if config.data.global_batch_size == AUTO:
+                raise UserError(
+                    f"data.global_batch_size: auto cannot be scaled by the batch_ratio of '{rung.name}'; give a number"
+                )
             batch = max(round(config.data.global_batch_size * rung.batch_ratio), 1)
             overrides.append(f"data.global_batch_size={batch}")
         return rung.model_copy(update={"overrides": tuple(overrides)})

@@ -69,6 +69,10 @@ class Window:
             self._append()
         return list(self._uses)
 
+    def in_flight(self) -> set[int]:
+        """The shards of the batches that workers may have in progress."""
+        return set(chain.from_iterable(islice(self._held, self._in_flight)))
+
     def bytes_of(self, shards: Iterable[int]) -> int:
         """The size of some shards together, as far as known."""
         return sum(self._sizes[number] or 0 for number in shards)
@@ -171,7 +175,8 @@ class Fetcher:
         if taken and self._window.bytes_of(taken) + (size or 0) > self._budget:
             return False
         try:
-            if not self._cache.reserve(place, size, ahead=True):
+            # Workers wait for the images of a shard in flight, one request each: for that others may be evicted.
+            if not self._cache.reserve(place, size, ahead=number not in self._window.in_flight()):
                 return False
         except OSError:
             self._give_up(number)

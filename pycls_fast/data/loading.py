@@ -72,10 +72,12 @@ def _deaths_noticed_when_waiting() -> Iterator[None]:
     within 5 s.
     """
     before = signal.getsignal(signal.SIGCHLD)
-    yield
-    # None is a handler that Python did not set and cannot set again.
-    if threading.current_thread() is threading.main_thread() and before is not None:
-        signal.signal(signal.SIGCHLD, before)
+    try:
+        yield
+    finally:
+        # None is a handler that Python did not set and cannot set again.
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 class ImageLoader(DataLoader[Any]):

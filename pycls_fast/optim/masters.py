@@ -46,6 +46,8 @@ class MasterWeights(OwnedWeights):
         self._model = model
         self._wide = wide
         self._kept = kept
+        # Whether masters that are not kept hold this step's weights: at first they hold initial values.
+        self._current = False
         wide_modules = NORMS if wide_norms else (BATCH_NORM,) if kept else ()
         self._narrow: list[Tensor] = list(_to_cast(model, wide_modules))
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
@@ -90,6 +92,7 @@ class MasterWeights(OwnedWeights):
             # Only the update is in the wide format: the next step starts from the rounded weights.
             for master in self.masters:
                 master.untyped_storage().resize_(0)
+            self._current = False
 
     @torch.no_grad()
     def refresh_model(self) -> None:
@@ -119,11 +122,12 @@ class MasterWeights(OwnedWeights):
             value.copy_(state[name])
 
     def _allocate(self) -> None:
-        if self._kept or all(master.untyped_storage().size() for master in self.masters):
+        if self._kept or self._current:
             return
         for master in self.masters:
             master.untyped_storage().resize_(master.numel() * master.element_size())
         torch._foreach_copy_(self.masters, self._narrow)
+        self._current = True
 
 
 Modules = tuple[type[nn.Module], ...]

@@ -23,7 +23,7 @@ from typing import Any
 
 from pycls_fast.our_files import BEST, STATE, checkpoints, step_of
 
-FORMAT = 2
+FORMAT = 3
 FILES = "files.json"
 
 _ASIDE = "set_aside_"

@@ -21,8 +21,8 @@ class DivergenceCheck:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._skipped_in_a_row = 0
-        # Of the latest interval, and since the latest checkpoint.
-        self._loss, self._weights_changed = 0.0, run.saved_step is None
+        # Since the latest checkpoint.
+        self._weights_changed = run.saved_step is None
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
         """Check an interval's numbers, which are the same on all ranks.
@@ -37,7 +37,7 @@ class DivergenceCheck:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.
         """
         precision, step = self._run.config.precision, self._run.step
-        self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
+        self._weights_changed = self._weights_changed or skipped < steps
         if step.scaler.is_enabled():
             scale = step.scaler.get_scale()
             if precision.loss_scale == "dynamic" and scale < precision.loss_scale_floor:
@@ -67,23 +67,22 @@ class DivergenceCheck:
     def not_worth_saving(self) -> str | None:
         """Why the state after the interval checked last should not replace older checkpoints; None if it may.
 
-        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged.
+        A loss scaler skips steps for a while before it gives up. The state stays the one that diverged.
         """
-        if not math.isfinite(self._loss):
-            return "the loss is not finite"
         return None if self._weights_changed else "every step since the last checkpoint was skipped"
 
     def check_weights(self, done: int) -> None:
-        """Check the weights that are about to be saved after `done` steps; all ranks call this.
+        """Check the weights and buffers that are about to be saved after `done` steps; all ranks call this.
 
         Raises:
-            UserError: the network computes with one that is not finite, so that no later step can be better.
+            UserError: one is not finite, so that no later step can be better: batch norm's statistics stay so, too.
         """
-        finite = all(_is_finite(parameter) for parameter in self._run.network.parameters())
+        run = self._run
+        finite = all(map(_is_finite, (*run.network.parameters(), *run.step.weights.live().values())))
         if not all(self._run.world.gather(finite)):
             raise UserError(
-                f"optim.lr: weights are not finite after step {done}, which is not saved; lower optim.lr, lengthen "
-                f"schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
+                f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
+                f"lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
                 *self._before_newest(),
             )
 
@@ -110,7 +109,9 @@ class DivergenceCheck:
         return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
 
 
-def _is_finite(parameter: torch.Tensor) -> bool:
-    share = local(parameter.detach())
+def _is_finite(values: torch.Tensor) -> bool:
+    if not values.is_floating_point():
+        return True
+    share = local(values.detach())
     # The extremes are NaN if any number is; `isfinite` would allocate tensors of the size of the weights.
     return share.numel() == 0 or all(bool(extreme.isfinite()) for extreme in torch.aminmax(share))

@@ -201,7 +201,9 @@ class Loop:
             self.clock.start()
 
     def _save(self, done: int, *, always: bool) -> None:
-        """Start saving a step, unless it is not worth it; `always`: no later one will be saved."""
+        """Start saving a step, unless it is saved or not worth it; `always`: no later one will be saved."""
+        if self.run.saved_step == done:
+            return
         reason = None if always else self.divergence.not_worth_saving()
         if reason is not None:
             self.run.display.warn(f"step {done:,} is not saved: {reason}")
@@ -250,7 +252,7 @@ class Loop:
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
             self._finish_saving(done)
-            run.save(done)
+            self._save(done, always=True)
             self._finish_saving(done)
             raise too_many_damaged(run.damaged, limit)
 
@@ -275,7 +277,7 @@ class Loop:
 
     def _finish_saving(self, done: int) -> None:
         """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
-        if self.run.complete_saving(done) and self.run.world.is_main:
+        if self.run.complete_saving(done, self.divergence.check_weights) and self.run.world.is_main:
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,10 +137,14 @@ class Run(TrainingParts):
             )
         return saved is not None
 
-    def complete_saving(self, step: int) -> bool:
+    def complete_saving(self, step: int, check: Callable[[int], None]) -> bool:
         """`finish_saving`; if that fails, write the state of this step instead, and wait for it.
 
         One write that fails on one of many ranks, for example while a file server is restarted, does not end the run.
+
+        Args:
+            step: steps done.
+            check: called with the step before its state is written; raises if that should not be.
 
         Raises:
             UserError: that failed, too; the same on all ranks.
@@ -150,6 +154,7 @@ class Run(TrainingParts):
         except UserError as error:
             self.display.warn(f"{error}; saving step {step:,} instead")
             self.saved_step = None
+            check(step)
             self.save(step)
             self.finish_saving()
             return True

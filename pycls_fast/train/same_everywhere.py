@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import time
@@ -95,7 +96,9 @@ def check_same_folder(path: Path, world: World) -> None:
     if world.is_main:
         with writing(sign):
             sign.touch()
-    seen = world.gather((_appears(sign, _PATIENCE), platform.node()))
+    # Rank 0 must not take the others for hanging.
+    patience = _PATIENCE if world.timeout is None else min(_PATIENCE, world.timeout.total_seconds() / 3)
+    seen = world.gather((_appears(sign, patience), platform.node()))
     if world.is_main:
         sign.unlink(missing_ok=True)
     for rank, (is_seen, host) in enumerate(seen):
@@ -108,7 +111,8 @@ def check_same_folder(path: Path, world: World) -> None:
 
 def _appears(file: Path, patience: float) -> bool:
     deadline = time.monotonic() + patience
-    while not file.exists():
+    # Never raises, unlike the method of `Path`.
+    while not os.path.exists(file):  # noqa: PTH110
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

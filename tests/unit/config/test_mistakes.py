@@ -9,6 +9,7 @@ import yaml
 
 from pycls_fast.config import Purpose, RunConfig, load_config, suggestions
 from pycls_fast.config.compose import check, compose
+from pycls_fast.config.in_vain import in_vain
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from tests.run_configs import load_run_config
@@ -212,42 +213,6 @@ ONE_MISTAKE = [
         f"loss.bce_threshold: is for loss=bce; use loss.bce_threshold=null with loss=cross_entropy {HERE}",
     ),
     (
-        ["precision=amp_bf16", "precision.loss_scale=1024"],
-        "precision.loss_scale: is for levels that scale the loss (amp_fp16, fp16_master, fp16); use "
-        f"precision.loss_scale=dynamic with precision=amp_bf16 {HERE}",
-    ),
-    (
-        ["precision=fp32", "precision.loss_scale_floor=0.5"],
-        "precision.loss_scale_floor: is for levels that scale the loss (amp_fp16, fp16_master, fp16); use "
-        f"precision.loss_scale_floor=6.103515625e-05 with precision=fp32 {HERE}",
-    ),
-    (
-        ["precision=fp32", "precision.fp8_emulate=true"],
-        f"precision.fp8_emulate: is for precision=fp8; use precision.fp8_emulate=false with precision=fp32 {HERE}",
-    ),
-    (
-        ["precision=amp_fp16", "precision.fp8_skip=[head]"],
-        "precision.fp8_skip: is for precision=fp8; use precision.fp8_skip=[head,pooling] with precision=amp_fp16 "
-        + HERE,
-    ),
-    (
-        ["loss=cross_entropy", "loss.bce_reduction=sum"],
-        f"loss.bce_reduction: is for loss=bce; use loss.bce_reduction=mean with loss=cross_entropy {HERE}",
-    ),
-    (
-        ["optim.ema_every_steps=2"],
-        f"optim.ema_every_steps: needs optim.ema_decay; use optim.ema_every_steps=1 with optim.ema_decay=null {HERE}",
-    ),
-    (
-        ["optim.ema_warmup=false"],
-        f"optim.ema_warmup: needs optim.ema_decay; use optim.ema_warmup=true with optim.ema_decay=null {HERE}",
-    ),
-    (
-        ["optim.layer_decay_groups=12"],
-        "optim.layer_decay_groups: needs optim.layer_decay; use optim.layer_decay_groups=null with "
-        f"optim.layer_decay=null {HERE}",
-    ),
-    (
         ["augment.scale=[0.5,0.1]"],
         f"augment.scale: the first value must not be larger than the second; got [0.5, 0.1] {HERE}",
     ),
@@ -409,22 +374,32 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     load_config("vit_digits", ["augment.mix_mode=pair", "data.global_batch_size=15"])
 
 
-def test_settings_of_what_is_switched_off() -> None:
-    """Defaults may be given, and the files' settings stay when the command line switches off what they are for."""
-    load_config("vit_digits", ["precision=fp32", "precision.loss_scale=dynamic", "precision.fp8_skip=[head,pooling]"])
-    load_config("vit_digits", ["loss.bce_reduction=mean", "optim.ema_warmup=true", "optim.ema_every_steps=1"])
-    load_config("vit_l16", ["data.root=x", "optim.ema_decay=null"])
-    load_config("finetune", ["data.root=x", "model=vit_s16", "weights=w", "optim.layer_decay=null"])
-    # They have an effect.
-    load_config("vit_digits", ["precision=fp16", "precision.loss_scale=1024", "optim.ema_decay=0.9"])
-    load_config("vit_digits", ["loss=bce", "loss.bce_reduction=sum", "optim.ema_decay=0.9", "optim.ema_warmup=false"])
-    load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true", "precision.fp8_skip=[head]"])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["precision=amp_bf16", "precision.loss_scale=1024"], "precision.loss_scale=1024.0 has no effect with "
+         "precision=amp_bf16: it is for amp_fp16, fp16_master, fp16"),
+        (["precision=fp32", "precision.fp8_emulate=true"],
+         "precision.fp8_emulate=true has no effect with precision=fp32: it is for fp8"),
+        (["loss=cross_entropy", "loss.bce_reduction=sum"],
+         "loss.bce_reduction=sum has no effect with loss=cross_entropy: it is for bce"),
+        (["optim.ema_every_steps=2"], "optim.ema_every_steps=2 has no effect with optim.ema_decay=null"),
+        (["optim.layer_decay_groups=12"], "optim.layer_decay_groups=12 has no effect with optim.layer_decay=null"),
+        # Defaults, and what has an effect.
+        (["precision=fp32", "precision.loss_scale=dynamic", "precision.fp8_skip=[head,pooling]"], None),
+        (["precision=fp16", "precision.loss_scale=1024", "optim.ema_decay=0.9", "optim.ema_warmup=false"], None),
+        (["loss=bce", "loss.bce_reduction=sum", "precision=fp8", "precision.fp8_emulate=true"], None),
+    ],
+)  # fmt: skip
+def test_settings_of_what_is_switched_off_are_noted(overrides: list[str], expected: str | None) -> None:
+    composed = compose("vit_digits", overrides, [CONFIGS])
+    assert list(in_vain(check(composed, Purpose()), composed)) == ([] if expected is None else [expected])
 
 
-def test_settings_without_effect_in_one_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [vit_digits, _self_]\noptim: {ema_decay: null, ema_warmup: false}\n")
-    with pytest.raises(UserError, match=r"^optim\.ema_warmup: needs optim\.ema_decay.*\(.*mine\.yaml\)$"):
-        check(compose("mine", [], [CONFIGS, tmp_path]), Purpose(scores_sets=True))
+def test_settings_of_files_are_not_noted() -> None:
+    """The command line may switch off what they are for."""
+    composed = compose("vit_l16", ["data.root=x", "optim.ema_decay=null"], [CONFIGS])
+    assert list(in_vain(check(composed, Purpose()), composed)) == []
 
 
 @pytest.mark.parametrize(

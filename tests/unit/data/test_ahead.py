@@ -185,6 +185,19 @@ class TestFetcher:
         run(fetcher, 1)
         assert there(shards) == [1]
 
+    def test_copies_of_others_give_way_to_the_batch_in_flight_only(self, address: str, tmp_path: Path) -> None:
+        """As in an evaluation during training, whose shards fill the cache and are in use."""
+        shards = copied(source_of(address, tmp_path, shards=2.5))
+        run(fetcher_of(shards, [(0, 1)]), 0)
+        fetcher = fetcher_of(shards, [(2,), (3,)])
+        run(fetcher, 0)
+        assert 2 in there(shards)
+        assert 3 not in there(shards)
+        assert len(there(shards)) == 2
+        # Frees the lock of the one that waits for room.
+        run(fetcher, 2)
+        assert not fetcher._claims
+
     def test_a_shard_that_fails_is_left_to_who_needs_it(
         self, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -211,7 +224,10 @@ class TestFetcher:
 
     def test_a_folder_that_cannot_be_written(self, address: str, tmp_path: Path) -> None:
         (tmp_path / "full").write_text("a file")
-        fetcher_of(shards_of(address, tmp_path / "full"), [(0,)]).step(0)
+        fetcher = fetcher_of(shards_of(address, tmp_path / "full"), [(0,)])
+        fetcher.step(0)
+        assert fetcher._failed == {0}
+        assert not fetcher._claims
 
     def test_two_fetch_nothing_twice(self, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fetched = record_downloads(monkeypatch, tmp_path / "log")

@@ -130,6 +130,9 @@ def test_a_batch_is_scaled_from_the_experiments() -> None:
     ladder = LADDER.model_copy(update={"rungs": (Rung(name="both", image_size_ratio=2, batch_ratio=1.5),)})
     config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=96"])
     assert for_experiment(ladder, config).rungs[0].overrides == ("data.image_size=448", "data.global_batch_size=144")
+    config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=auto"])
+    with pytest.raises(UserError, match=r"^data.global_batch_size: auto cannot be scaled .* 'both'; give a number$"):
+        for_experiment(ladder, config)
 
 
 # The rungs of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).

@@ -237,6 +237,13 @@ def test_state_goes_from_one_precision_to_another(kept: bool) -> None:
     for name, value in again_masters.state_dict().items():
         assert torch.equal(value, state[name])
         assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+    # A step begins with them.
+    for parameter in again.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    again_masters.take_gradients()
+    again_masters.copy_to_model()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
 
 
 def test_the_average_follows_the_masters() -> None:

@@ -373,10 +373,10 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "missing")
     later = save_checkpoint(state(1), tmp_path, 1, keep=2)
-    values = json.loads((later / "state.json").read_text()) | {"format": 3}
+    values = json.loads((later / "state.json").read_text()) | {"format": checkpoint_files.FORMAT + 1}
     (later / "state.json").write_text(json.dumps(values))
     listing = checkpoint_files.list_files([later / name for name in (".metadata", "__0_0.distcp", "state.json")])
-    (later / "files.json").write_text(json.dumps({"format": 3, "files": listing}))
+    (later / "files.json").write_text(json.dumps({"format": checkpoint_files.FORMAT + 1, "files": listing}))
     with pytest.raises(UserError, match="or one of a later version"):
         load_checkpoint(later)
 
