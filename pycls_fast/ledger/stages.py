@@ -149,9 +149,11 @@ def _summary(samples: dict[str, list[float]], workers: int, cores: int, ranks: i
     computing = sum(by_worker.values()) - by_worker["read"]
     # Reading may be waiting, for a network disk say.
     by_cores = cores / computing if computing > 0 else float("inf")
-    loading = min(per_core * max(workers, 1), by_cores) * ranks
+    by_workers = per_core * max(workers, 1)
+    loading = min(by_workers, by_cores) * ranks
     copying = ranks / seconds["copy"] if seconds["copy"] > 0 else float("inf")
-    slowest = max(by_worker, key=lambda stage: by_worker[stage])
+    limiting = [stage for stage in by_worker if stage != "read" or by_workers <= by_cores]
+    slowest = max(limiting, key=lambda stage: by_worker[stage])
     return {
         "stages": {
             stage: {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 _CURRENT = "pycls_fast/round"
-# Seconds between a rank's looks for the current round.
-_PAUSE = 0.05
+# Seconds between a rank's looks for the current round, at first and later.
+_PAUSE, _LONG_PAUSE = 0.05, 0.5
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -50,13 +50,16 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
         others = [store.get(_token_key(token, other)).decode() for other in range(1, size)]
         store.set(_members_key(token), " ".join(others))
         return token
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, pause, told = time.monotonic() + timeout.total_seconds(), _PAUSE, ""
     while time.monotonic() < deadline:
         current = store.get(_CURRENT).decode()
-        store.set(_token_key(current, rank), token)
+        if current != told:
+            store.set(_token_key(current, rank), token)
+            told = current
         if store.check([_members_key(current)]) and token in store.get(_members_key(current)).decode().split():
             return current
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONG_PAUSE)
     raise dist.DistStoreError(f"rank {rank} waited {timeout.total_seconds():g} s for the other ranks")
 
 

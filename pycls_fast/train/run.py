@@ -167,7 +167,10 @@ class Run(TrainingParts):
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = checkpoint.split(own)
-        into |= opened.like(own["model"], host_optimizer=isinstance(self.step.optimizer, HostOptimizer))
+        optimizer = self.step.optimizer
+        # FairScale's OSS has the one that updates its share inside.
+        on_host = any(isinstance(each, HostOptimizer) for each in (optimizer, getattr(optimizer, "optim", None)))
+        into |= opened.like(own["model"], host_optimizer=on_host)
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)

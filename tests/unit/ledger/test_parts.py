@@ -343,7 +343,6 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 
 def test_workers_beyond_the_cores_only_read() -> None:
     samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
-    expected = [
-        stages._summary(samples, workers, cores=2, ranks=1)["images_per_second_expected"] for workers in (2, 8, 16)
-    ]
-    assert expected == [0.5, 2.0, 2.0]
+    found = [stages._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
+    assert [summary["images_per_second_expected"] for summary in found] == [0.5, 2.0, 2.0]
+    assert [summary["limit"] for summary in found] == ["read", "read", "decode"]
