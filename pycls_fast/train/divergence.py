@@ -21,8 +21,8 @@ class DivergenceCheck:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._skipped_in_a_row = 0
-        # Since the latest checkpoint.
-        self._weights_changed = run.saved_step is None
+        # Of the latest interval, and since the latest checkpoint.
+        self._loss, self._weights_changed = 0.0, run.saved_step is None
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
         """Check an interval's numbers, which are the same on all ranks.
@@ -37,7 +37,7 @@ class DivergenceCheck:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.
         """
         precision, step = self._run.config.precision, self._run.step
-        self._weights_changed = self._weights_changed or skipped < steps
+        self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
         if step.scaler.is_enabled():
             scale = step.scaler.get_scale()
             if precision.loss_scale == "dynamic" and scale < precision.loss_scale_floor:
@@ -67,8 +67,10 @@ class DivergenceCheck:
     def not_worth_saving(self) -> str | None:
         """Why the state after the interval checked last should not replace older checkpoints; None if it may.
 
-        A loss scaler skips steps for a while before it gives up. The state stays the one that diverged.
+        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged.
         """
+        if not math.isfinite(self._loss):
+            return "the loss is not finite"
         return None if self._weights_changed else "every step since the last checkpoint was skipped"
 
     def check_weights(self, done: int) -> None:

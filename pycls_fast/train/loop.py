@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -101,6 +102,8 @@ class Loop:
         )
         self.damaged = DamagedImages(run)
         self.divergence = DivergenceCheck(run)
+        # A checkpoint was due when the state was not worth saving.
+        self.owes_save = False
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -180,6 +183,7 @@ class Loop:
         logging = done % runtime.log_every_steps == 0 or saving or stopping
         numbers = self._numbers(done) if logging else {}
         record = self._log(done, numbers) if numbers and run.world.is_main else None
+        saving = saving or (self.owes_save and bool(numbers) and math.isfinite(numbers["loss"]))
         if saving or stopping:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
@@ -205,6 +209,7 @@ class Loop:
         if self.run.saved_step == done:
             return
         reason = None if always else self.divergence.not_worth_saving()
+        self.owes_save = reason is not None
         if reason is not None:
             self.run.display.warn(f"step {done:,} is not saved: {reason}")
             return

@@ -44,7 +44,7 @@ def rank_of_two(rank: int) -> Any:
     def gather(own: Any) -> list[Any]:
         return [(True, "here"), own] if rank else [own, (True, "far")]
 
-    return SimpleNamespace(size=2, is_main=rank == 0, gather=gather, from_main=lambda _: "token")
+    return SimpleNamespace(size=2, is_main=rank == 0, gather=gather, from_main=lambda _: "token", timeout=None)
 
 
 def test_a_folder_that_another_rank_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
