@@ -64,12 +64,15 @@ class DivergenceCheck:
                 *self._first_not_finite(),
             )
 
-    def not_worth_saving(self) -> str | None:
+    def not_worth_saving(self, *, evaluated: bool = False) -> str | None:
         """Why the state after the interval checked last should not replace older checkpoints; None if it may.
 
         A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged.
+
+        Args:
+            evaluated: the state has been evaluated with a finite loss, so it has not diverged: an image overflowed.
         """
-        if not math.isfinite(self._loss):
+        if not (evaluated or math.isfinite(self._loss)):
             return "the loss is not finite"
         return None if self._weights_changed else "every step since the last checkpoint was skipped"
 

@@ -136,6 +136,8 @@ class Loop:
                     self._after_step(step + 1)
                     if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
                         run.total_steps = step + 1
+                        # It was not worth it before.
+                        self._save(step + 1, always=True)
                         break
         except Stopped:
             return self._leave()
@@ -211,7 +213,7 @@ class Loop:
         reason = None if always else self.divergence.not_worth_saving()
         self.owes_save = reason is not None
         if reason is not None:
-            self.run.display.warn(f"step {done:,} is not saved: {reason}")
+            self.run.display.warn(f"step {done:,} is not saved yet: {reason}")
             return
         self.divergence.check_weights(done)
         self.run.save(done)
@@ -272,7 +274,17 @@ class Loop:
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
-        self.damaged.note(self.evaluations.take(done).items())
+        try:
+            damaged = self.evaluations.take(done)
+        except Stopped:
+            # The evaluation has not changed the state, which was perhaps not worth saving before.
+            self._save(done, always=True)
+            raise
+        # Without its checkpoint, this evaluation could not be the best. A run that begins with a checkpoint of another
+        # folder has none of this step, either.
+        if self.evaluations.finite and self.divergence.not_worth_saving(evaluated=True) is None:
+            self._save(done, always=True)
+        self.damaged.note(damaged.items())
         self._report_damage(done)
         if self.run.world.is_main:
             if self.run.saver.idle:

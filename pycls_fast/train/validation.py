@@ -31,12 +31,16 @@ class Evaluations:
         run: the run to evaluate.
         board: receives the numbers.
         on_batch: called after each batch on every rank; may raise to stop.
+
+    Attributes:
+        finite: whether the latest one had finite losses; the same on all ranks.
     """
 
     def __init__(self, run: Run, board: Board, on_batch: Callable[[], None]) -> None:
         self.run = run
         self.board = board
         self.on_batch = on_batch
+        self.finite = False
         self._next_drawing = -math.inf
 
     def due(self, done: int) -> bool:
@@ -77,6 +81,7 @@ class Evaluations:
         """Evaluate the model and its average, if there is one; returns the damaged images with the reasons."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
+        self.finite = True
         damaged = self._take(done, "model")
         if run.step.ema is not None:
             with run.step.ema.swapped_in():
@@ -96,6 +101,7 @@ class Evaluations:
             run.world,
             build.criterion(run.config),
         )
+        self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._write_down(done, weights, result)
         return dict(result.damaged)

@@ -299,6 +299,17 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
     assert len(list((tmp_path / "new" / "checkpoints").glob("set_aside*"))) == 2
 
 
+def test_the_first_evaluation_in_a_new_folder_may_be_the_best(tmp_path: Path, digits: Path) -> None:
+    """Then its checkpoint is there."""
+    overrides = [*TINY, f"data.root={digits}", "runtime.eval_every_steps=3", "schedule.best_metric=loss"]
+    assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'old'}", "schedule.max_steps=3"])) == 0
+    saved = tmp_path / "old" / "checkpoints" / "step_000000003"
+    worse = ["optim.lr=10", "optim.clip_norm=null", "schedule.max_steps=6", f"resume={saved}"]
+    assert train(load_config("vit_digits", [*overrides, *worse, f"run_dir={tmp_path / 'new'}"])) == 0
+    assert json.loads((tmp_path / "new" / "summary.json").read_text())["best"]["step"] == 3
+    assert (tmp_path / "new" / "checkpoints" / "best").resolve().name == "step_000000003"
+
+
 def test_the_command_that_goes_on_resumes_the_folder(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,7 +263,7 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     run(tmp_path, digits, *common, "schedule.max_steps=15")
     with pytest.raises(UserError, match=r"not finite .*; earlier checkpoints are kept"):
         run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
-    assert "warning: step 25 is not saved: the loss is not finite" in capsys.readouterr().out
+    assert "warning: step 25 is not saved yet: the loss is not finite" in capsys.readouterr().out
     kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
     assert kept == [15, 10]
     # The advice.
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_was_not_worth_saving_is_made_up_for(
 ) -> None:
     """One image may overflow just when a checkpoint is due."""
     reasons = iter(["the loss is not finite"])
-    monkeypatch.setattr("pycls_fast.train.loop.DivergenceCheck.not_worth_saving", lambda self: next(reasons, None))
+    monkeypatch.setattr("pycls_fast.train.loop.DivergenceCheck.not_worth_saving", lambda self, **named: next(reasons, None))
     steps = ["schedule.max_steps=9", "runtime.checkpoint_every_steps=4", "runtime.log_every_steps=1"]
     assert run(tmp_path, digits, *steps, "runtime.eval_every_epochs=100") == 0
     assert [record["step"] for record in records(tmp_path, "checkpoint")] == [5, 8, 9]

@@ -113,6 +113,17 @@ def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtyp
     )
 
 
+def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
+    check = DivergenceCheck(made(tmp_path, "precision=amp_fp16", saved_step=10))
+    check.check(20, NAN, 1, 10)
+    assert check.not_worth_saving() == "the loss is not finite"
+    assert check.not_worth_saving(evaluated=True) is None
+    check.saved()
+    # The same weights again.
+    check.check(30, NAN, 10, 10)
+    assert check.not_worth_saving(evaluated=True) == "every step since the last checkpoint was skipped"
+
+
 def test_nothing_is_said_of_checkpoints_that_are_not_there(tmp_path: Path) -> None:
     for saved_step, kept in ((None, False), (10, True)):
         with pytest.raises(UserError) as caught:
