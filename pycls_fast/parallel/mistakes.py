@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.rendezvous import connect
+from pycls_fast.parallel.rendezvous import attempt, connect
 
 # Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
 _PATIENCE = timedelta(seconds=5)
@@ -30,10 +30,10 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
         return True
     if "MASTER_ADDR" not in os.environ:
         return False
-    node, attempt = (os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
+    node = os.environ.get("GROUP_RANK", "0")
     text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
-    everywhere = f"pycls_fast/mistake/attempt {attempt}/{text}"
-    here = f"pycls_fast/mistake/node {node}/attempt {attempt}/{text}"
+    everywhere = f"pycls_fast/mistake/{attempt()}/{text}"
+    here = f"pycls_fast/mistake/{attempt()}/node {node}/{text}"
     try:
         store = connect(timeout=patience)
         if local_rank == 0:

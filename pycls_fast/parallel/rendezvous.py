@@ -13,6 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 _CURRENT = "pycls_fast/round"
 # Seconds between a rank's looks for the current round, at first and later.
 _PAUSE, _LONG_PAUSE = 0.05, 0.5
+# The latest round of this process.
+_round: str | None = None
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -32,8 +34,18 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if size == 1:
         # One rank needs no launcher.
         return dist.HashStore()
+    global _round
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(meet(store, rank, size, timeout), store)
+    _round = meet(store, rank, size, timeout)
+    return dist.PrefixStore(_round, store)
+
+
+def attempt() -> str:
+    """A name of the current processes for keys of the launch's store: their round, or the agent's count before they meet.
+
+    Agents of different nodes may count differently (see `open_store`).
+    """
+    return _round or f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -58,8 +58,10 @@ def test_a_rank_that_leaves_with_an_error_prints_it_and_ends(
 
 
 def test_ranks_that_leave_together_destroy_their_group(tmp_path: Path) -> None:
+    """Although the nodes' agents count restarts differently."""
     script = tmp_path / "tool.py"
-    script.write_text(SCRIPT.format(wait=0, first=0, error='UserError("the disk: full")'))
+    count = 'import os\nos.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]\n'
+    script.write_text(count + SCRIPT.format(wait=0, first=0, error='UserError("the disk: full")'))
     done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1)
     assert done.stdout.count("destroyed") == 2
     assert done.stderr.count("the disk: full") == 1

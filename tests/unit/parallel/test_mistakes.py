@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import rendezvous
 from pycls_fast.parallel.mistakes import report_mistake
 
 
@@ -44,6 +45,11 @@ def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
     # After a restart it is told again.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert told(2, "the disk") == ["error: rank 2: the disk"]
+    # The ranks' own name of their round counts: agents may count differently.
+    monkeypatch.setattr(rendezvous, "_round", "a round")
+    assert told(3, "the disk") == ["error: rank 3: the disk"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert told(2, "the disk") == []
 
 
 def test_without_a_store_each_rank_speaks(told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
