@@ -58,11 +58,13 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     token = secrets.token_hex(8)
     if rank == 0:
         store.set(_CURRENT, token)
-        # Waits for each, as long as the store's own timeout.
+        for other in range(1, size):
+            _wait_for(other, store, _token_key(token, other), timeout)
         others = [store.get(_token_key(token, other)).decode() for other in range(1, size)]
         store.set(_members_key(token), " ".join(others))
         return token
     deadline, pause, told = time.monotonic() + timeout.total_seconds(), _PAUSE, ""
+    _wait_for(0, store, _CURRENT, timeout)
     while time.monotonic() < deadline:
         current = store.get(_CURRENT).decode()
         if current != told:
@@ -72,7 +74,15 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
             return current
         time.sleep(pause)
         pause = min(2 * pause, _LONG_PAUSE)
-    raise dist.DistStoreError(f"rank {rank} waited {timeout.total_seconds():g} s for the other ranks")
+    raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for the other ranks")
+
+
+def _wait_for(rank: int, store: dist.Store, key: str, timeout: timedelta) -> None:
+    """Wait until a rank has set a key."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistStoreError as error:
+        raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for rank {rank}") from error
 
 
 def _token_key(name: str, rank: int) -> str:

@@ -147,7 +147,7 @@ def start_world(
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
-        SystemExit: an earlier world of this process was left without the other ranks.
+        SystemExit: an earlier world of this process was left without the other ranks, or not all ranks came.
     """
     with ExitStack() as group, ExitStack() as watch:
         try:
@@ -210,7 +210,16 @@ def _join(
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
         raise SystemExit(FAULT)
-    store = open_store(rank, size, timeout)
+    try:
+        store = open_store(rank, size, timeout)
+    except dist.DistError as error:
+        # A launcher that restarts ranks does so.
+        print(
+            f"error: rank {rank}: not all {size} ranks have started ({first_line(error)}); the reason may be in the "
+            "output of the other nodes",
+            file=sys.stderr,
+        )
+        raise SystemExit(FAULT) from None
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     group.callback(dist.destroy_process_group)

@@ -276,7 +276,9 @@ def test_a_checkpoint_that_was_not_worth_saving_is_made_up_for(
 ) -> None:
     """One image may overflow just when a checkpoint is due."""
     reasons = iter(["the loss is not finite"])
-    monkeypatch.setattr("pycls_fast.train.loop.DivergenceCheck.not_worth_saving", lambda self, **named: next(reasons, None))
+    monkeypatch.setattr(
+        "pycls_fast.train.loop.DivergenceCheck.not_worth_saving", lambda self, **named: next(reasons, None)
+    )
     steps = ["schedule.max_steps=9", "runtime.checkpoint_every_steps=4", "runtime.log_every_steps=1"]
     assert run(tmp_path, digits, *steps, "runtime.eval_every_epochs=100") == 0
     assert [record["step"] for record in records(tmp_path, "checkpoint")] == [5, 8, 9]

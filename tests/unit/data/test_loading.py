@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pycls_fast.data import (
     Batch,
@@ -339,6 +341,25 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
     time.sleep(0.1)
     with pytest.raises(UserError, match=r"^DataLoader worker .* exited unexpectedly \(killed\)"):
         list(batches)
+
+
+@pytest.mark.parametrize(("exit_code", "kind"), [(-9, UserError), (None, RuntimeError), (0, RuntimeError)])
+def test_a_worker_that_ends_the_thread_that_pins_its_batch(
+    monkeypatch: pytest.MonkeyPatch, exit_code: int | None, kind: type[Exception]
+) -> None:
+    """Anything else that ends the thread is a bug."""
+
+    class Batches:
+        _workers = (SimpleNamespace(exitcode=exit_code),)
+
+        def __iter__(self) -> Iterator[Batch]:
+            raise RuntimeError("Pin memory thread exited unexpectedly")
+
+    monkeypatch.setattr(DataLoader, "__iter__", lambda self: Batches())
+    with pytest.raises(kind, match="exited unexpectedly") as caught:
+        list(train_loader(SyntheticSource(40, 20, 3, seed=1), 1))
+    if kind is UserError:
+        assert str(caught.value).startswith("DataLoader worker exited unexpectedly (killed); usually out of memory")
 
 
 def test_full_shared_memory_is_told_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:

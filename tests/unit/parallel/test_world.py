@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.devices import choose_device
+from pycls_fast.parallel.rendezvous import open_store
 from pycls_fast.parallel.world import start_world
 
 
@@ -49,6 +52,32 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
         pass
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_a_node_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """One line and a status at which a launcher starts again."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_RANK", 0), ("MASTER_PORT", store.port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    second = timedelta(seconds=1)
+    monkeypatch.setattr(
+        "pycls_fast.parallel.world.open_store", lambda rank, size, timeout: open_store(rank, size, second)
+    )
+    with (
+        pytest.raises(SystemExit) as ended,
+        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="ddp"),
+    ):
+        pass
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"error: rank {rank}: not all 3 ranks have started (waited 1 s for rank {1 - rank}); the reason may be in the "
+        "output of the other nodes\n"
+    )
 
 
 @pytest.mark.parametrize(
