@@ -41,9 +41,9 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
 
 def attempt() -> str:
-    """A name of the current processes for keys of the launch's store: their round, or the agent's count before they meet.
+    """A name of the current processes for keys of the launch's store: their round; before they meet, a count.
 
-    Agents of different nodes may count differently (see `open_store`).
+    The count is the agent's, and those of different nodes may count differently (see `open_store`).
     """
     return _round or f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -185,7 +184,7 @@ class Loop:
         logging = done % runtime.log_every_steps == 0 or saving or stopping
         numbers = self._numbers(done) if logging else {}
         record = self._log(done, numbers) if numbers and run.world.is_main else None
-        saving = saving or (self.owes_save and bool(numbers) and math.isfinite(numbers["loss"]))
+        saving = saving or (self.owes_save and logging and self.divergence.not_worth_saving() is None)
         if saving or stopping:
             run.world.at(f"saving step {done}")
             # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is

@@ -72,7 +72,8 @@ def stop_requests() -> Iterator[StopRequest]:
     numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *scheduler.warning_signals()}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
-    before = {number: signal.getsignal(number) for number in numbers}
+    # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
 
     def remember(number: int, frame: FrameType | None) -> None:
         former = before[signal.Signals(number)]
@@ -96,7 +97,7 @@ def stop_requests() -> Iterator[StopRequest]:
             request.name = signal.Signals(number).name
             _answer(request.name)
 
-    for number in numbers:
+    for number in before:
         signal.signal(number, remember)
     try:
         yield request

@@ -54,6 +54,18 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
             send(signal.SIGINT)
 
 
+def test_a_handler_that_python_did_not_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that embeds Python has its own; Python cannot put it back."""
+    get = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else get(number))
+    with stop_requests() as stop:
+        stop.training = True
+        assert get(signal.SIGINT) is signal.default_int_handler
+        send(signal.SIGTERM)
+    assert stop.name == "SIGTERM"
+    assert get(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
     """The tools' own handler may end the process at once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,17 @@ def test_a_step_after_which_the_run_stops_early_is_saved(tmp_path: Path, monkeyp
     monkeypatch.setattr(Evaluations, "_take", diverged)
     monkeypatch.setattr(Evaluations, "stop_early", lambda self, done: done == 3)
     assert run(tmp_path) == [("eval", 3), ("checkpoint", 3)]
+
+
+def test_a_step_with_the_weights_of_the_last_checkpoint_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is that tried at every step that is logged."""
+
+    def all_skipped(self: DivergenceCheck, done: int, *numbers: Any) -> None:
+        self._loss, self._weights_changed = 2.0, False
+
+    monkeypatch.setattr(DivergenceCheck, "check", all_skipped)
+    found = run(tmp_path, "runtime.checkpoint_every_steps=2")
+    assert found == [("eval", 3), ("eval", 6), ("checkpoint", 6)]
+    assert re.findall(r"step (\d) is not saved yet", capsys.readouterr().out) == ["2", "3", "4"]
