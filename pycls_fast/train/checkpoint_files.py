@@ -43,7 +43,7 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def list_files(files: Sequence[Path]) -> Listing:
+def list_checksums(files: Sequence[Path]) -> Listing:
     """Size and checksum of each file, read back from it."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(files)}
 
@@ -57,7 +57,7 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
         listing: the files of all ranks.
     """
     _write_json(temporary / STATE, values)
-    listing = listing | list_files([temporary / STATE])
+    listing = listing | list_checksums([temporary / STATE])
     _write_json(temporary / FILES, {"format": FORMAT, "files": listing})
     flush_folder(temporary)
     path = temporary.with_name(temporary.name.split(".")[1])
