@@ -20,6 +20,7 @@ from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.packed import ABOUT, ENTRY, IMAGES, NAME_ENDS, NAMES, TABLE, is_packed, write_about
 from pycls_fast.data.sources.progress import progress
+from pycls_fast.durable import flush, flush_folder
 from pycls_fast.errors import UserError
 
 
@@ -116,9 +117,9 @@ def _write(
                 log.flush()
             if (index + 1) % draft.DURABLE_EVERY == 0:
                 # After a power cut the table must not describe images that were lost.
-                draft.sync(images, log, table)
+                flush(images, log, table)
             advance(1)
-        draft.sync(images, log, table)
+        flush(images, log, table)
     return _finish(source, folder, plan, settings)
 
 
@@ -157,13 +158,13 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     for file, array in ((TABLE, table[whole]), (NAMES, texts.data), (NAME_ENDS, texts.ends)):
         with (folder / file).open("wb") as written:
             np.save(written, array)
-            draft.sync(written)
+            flush(written)
     about = {**plan["settings"], "plan": plan["digest"], "damaged": list(damaged.values())}
     about_file = folder / f"{ABOUT}.part"
     write_about(about_file, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
     (folder / draft.DRAFT_IMAGES).rename(folder / IMAGES)
     about_file.rename(folder / ABOUT)
-    draft.sync_folder(folder)
+    flush_folder(folder)
     for name in (draft.PLAN, draft.DRAFT_TABLE, draft.DAMAGED, draft.LOCK):
         (folder / name).unlink(missing_ok=True)
     return PackedSplit(len(whole), int(table["size"].sum()), list(damaged.values()))
