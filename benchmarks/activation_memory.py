@@ -26,7 +26,7 @@ from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel import save_activation_memory
-from pycls_fast.parallel.saved_tensors import Packed
+from pycls_fast.parallel.saved_tensors import PackedStorage
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "activation_memory.md"
 
@@ -89,18 +89,18 @@ def measure(model: str, attention: str, batch: int, amp: bool, way: dict[str, An
 def host_copies() -> Iterator[list[int]]:
     """Sizes of tensors moved to the host: on a CPU they stay alive like the rest and would be counted."""
     sizes: list[int] = []
-    original = Packed.__init__
+    original = PackedStorage.__init__
 
-    def counting(self: Packed, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
+    def counting(self: PackedStorage, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
         original(self, flat, in_8_bits=in_8_bits, on_host=on_host)
         if on_host:
             sizes.extend(part.untyped_storage().nbytes() for part in self.parts)
 
-    Packed.__init__ = counting  # type: ignore[method-assign]
+    PackedStorage.__init__ = counting  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        Packed.__init__ = original  # type: ignore[method-assign]
+        PackedStorage.__init__ = original  # type: ignore[method-assign]
 
 
 def table(model: str, attention: str, batch: int, amp: bool) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Targets:
     lam: float | Tensor = 1.0
 
 
-class Loss(Protocol):
+class LossFunction(Protocol):
     """Mean loss over a batch: `(logits_BK, targets) -> scalar`, in float32 or wider."""
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor: ...
@@ -158,7 +158,7 @@ class FusedLoss:
         compiler: torch.compile's arguments, for tests.
     """
 
-    def __init__(self, plain: Loss, **compiler: Any) -> None:
+    def __init__(self, plain: LossFunction, **compiler: Any) -> None:
         def pair(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor) -> tuple[Tensor, Tensor]:
             return plain(logits_BK, Targets(labels_B)), plain(logits_BK, Targets(mixed_B))
 

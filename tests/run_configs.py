@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check
-from pycls_fast.config.saved import compose_saved, of_run
+from pycls_fast.config.saved import compose_saved, saved_in_run
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -16,4 +16,4 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: there is no such run, or an override is wrong.
     """
-    return check(compose_saved(of_run(run_dir), overrides), Purpose(scores_sets=True))
+    return check(compose_saved(saved_in_run(run_dir), overrides), Purpose(scores_sets=True))

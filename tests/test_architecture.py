@@ -1,4 +1,4 @@
-"""Imports point one way, and docstrings begin with what they describe.
+"""Imports point one way, docstrings begin with what they describe, and no two public classes share a name.
 
 tools -> ledger -> inference -> train -> build -> {config, parallel, speed, precision, strategies} -> {models, data,
 optim, losses} -> leaves.
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_LEAVES = {"errors", "counter", "network", "named_parts", "our_files", "paths", "exit_status"}
+_LEAVES = {"errors", "counter", "network", "named_parts", "our_files", "paths", "exit_status", "durable"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
 _TRAIN = _BUILD | {"build", "published"}
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "counter": set(),
     "our_files": set(),
+    "durable": set(),
     "paths": set(),
     "network": set(),
     "named_parts": {"errors"},
@@ -210,3 +211,17 @@ def test_a_docstring_without_a_subject_is_found(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/x.py").write_text('"""Tools."""\n\n\ndef f():\n    """Of the run."""\n')
     assert fragments(tmp_path) == ["tools/x.py:4: Of the run."]
+
+
+def shared_class_names(root: Path) -> dict[str, list[str]]:
+    """Public classes of the package that have the same name: the name and their files."""
+    files: dict[str, list[str]] = {}
+    for file in sorted((root / "pycls_fast").rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(file.relative_to(root)))
+    return {name: where for name, where in files.items() if len(where) > 1}
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    assert shared_class_names(ROOT) == {}

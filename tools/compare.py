@@ -31,9 +31,9 @@ class Options(Section):
 def main(options: Options) -> int:
     """Compare and write."""
     # torch takes seconds to import; mistakes on the command line are reported before that.
-    from pycls_fast.ledger.compare import compare
+    from pycls_fast.ledger.compare import compare_runs
 
-    return compare(options.run_a, options.run_b, output=options.output, images=options.images)
+    return compare_runs(options.run_a, options.run_b, output=options.output, images=options.images)
 
 
 if __name__ == "__main__":

@@ -130,11 +130,11 @@ def main(config: RunConfig, options: Options) -> int:
     from pycls_fast.config.variants import config_folders, same_command, variant
     from pycls_fast.ledger.folder import default_folder
     from pycls_fast.ledger.run_ladder import run_ladder
-    from pycls_fast.ledger.settings import Settings
+    from pycls_fast.ledger.settings import LadderSettings
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or ladder.default_mode
-    settings = Settings(
+    settings = LadderSettings(
         mode=mode,
         seeds=options.seeds,
         first_seed=options.first_seed,

@@ -18,7 +18,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
-from pycls_fast.parallel import FlatShards, Settings, World, Wrapped, use_float8, wrap_model
+from pycls_fast.parallel import FlatShards, StrategySettings, World, Wrapped, use_float8, wrap_model
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.strategies import STRATEGIES
 
@@ -97,7 +97,7 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
             drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )
     if isinstance(settings, TimmModel):
-        return _timm_model(config, settings, classes, chosen)
+        return _timm_network(config, settings, classes, chosen)
     assert isinstance(settings, ResNetModel)
     return ResNet(
         depth=settings.depth,
@@ -112,8 +112,8 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
     )
 
 
-def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> Network:
-    network = models.TimmModel(
+def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> Network:
+    network = models.TimmNetwork(
         name=settings.name,
         num_classes=classes,
         image_size=config.data.image_size,
@@ -137,7 +137,7 @@ def _timm_model(config: RunConfig, settings: TimmModel, classes: int, chosen: Sw
     return network
 
 
-def _without_blocks(config: RunConfig, network: models.TimmModel) -> list[str]:
+def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]:
     """A line for each setting that works on repeated blocks which the network does not have."""
     by_hand = config.speed.chosen()
     recompute = by_hand.get(SwitchName.RECOMPUTE, "off")
@@ -244,7 +244,7 @@ def wrap(
         network,
         world,
         strategy=strategy(config, world),
-        settings=Settings(
+        settings=StrategySettings(
             compression=settings.compression,
             powersgd_rank=settings.powersgd_rank,
             powersgd_start_step=settings.powersgd_start_step,

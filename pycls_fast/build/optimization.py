@@ -23,7 +23,7 @@ from pycls_fast.losses import (
     Criterion,
     CrossEntropy,
     FusedLoss,
-    Loss,
+    LossFunction,
     balanced_weights,
 )
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
@@ -38,7 +38,7 @@ def loss(
     class_counts: np.ndarray | None = None,
     *,
     classes: int | None = None,
-) -> Loss:
+) -> LossFunction:
     """The training loss.
 
     Args:
@@ -56,7 +56,7 @@ def loss(
         unweighted = BinaryCrossEntropy(
             config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold
         )
-    plain: Loss = unweighted
+    plain: LossFunction = unweighted
     if config.loss.class_weights == "balanced" and class_counts is not None:
         weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
         # Outputs beyond the data's classes get the weight 1.
@@ -88,10 +88,10 @@ def peak_lr(config: RunConfig) -> float:
     return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
 
 
-def schedule(config: RunConfig, steps_per_epoch: int) -> optim.Schedule:
+def schedule(config: RunConfig, steps_per_epoch: int) -> optim.LrSchedule:
     """The learning-rate curve over `schedule.epochs`, whatever `schedule.max_steps` says."""
     settings = config.schedule
-    return optim.Schedule(
+    return optim.LrSchedule(
         lr=peak_lr(config),
         total_steps=settings.epochs * steps_per_epoch,
         warmup_steps=round(settings.warmup_epochs * steps_per_epoch),

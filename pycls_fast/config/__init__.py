@@ -5,7 +5,7 @@ from pycls_fast.config.command_line import NoOptions, command_line
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.options_line import options_line
 from pycls_fast.config.reporting import cleanup_at_signals
-from pycls_fast.config.saved import saved_config
+from pycls_fast.config.saved import validate_saved
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.schema.values import ModuleNames
 from pycls_fast.config.variants import command_alone, is_command, variant
@@ -22,6 +22,6 @@ __all__ = [
     "is_command",
     "load_config",
     "options_line",
-    "saved_config",
+    "validate_saved",
     "variant",
 ]

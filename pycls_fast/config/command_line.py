@@ -162,8 +162,8 @@ def _checked(
     return config, chosen
 
 
-def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
-    """The configuration saved with `weights=`, unless an experiment or help is requested; see `saved.of_weights`.
+def _saved_configuration(arguments: Sequence[str]) -> saved.SavedConfig | None:
+    """The configuration saved with `weights=`, unless an experiment or help is requested; see `saved_with_weights`.
 
     Raises:
         UserError: there is a flag besides it; flags are Hydra's, which would take a different configuration.
@@ -171,7 +171,7 @@ def _saved_configuration(arguments: Sequence[str]) -> saved.Saved | None:
     flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
     if {"--config-name", "-cn", "--help", "-h", "--hydra-help", "--version"} & set(flags):
         return None
-    found = saved.of_weights([quote_items(argument) for argument in arguments if not argument.startswith("-")])
+    found = saved.saved_with_weights([quote_items(argument) for argument in arguments if not argument.startswith("-")])
     if found is not None and flags:
         raise UserError(
             f"{flags[0]}: cannot be combined with the configuration saved with weights= ({found.file}); leave it out, "

@@ -27,7 +27,7 @@ from pycls_fast.paths import user_path, weights_file
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedConfig:
     """A saved configuration: plain values as written, and their file."""
 
     values: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Saved:
     """The experiment's name if the values do not hold it."""
 
 
-def of_weights(overrides: Sequence[str]) -> Saved | None:
+def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     """The configuration saved with what `weights=` names; None if there is none (files of other projects).
 
     Raises:
@@ -48,7 +48,7 @@ def of_weights(overrides: Sequence[str]) -> Saved | None:
     (parsed,) = _parsed(given[-1:])
     value = parsed.value()
     sources = [getattr(item, "text", item) for item in value.list] if isinstance(value, ChoiceSweep) else [value]
-    found = (_of_source(_resolved(str(source))) for source in sources)
+    found = (_saved_at(_resolved(str(source))) for source in sources)
     return next((saved for saved in found if saved is not None), None)
 
 
@@ -62,7 +62,7 @@ def _resolved(value: str) -> Path:
         ) from error
 
 
-def _of_source(source: Path) -> Saved | None:
+def _saved_at(source: Path) -> SavedConfig | None:
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
     path = source.resolve()
     if not path.exists():
@@ -71,17 +71,17 @@ def _of_source(source: Path) -> Saved | None:
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)
         if values is not None:
-            return Saved(values, file, file.stem)
+            return SavedConfig(values, file, file.stem)
     if (path / "config.yaml").is_file():
-        return of_run(path)
+        return saved_in_run(path)
     # A checkpoint; else the best or newest one in a folder of checkpoints.
     for checkpoint in (path, *best_first(path)):
         if (checkpoint / STATE).is_file():
-            return Saved(_in_state(checkpoint / STATE), checkpoint / STATE, checkpoint.name)
+            return SavedConfig(_in_state(checkpoint / STATE), checkpoint / STATE, checkpoint.name)
     # Any other file or folder in a run folder or in its checkpoints/.
     nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
-    return None if run_dir is None else of_run(run_dir)
+    return None if run_dir is None else saved_in_run(run_dir)
 
 
 def _in_header(file: Path) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ def _in_state(file: Path) -> dict[str, Any]:
     return values
 
 
-def of_run(run_dir: Path) -> Saved:
+def saved_in_run(run_dir: Path) -> SavedConfig:
     """The configuration in a run folder's `config.yaml`.
 
     Raises:
@@ -120,10 +120,10 @@ def of_run(run_dir: Path) -> Saved:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}: holds no keys; it is not a run's configuration")
-    return Saved(values, file, run_dir.name)
+    return SavedConfig(values, file, run_dir.name)
 
 
-def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
+def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     """A configuration from a checkpoint's or exported file's plain values; combinations of keys are not checked.
 
     Args:
@@ -142,7 +142,7 @@ def saved_config(values: Mapping[str, Any], where: str) -> RunConfig:
 _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 
 
-def compose_saved(saved: Saved, overrides: Sequence[str]) -> Composed:
+def compose_saved(saved: SavedConfig, overrides: Sequence[str]) -> Composed:
     """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
 
     Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pycls_fast.config import RunConfig, saved_config
+from pycls_fast.config import RunConfig, validate_saved
 from pycls_fast.config.compose import groups
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
@@ -87,7 +87,7 @@ def changed(before: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
 def _with_defaults(before: Mapping[str, Any]) -> dict[str, Any]:
     """A plan's experiment with defaults for keys added since; empty if this version cannot read it."""
     try:
-        config = saved_config(before["experiment"], "plan.json")
+        config = validate_saved(before["experiment"], "plan.json")
     except (KeyError, UserError):
         return {}
     return {"experiment": config.model_dump(mode="json", exclude={"run_dir"})}

@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.estimate import Pace, estimate
 from pycls_fast.ledger.plan import Arm
-from pycls_fast.ledger.processes import Finished
+from pycls_fast.ledger.processes import ProcessResult
 from pycls_fast.ledger.runner import Ledger
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.display import Display
@@ -131,12 +131,12 @@ def _compiles(arm: Arm, compose: Compose, device: torch.device) -> bool:
         return False
 
 
-def _start(finished: Finished, record: dict[str, Any]) -> float:
+def _start(finished: ProcessResult, record: dict[str, Any]) -> float:
     """Seconds of a timing's process apart from its steps, of which the warm-up takes half as long as the timed ones."""
     return max(finished.seconds - 1.5 * sum(map(sum, record["train"]["step_seconds_each"])), 0.0)
 
 
-def _measured(ledger: Ledger, arm: Arm, folder: Path, mode: str) -> tuple[Finished, dict[str, Any]]:
+def _measured(ledger: Ledger, arm: Arm, folder: Path, mode: str) -> tuple[ProcessResult, dict[str, Any]]:
     """Time the reference arm briefly; returns how the process ended and its record.
 
     Raises:
@@ -148,7 +148,7 @@ def _measured(ledger: Ledger, arm: Arm, folder: Path, mode: str) -> tuple[Finish
     return finished, json.loads(file.read_text(encoding="utf-8"))
 
 
-def _few_steps(ledger: Ledger, arm: Arm, folder: Path, mode: str = "train") -> tuple[Finished, Path]:
+def _few_steps(ledger: Ledger, arm: Arm, folder: Path, mode: str = "train") -> tuple[ProcessResult, Path]:
     """Time an arm briefly in a separate process; returns how it ended and the file of its record."""
     file = folder / f"{arm.slug}.{mode}.json"
     arguments = commands.timing(arm, file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)

@@ -23,7 +23,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data import Batch, to_device
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
-from pycls_fast.losses import Loss, Targets
+from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.damage import noting_damage, report_damage
@@ -132,7 +132,7 @@ def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
     )
 
 
-def _exact_pass(exact: nn.Module, loss: Loss, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+def _exact_pass(exact: nn.Module, loss: LossFunction, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
     """Logits (B, K) in float64; accumulates the gradients of the mean loss in the parameters.
 
     Chunks are independent: in evaluation mode only the mean loss combines several images.

@@ -22,7 +22,7 @@ _SAVING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProcessResult:
     """How a process ended: its exit status, its wall time in seconds and the file of its output."""
 
     status: int
@@ -113,16 +113,16 @@ class Process:
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
-    def finished(self) -> Finished | None:
+    def finished(self) -> ProcessResult | None:
         """How it ended, or None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
         if status != 0 and self._ranks > 1:
             status = _of_first_rank(self._log) or status
-        return Finished(status, time.monotonic() - self._started, self._log)
+        return ProcessResult(status, time.monotonic() - self._started, self._log)
 
-    def wait(self) -> Finished:
+    def wait(self) -> ProcessResult:
         """Wait for the end."""
         self._process.wait()
         ended = self.finished()

@@ -73,7 +73,7 @@ def part_record(
     return record
 
 
-def comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
+def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
     """The variant's images per second over the reference's, turn by turn."""
     rates = [
         [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]

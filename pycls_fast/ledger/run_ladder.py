@@ -24,7 +24,7 @@ from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.plan import Arm, pick, tree_path
 from pycls_fast.ledger.processes import visible_devices
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.ledger.table import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import write_json
@@ -34,7 +34,7 @@ from pycls_fast.train.weights import find_weights
 def run_ladder(
     config: RunConfig,
     ladder: Ladder,
-    settings: Settings,
+    settings: LadderSettings,
     *,
     switches: Sequence[str],
     base: tuple[Sequence[str], Sequence[str]],
@@ -70,15 +70,16 @@ def run_ladder(
             f"mode: the rungs of this ladder are alternatives, which {settings.mode} would combine; use "
             f"mode={ladder.mode}"
         )
+    flags, typed = base
     display = Display(speaks=True, mode=config.runtime.progress)
     for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
-        if any(override.lstrip("+").startswith(f"{key}=") for override in base[1]):
+        if any(override.lstrip("+").startswith(f"{key}=") for override in typed):
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     if config.resume != "auto":
         raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
     if config.runtime.tracker != "none":
         # The trainings are measurements. Added only if a tracker is set: a rung's older checkout may not know the key.
-        base = base[0], [*base[1], "runtime.tracker=none"]
+        typed = [*typed, "runtime.tracker=none"]
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
@@ -87,7 +88,7 @@ def run_ladder(
     trees = _trees(chosen, settings.mode)
     code = partial(code_digest, tools, configs, trees)
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
-    ledger = Ledger(chosen, settings, *base, device, place, tools, say=display.note)
+    ledger = Ledger(chosen, settings, flags, typed, device, place, tools, say=display.note)
     refused = _rule_out(ledger, compose)
     if device == "cuda" and settings.seeds and settings.jobs > 1:
         ledger.cuda_devices = visible_devices(torch.cuda.device_count())

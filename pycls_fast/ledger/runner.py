@@ -16,10 +16,10 @@ from pycls_fast.config.ladder import Ladder
 from pycls_fast.ledger import commands
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.plan import Arm, merged, tree_path
-from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.processes import Process, ProcessResult
 from pycls_fast.ledger.progress import Progress
 from pycls_fast.ledger.selection import Selection
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.ledger.trainings import Trainings, training_name
 
 
@@ -46,7 +46,7 @@ class Ledger:
     """
 
     ladder: Ladder
-    settings: Settings
+    settings: LadderSettings
     flags: Sequence[str]
     typed: Sequence[str]
     device: str
@@ -157,7 +157,7 @@ class Ledger:
         if finished is not None and finished.status != 0:
             self.selection.exclude(arm, finished)
 
-    def _time(self, arm: Arm, number: int) -> Finished | None:
+    def _time(self, arm: Arm, number: int) -> ProcessResult | None:
         s = self.settings
         file = self.folder.timing_file(arm, number)
         arguments = commands.timing(arm, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
@@ -190,7 +190,7 @@ class Ledger:
         ranks: int | None = None,
         blame: bool = True,
         again: bool = False,
-    ) -> Finished | None:
+    ) -> ProcessResult | None:
         """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
             self.note_done()
@@ -206,7 +206,9 @@ class Ledger:
             self.selection.blame(arm, finished)
         return finished
 
-    def _to_its_end(self, what: str, tool: str, arm: Arm, arguments: Sequence[str], ranks: int, file: Path) -> Finished:
+    def _to_its_end(
+        self, what: str, tool: str, arm: Arm, arguments: Sequence[str], ranks: int, file: Path
+    ) -> ProcessResult:
         process = self._start(what, tool, arm, arguments, ranks=ranks, log=self.folder.log_file(file))
         try:
             while (finished := self.finished(process)) is None:
@@ -216,7 +218,7 @@ class Ledger:
             raise
         return finished
 
-    def finished(self, process: Process) -> Finished | None:
+    def finished(self, process: Process) -> ProcessResult | None:
         """How a process ended, or None while it runs.
 
         Raises:
@@ -235,7 +237,7 @@ class Ledger:
         """Count a measurement or training run that is finished."""
         self.progress.note_done(training=training)
 
-    def report(self, what: str, finished: Finished, *, training: bool = False) -> None:
+    def report(self, what: str, finished: ProcessResult, *, training: bool = False) -> None:
         """Count a process that has ended, and say how."""
         self.note_done(training=training)
         self.progress.note_time(finished.seconds, training=training)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pycls_fast.config.ladder import Ladder, Mode
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.plan import Arm, arms
-from pycls_fast.ledger.processes import Finished
+from pycls_fast.ledger.processes import ProcessResult
 
 
 class Selection:
@@ -94,7 +94,7 @@ class Selection:
             self._untried.add(arm.name)
         return refused
 
-    def exclude(self, arm: Arm, finished: Finished) -> None:
+    def exclude(self, arm: Arm, finished: ProcessResult) -> None:
         """Leave out an arm whose process failed, and its rung's change from all other arms.
 
         Raises:
@@ -103,7 +103,7 @@ class Selection:
         self.blame(arm, finished)
         self._excluded.add(arm.name)
 
-    def blame(self, arm: Arm, finished: Finished) -> None:
+    def blame(self, arm: Arm, finished: ProcessResult) -> None:
         """Leave out an arm whose process failed.
 
         Raises:

@@ -8,7 +8,7 @@ from pycls_fast.config.ladder import Mode
 
 
 @dataclass(frozen=True)
-class Settings:
+class LadderSettings:
     """What is measured for each arm.
 
     Attributes:

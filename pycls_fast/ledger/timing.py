@@ -30,7 +30,7 @@ from pycls_fast.ledger.parts import (
     slowest,
     synthetic_batch,
 )
-from pycls_fast.ledger.records import comparison, part_record
+from pycls_fast.ledger.records import part_record, speed_comparison
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.ledger.timing_table import print_record
 from pycls_fast.ledger.turn_length import turn_length
@@ -324,7 +324,9 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
     if len(variants) == 1:
         return {**shared, **_variant_record(variants[0], alone=True)}
     records = [_variant_record(variant, alone=False) for variant in variants]
-    comparisons = [comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]]
+    comparisons = [
+        speed_comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
+    ]
     return {**shared, "variants": records, "comparisons": comparisons}
 
 

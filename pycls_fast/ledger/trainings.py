@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pycls_fast.ledger.plan import Arm
-from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.processes import Process, ProcessResult
 from pycls_fast.ledger.training_watch import TrainingWatch
 from pycls_fast.train.run_folder import RunFolder
 
@@ -96,7 +96,7 @@ class Trainings:
             for running in self._running:
                 running.shared |= len(self._running) > 1
 
-    def _end(self, running: _Running, finished: Finished) -> None:
+    def _end(self, running: _Running, finished: ProcessResult) -> None:
         arm, seed = running.run.arm, running.run.seed
         what = training_name(arm, seed)
         if finished.lacked_memory and running.shared:

@@ -10,7 +10,7 @@ from pycls_fast.models.drop_path import DropPath
 from pycls_fast.models.layers import ClassToken
 from pycls_fast.models.positions import LearnedPositions
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens
 
@@ -23,7 +23,7 @@ __all__ = [
     "MapPooling",
     "RegisterTokens",
     "ResNet",
-    "TimmModel",
+    "TimmNetwork",
     "VisionTransformer",
     "complexity",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import to_timm_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 
@@ -114,7 +114,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
 
 def _ends(model: Network, channels: int) -> dict[str, Any]:
     """timm's names of a model's last and first layers, by which timm knows what to drop and what to adapt."""
-    if isinstance(model, TimmModel):
+    if isinstance(model, TimmNetwork):
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
     elif isinstance(model, VisionTransformer):
         classifier, first = "head", "patch_embed.proj"
@@ -132,7 +132,7 @@ def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         UserError: a model that timm does not have; names the option that prevents it.
     """
     state = dict(model.state_dict())
-    if isinstance(model, TimmModel):
+    if isinstance(model, TimmNetwork):
         return model.name, model.arguments, {name.removeprefix("network."): value for name, value in state.items()}
     if isinstance(model, ResNet):
         return _timm_resnet(model, state)

@@ -20,7 +20,7 @@ from pycls_fast.optim.optimizers import (
     sgd,
 )
 from pycls_fast.optim.scaling import loss_scaler
-from pycls_fast.optim.schedule import Schedule
+from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.optim.weights import ModelWeights, OwnedWeights
 
@@ -33,10 +33,10 @@ __all__ = [
     "Group",
     "HostOptimizer",
     "Kinds",
+    "LrSchedule",
     "MasterWeights",
     "ModelWeights",
     "OwnedWeights",
-    "Schedule",
     "adafactor",
     "adamw",
     "adamw8bit",

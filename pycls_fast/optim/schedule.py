@@ -10,7 +10,7 @@ Shape = Literal["cosine", "linear", "step", "constant"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LrSchedule:
     """Linear warm-up from `warmup_start_factor * lr`, then a curve to `final_factor * lr`.
 
     Attributes:

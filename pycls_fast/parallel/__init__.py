@@ -11,14 +11,14 @@ from pycls_fast.parallel.footprint import Copies, footprint
 from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
 from pycls_fast.parallel.wrap import place_model, wrap_model
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 __all__ = [
     "ALONE",
     "Agreement",
     "Copies",
     "FlatShards",
-    "Settings",
+    "StrategySettings",
     "World",
     "Wrapped",
     "compile_model",

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycls_fast.parallel.powersgd import PowerSGD
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
 # torch 2.13 renamed the flag.
@@ -30,7 +30,7 @@ _CASTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def replicate(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+def replicate(network: nn.Module, world: World, settings: StrategySettings) -> Wrapped:
     """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass."""
     model = DistributedDataParallel(
         network,

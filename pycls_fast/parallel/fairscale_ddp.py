@@ -21,10 +21,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.optim import Group
 from pycls_fast.parallel.flat import cut
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 
-def shard(network: nn.Module, world: World, settings: Settings) -> Wrapped:
+def shard(network: nn.Module, world: World, settings: StrategySettings) -> Wrapped:
     """Wrap the network, with an optimizer in which each rank holds the state of the parameters that it owns.
 
     Args:

@@ -24,10 +24,10 @@ from pycls_fast.optim import BATCH_NORM, NORMS, CastOutput, cast_buffers
 from pycls_fast.parallel.flat import Flat, FlatShards
 from pycls_fast.parallel.materialise import is_empty
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 
-def shard(network: Network, world: World, settings: Settings) -> Wrapped:
+def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped:
     """Wrap the network unit by unit; afterwards a rank holds its shard of each flat parameter, in float32.
 
     Weights are gathered in `settings.compute`; gradients are reduced in float32. Under a half format, batch norms (with
@@ -94,7 +94,7 @@ def check_device(device: torch.device) -> None:
 class _Wrapping:
     """Makes FairScale's wrappers, from the inside out."""
 
-    def __init__(self, world: World, settings: Settings) -> None:
+    def __init__(self, world: World, settings: StrategySettings) -> None:
         try:
             from fairscale.nn.data_parallel import FullyShardedDataParallel
             from fairscale.nn.misc import FlattenParamsWrapper

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from pycls_fast.network import Network
 from pycls_fast.optim import BATCH_NORM, NORMS, cast_buffers
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 
-def shard(network: Network, world: World, settings: Settings) -> Wrapped:
+def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped:
     """Shard the network in place; it may be on the meta device.
 
     Gradients are reduced in float32 after every microbatch, so that no rank holds whole gradients; replicas all-reduce
@@ -70,7 +70,7 @@ def shard(network: Network, world: World, settings: Settings) -> Wrapped:
     )
 
 
-def _shard_norms(inside: Sequence[nn.Module], settings: Settings, **common: Any) -> None:
+def _shard_norms(inside: Sequence[nn.Module], settings: StrategySettings, **common: Any) -> None:
     """Shard norms that stay float32 under a half format as separate groups; the rest is gathered in that format."""
     if settings.compute is None:
         return

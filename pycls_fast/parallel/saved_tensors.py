@@ -17,7 +17,7 @@ SMALLEST = 1024
 """Tensors with fewer elements are kept unchanged."""
 
 
-class Packed:
+class PackedStorage:
     """A compressed or offloaded range of memory, kept once for all saved tensors that are views of it."""
 
     def __init__(self, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
@@ -43,7 +43,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 class View:
     """A saved tensor as a position in a kept range of memory."""
 
-    def __init__(self, packed: Packed, tensor: Tensor, offset: int | None) -> None:
+    def __init__(self, packed: PackedStorage, tensor: Tensor, offset: int | None) -> None:
         self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
 
     def restore(self) -> Tensor:
@@ -102,7 +102,7 @@ class _Hook:
         self.in_8_bits, self.on_host = in_8_bits, on_host
         self.left_alone = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *held)}
         # By storage, version and range. The weak reference prevents the storage's id from being reused.
-        self.done: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
+        self.done: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[PackedStorage]]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         in_8_bits = self.in_8_bits and tensor.is_floating_point() and tensor.requires_grad
@@ -119,7 +119,7 @@ class _Hook:
         if packed is None:
             tensor_ = tensor.detach()
             flat = tensor_.reshape(-1) if scattered else tensor_.as_strided((stop - start,), (1,), start)
-            packed = Packed(flat, in_8_bits=in_8_bits, on_host=self.on_host)
+            packed = PackedStorage(flat, in_8_bits=in_8_bits, on_host=self.on_host)
             self.done[key] = (reference, weakref.ref(packed))
         return View(packed, tensor, None if scattered else int(tensor.storage_offset()) - start)
 

@@ -13,7 +13,7 @@ from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.materialise import is_empty, materialise
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import Settings, Wrapped
+from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 
 def place_model(model: Network, world: World, *, memory_format: str) -> Network:
@@ -29,11 +29,11 @@ def place_model(model: Network, world: World, *, memory_format: str) -> Network:
     return model.to(memory_format=formats[memory_format])
 
 
-def _alone(network: Network, world: World, settings: Settings) -> Wrapped:
+def _alone(network: Network, world: World, settings: StrategySettings) -> Wrapped:
     return Wrapped(forward=network, evaluated=network, device=world.device)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Network, World, Settings], Wrapped]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], Wrapped]] = {
     "single": _alone,
     "ddp": ddp.replicate,
     "fsdp": fsdp.shard,
@@ -48,7 +48,7 @@ def wrap_model(
     world: World,
     *,
     strategy: str | None = None,
-    settings: Settings | None = None,
+    settings: StrategySettings | None = None,
     compiled: CompileName = "off",
     compile_mode: CompileMode = "default",
     initialise: Callable[[FlatShards | None], None] | None = None,
@@ -64,7 +64,7 @@ def wrap_model(
         initialise: for a model from the meta device: called after its initial values are set, to load others, with
             the flat shards that hold them, or None if the model itself does.
     """
-    settings = settings or Settings()
+    settings = settings or StrategySettings()
     name = strategy or ("ddp" if world.size > 1 else "single")
     if settings.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)

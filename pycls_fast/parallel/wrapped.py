@@ -17,7 +17,7 @@ from pycls_fast.parallel.powersgd import PowerSGD
 
 
 @dataclass(frozen=True)
-class Settings:
+class StrategySettings:
     """The `parallel` keys and the parts of the precision level that strategies read; plain values."""
 
     compression: str = "none"

@@ -82,10 +82,10 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
         together(lambda: tensors.write(found, temporary, world.host_group))
         # The files that torch wrote for this rank: it has flushed their contents, but not their names.
         own = f"__{world.rank}_*"
-        listings = together(lambda: files.list_files(list(temporary.glob(own))))
+        listings = together(lambda: files.list_checksums(list(temporary.glob(own))))
 
         def finish() -> None:
-            listing = files.list_files([temporary / ".metadata"])
+            listing = files.list_checksums([temporary / ".metadata"])
             for part in listings:
                 listing |= part
             files.publish(temporary, {"format": files.FORMAT, **plain}, listing)
@@ -135,7 +135,7 @@ class Checkpoint:
             UserError: they differ; names the first difference.
         """
         saved = {path: spec.shape for path, spec in self.specs.items()}
-        wrong = tensors.differing(saved, {path: tensor.shape for path, tensor in into.items()})
+        wrong = tensors.differing_shapes(saved, {path: tensor.shape for path, tensor in into.items()})
         if wrong is not None:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 

@@ -11,16 +11,15 @@ leading dot is a complete checkpoint, whenever the processes are killed; later c
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.durable import flush, flush_folder
 from pycls_fast.our_files import BEST, STATE, checkpoints, step_of
 
 FORMAT = 3
@@ -43,7 +42,7 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def list_files(files: Sequence[Path]) -> Listing:
+def list_checksums(files: Sequence[Path]) -> Listing:
     """Size and checksum of each file, read back from it."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(files)}
 
@@ -57,7 +56,7 @@ def publish(temporary: Path, values: dict[str, Any], listing: Listing) -> Path:
         listing: the files of all ranks.
     """
     _write_json(temporary / STATE, values)
-    listing = listing | list_files([temporary / STATE])
+    listing = listing | list_checksums([temporary / STATE])
     _write_json(temporary / FILES, {"format": FORMAT, "files": listing})
     flush_folder(temporary)
     path = temporary.with_name(temporary.name.split(".")[1])
@@ -156,19 +155,6 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
     return None
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, as its files' contents were, if the file system supports it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some refuse it for every folder (VirtualBox shares); PostgreSQL's `fsync_fname` ignores these two as well.
-        if error.errno not in (errno.EINVAL, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _remove(path: Path) -> None:
     """Remove a folder, a link or a file, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -183,8 +169,7 @@ def _copy(checkpoint: Path, target: Path) -> None:
     for file in checkpoint.iterdir():
         with file.open("rb") as source, (target / file.name).open("xb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
+            flush(copy)
     flush_folder(target)
 
 
@@ -208,8 +193,7 @@ def _free_name(path: Path) -> Path:
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
 
 
 def _sha256(path: Path) -> str:

@@ -40,7 +40,7 @@ class Spec:
     dtype: torch.dtype
 
 
-def differing(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
+def differing_shapes(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
     """How many names are missing or have a different shape on the other side, and the first; None if all match."""
     mine, saved = ({name: tuple(shape) for name, shape in shapes.items()} for shapes in (here, there))
     wrong = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
@@ -118,7 +119,7 @@ def _settle(path: Path) -> None:
     for file in _files(path):
         file.chmod(0o666 & ~mask)
         with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+            flush(stream)
 
 
 def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002

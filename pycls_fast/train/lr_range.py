@@ -35,7 +35,7 @@ _BLOWN_UP = 4.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LrRange:
     """The result of a sweep, in values of `optim.lr`; None for what it does not show.
 
     Attributes:
@@ -58,7 +58,7 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
     return np.array(smoothed, dtype=np.float64)
 
 
-def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
+def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
     """Interpret a sweep.
 
     Args:
@@ -67,7 +67,7 @@ def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
-        return Verdict(None, None, float(rates[0]))
+        return LrRange(None, None, float(rates[0]))
     smoothed = smooth(finite)
     lowest = int(smoothed.argmin())
     # The average over the first few is not meaningful yet.
@@ -77,10 +77,10 @@ def judge(rates: Sequence[float], losses: Sequence[float]) -> Verdict:
     if diverges is None and len(finite) < len(losses):
         diverges = float(rates[len(finite)])
     if lowest - first < 2:
-        return Verdict(None, None, diverges)
+        return LrRange(None, None, diverges)
     slope = np.gradient(smoothed, np.log(np.array(rates[: len(smoothed)])))
     steepest = first + int(slope[first : lowest + 1].argmin())
-    return Verdict(float(rates[steepest]), float(rates[lowest]), diverges)
+    return LrRange(float(rates[steepest]), float(rates[lowest]), diverges)
 
 
 def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float, output: str | None) -> int:
@@ -128,22 +128,22 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         report_damage(damaged, config.data.max_damaged, world, display)
         if world.is_main:
             done = rates[: len(losses)]
-            verdict = judge(done, losses)
+            result = interpret(done, losses)
             record = {
                 "config_name": config.config_name,
                 "optimizer": config.optim.name,
                 "lr_batch_size": config.optim.lr_batch_size,
                 "global_batch_size": config.data.global_batch_size,
-                "suggested": verdict.suggested,
-                "lowest": verdict.lowest,
-                "diverges": verdict.diverges,
+                "suggested": result.suggested,
+                "lowest": result.lowest,
+                "diverges": result.diverges,
                 "lr": done,
                 "loss": losses,
                 **provenance(world.device, world.size),
             }
             write_json(file, record)
-            _draw(file.with_suffix(".png"), config.config_name, verdict, done, losses)
-            for line in _verdict_lines(verdict, done):
+            _draw(file.with_suffix(".png"), config.config_name, result, done, losses)
+            for line in _result_lines(result, done):
                 display.note(line)
             display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
@@ -161,22 +161,20 @@ def _default_folder(config: RunConfig) -> Path:
     return Path("lr_find") / f"{config.config_name}-{timestamp()}"
 
 
-def _verdict_lines(verdict: Verdict, rates: Sequence[float]) -> list[str]:
+def _result_lines(result: LrRange, rates: Sequence[float]) -> list[str]:
     lines = []
-    if verdict.suggested is None:
+    if result.suggested is None:
         lines.append("the loss did not fall; try different lr_min and lr_max, or more steps")
     else:
-        lines.append(
-            f"the loss falls fastest at optim.lr={verdict.suggested:.1e}, and is lowest at {verdict.lowest:.1e}"
-        )
-    if verdict.diverges is None:
+        lines.append(f"the loss falls fastest at optim.lr={result.suggested:.1e}, and is lowest at {result.lowest:.1e}")
+    if result.diverges is None:
         lines.append(f"it did not diverge up to {rates[-1]:.1e}")
     else:
-        lines.append(f"it diverges at {verdict.diverges:.1e}")
+        lines.append(f"it diverges at {result.diverges:.1e}")
     return lines
 
 
-def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], losses: Sequence[float]) -> None:
+def _draw(path: Path, title: str, result: LrRange, rates: Sequence[float], losses: Sequence[float]) -> None:
     from matplotlib.figure import Figure
 
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -184,7 +182,7 @@ def _draw(path: Path, title: str, verdict: Verdict, rates: Sequence[float], loss
     axes = figure.subplots()
     axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")
     axes.plot(rates[: len(finite)], smooth(finite), linewidth=1.6, label="smoothed")
-    for value, name, style in ((verdict.suggested, "falls fastest", "--"), (verdict.diverges, "diverges", ":")):
+    for value, name, style in ((result.suggested, "falls fastest", "--"), (result.diverges, "diverges", ":")):
         if value is not None:
             axes.axvline(value, linestyle=style, color="black", linewidth=1.0, label=f"{name}: {value:.1e}")
     axes.set_xscale("log")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmModel, foreign
+from pycls_fast.models import TimmNetwork, foreign
 from pycls_fast.network import Network
 
 
@@ -55,7 +55,7 @@ def fit_weights(
     return fitted
 
 
-def of_timms_model(
+def mismatch_lines(
     error: foreign.Mismatch, network: Network, about: foreign.Preprocessing | None, source: str
 ) -> Sequence[str]:
     """The lines of a mismatch, with timm's model that the weights belong to, if they say it and the network is another.
@@ -69,7 +69,7 @@ def of_timms_model(
     if about is None or not about.weights.startswith("timm:"):
         return error.lines
     name = _without_tag(about.weights.removeprefix("timm:"))
-    if not name or (isinstance(network, TimmModel) and _without_tag(network.name) == name):
+    if not name or (isinstance(network, TimmNetwork) and _without_tag(network.name) == name):
         return error.lines
     use = f"use model=timm model.name={name}"
     if isinstance(error, foreign.UnknownKind):

@@ -12,13 +12,13 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.build import Switches
-from pycls_fast.config import saved_config
+from pycls_fast.config import validate_saved
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, place_model
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.checkpoint_tensors import differing
+from pycls_fast.train.checkpoint_tensors import differing_shapes
 from pycls_fast.train.weights import Origin, Weights, find_own, open_weights
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
@@ -98,13 +98,13 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
                   "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
         "runtime": {"device": device},
     }  # fmt: skip
-    return saved_config({**saved, **changes}, str(path))
+    return validate_saved({**saved, **changes}, str(path))
 
 
 def _fill(network: nn.Module, weights: Weights) -> None:
     state = network.state_dict()
     saved = {name: spec.shape for name, spec in weights.specs.items()}
-    wrong = differing(saved, {name: value.shape for name, value in state.items()})
+    wrong = differing_shapes(saved, {name: value.shape for name, value in state.items()})
     if wrong is not None:
         raise UserError(f"weights: {weights.origin.path} does not fit the model that it names: {wrong} in the model")
     with torch.no_grad():

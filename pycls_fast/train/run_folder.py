@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import yaml
 
+from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.output_file import atomic_write, nan_to_none
@@ -203,9 +204,8 @@ class RunFolder:
         whole = atomic_write(self.path / name)
         with writing(self.path / name), whole as temporary, temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
             # Or a power failure may leave it empty: the records decide which checkpoint is kept as the best.
-            os.fsync(file.fileno())
+            flush(file)
 
 
 @contextmanager

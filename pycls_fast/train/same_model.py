@@ -8,7 +8,7 @@ from typing import Any
 from pycls_fast.config.model_overrides import model_overrides
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.models.vit_parts import TokenConvStem
 from pycls_fast.network import Network
@@ -70,7 +70,7 @@ def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:
 def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
     if isinstance(network, ResNet):
         return {"shortcut": network.shortcut}
-    if isinstance(network, TimmModel):
+    if isinstance(network, TimmNetwork):
         return _of_timm(network.name, network.arguments, fresh_head=fresh_head)
     if not isinstance(network, VisionTransformer):
         return {}

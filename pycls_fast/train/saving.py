@@ -21,7 +21,7 @@ from pycls_fast.train.checkpoint import State
 
 
 @dataclass
-class Saved:
+class CheckpointSave:
     """A checkpoint that is being written; `path` is set when it is published."""
 
     step: int
@@ -53,7 +53,7 @@ class Saver:
         self._world = dataclasses.replace(world, host_group=world.saving_group)
         self._keep = keep
         self._asynchronous = asynchronous
-        self._saving: Saved | None = None
+        self._saving: CheckpointSave | None = None
         self._pinned = world.device.type == "cuda"
 
     @property
@@ -75,7 +75,7 @@ class Saver:
     def save(self, state: State, step: int) -> None:
         """Start writing; `finish` must have been called for the previous save."""
         assert self._saving is None
-        saving = Saved(step)
+        saving = CheckpointSave(step)
         self._saving = saving
         found, plain = tensors.split(state)
         share = tensors.own_share(found, self._world.rank, self._world.size)
@@ -89,7 +89,7 @@ class Saver:
         saving.thread = threading.Thread(target=self._write, args=(saving, share, plain), daemon=True, name="saving")
         saving.thread.start()
 
-    def finish(self) -> Saved | None:
+    def finish(self) -> CheckpointSave | None:
         """Wait for the save in progress, if any.
 
         Raises:
@@ -126,7 +126,7 @@ class Saver:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(self, saving: Saved, share: tensors.Tensors, plain: State) -> None:
+    def _write(self, saving: CheckpointSave, share: tensors.Tensors, plain: State) -> None:
         try:
             if self._pinned:
                 torch.cuda.set_device(self._world.device)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
-from pycls_fast.losses import Loss, Targets
+from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.optim import Ema, OwnedWeights, set_lr
 from pycls_fast.parallel import Wrapped
 from pycls_fast.train.metrics import TrainMetrics
@@ -29,7 +29,7 @@ class Step:
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
     mixer: Mixer | ElementMixer | None
-    loss: Loss
+    loss: LossFunction
     autocast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler
     optimizer: Optimizer

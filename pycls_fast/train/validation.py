@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.train import checkpoint
 from pycls_fast.train.best import best_evaluation, early_stop, primary_records
 from pycls_fast.train.by_class import class_scores, confusion
-from pycls_fast.train.confusion import draw_confusion
+from pycls_fast.train.confusion_picture import draw_confusion
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import epochs
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate, with_progress

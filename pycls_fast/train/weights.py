@@ -20,7 +20,7 @@ from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.paths import user_path, weights_file
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint_tensors import Spec
-from pycls_fast.train.pretrained import fit_weights, of_timms_model, other_class
+from pycls_fast.train.pretrained import fit_weights, mismatch_lines, other_class
 from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
 
 
@@ -106,7 +106,7 @@ def load_weights(
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         except foreign.Mismatch as error:
             about = foreign.described(found, for_scoring=False)
-            raise UserError(*belongs_to(model, name), *of_timms_model(error, network, about, name)) from error
+            raise UserError(*belongs_to(model, name), *mismatch_lines(error, network, about, name)) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
     if into is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from pycls_fast import optim
 from pycls_fast.config import load_config
 from pycls_fast.parallel import fairscale_ddp, start_world
-from pycls_fast.parallel.wrapped import Settings
+from pycls_fast.parallel.wrapped import StrategySettings
 from pycls_fast.train import train
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
@@ -76,7 +76,7 @@ def test_numbers_of_the_optimizer_are_told_from_the_host() -> None:
     """Or each rank would open a context on every other rank's GPU, where they are unpickled."""
     network = nn.Linear(4, 4).cuda()
     make = partial(optim.adamw, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation="fused")
-    settings = Settings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
+    settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_sharded_ddp") as world:
         wrapped = fairscale_ddp.shard(network, world, settings)
         assert wrapped.optimizer is not None

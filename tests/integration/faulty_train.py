@@ -77,7 +77,7 @@ def step_in(path: Path) -> int:
 before_and_after(checkpoint_files, "begin", lambda folder, step: step)
 before_and_after(checkpoint_tensors, "write", lambda tensors, folder, group: step_in(folder))
 before_and_after(FileSystemWriter, "write_data", lambda self, plan, planner: step_in(Path(self.path)))
-before_and_after(checkpoint_files, "list_files", lambda files: step_in(files[0].parent))
+before_and_after(checkpoint_files, "list_checksums", lambda files: step_in(files[0].parent))
 before_and_after(checkpoint_files, "publish", lambda temporary, values, listing: step_in(temporary))
 write_json = checkpoint_files._write_json
 

@@ -116,7 +116,14 @@ def assert_same_end(launch: Launch, reference: Launch) -> None:
         ]
 
 
-POINTS = ["before begin", "before write", "before write_data", "after write_data", "after write", "after list_files"]
+POINTS = [
+    "before begin",
+    "before write",
+    "before write_data",
+    "after write_data",
+    "after write",
+    "after list_checksums",
+]
 POINTS += ["before publish", "after publish"]
 
 

@@ -18,9 +18,9 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.build.imports import import_modules
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.saved import of_weights
+from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
-from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_name_its_last_layer(here: Path, config: str, line
 def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:
     config = load_config("vit_digits", ["imports=of_nobody"]).model_dump(mode="json")
     save_file({"x": torch.zeros(1)}, "net.safetensors", {"config": json.dumps(config), "classes": '["a", "b"]'})
-    saved = of_weights(["weights=net.safetensors"])
+    saved = saved_with_weights(["weights=net.safetensors"])
     assert saved is not None
     assert "imports" not in saved.values
     opened = open_weights(Path("net.safetensors"))
@@ -195,4 +195,4 @@ def test_a_function_that_takes_no_options_is_one_line(here: Path) -> None:
             "^model.name: strict_of_this_test does not take pretrained_cfg.*, which timm passes; .* take \\*\\*options,"
         )
         with pytest.raises(UserError, match=line):
-            TimmModel(name="strict_of_this_test", num_classes=10, options=options)
+            TimmNetwork(name="strict_of_this_test", num_classes=10, options=options)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer, export, foreign
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, export, foreign
 from tests.numerics.test_models_peers import relative_error
 from tests.random_weights import randomise
 
@@ -47,7 +47,7 @@ MODELS = {
     "vit-norms": lambda: vit(qk_norm=True, registers=1, layout="batch_second", qkv="fused", in_channels=3),
     "resnet18d": lambda: resnet(stem="deep", shortcut="pool"),
     "resnext50": lambda: resnet(depth=50, groups=32, width_per_group=4),
-    "regnet": lambda: randomise(TimmModel(name="regnety_002", num_classes=3)).float().eval(),
+    "regnet": lambda: randomise(TimmNetwork(name="regnety_002", num_classes=3)).float().eval(),
 }
 
 
@@ -94,7 +94,7 @@ def test_timm_opens_the_folder_with_other_classes_and_channels(
     small = {"img_size": SIZE, "depth": 1, "num_heads": 1}
     more = {
         "resnet18": resnet,
-        "timm-vit": lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=3, image_size=SIZE, options=small),
+        "timm-vit": lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=3, image_size=SIZE, options=small),
     }
     model = (MODELS | more)[name]()
     export.FORMATS["timm"](model, tmp_path / "out", ABOUT)
@@ -124,7 +124,7 @@ def test_timm_opens_models_of_other_channels(tmp_path: Path, channels: int) -> N
         torch.testing.assert_close(theirs(batch), model(batch))
 
 
-@pytest.mark.parametrize("build", [vit, resnet, lambda num_classes: TimmModel(name="regnety_002", num_classes=5)])
+@pytest.mark.parametrize("build", [vit, resnet, lambda num_classes: TimmNetwork(name="regnety_002", num_classes=5)])
 def test_timm_opens_models_with_more_outputs_than_classes(tmp_path: Path, build: Any) -> None:
     model = build(num_classes=5).float().eval()
     export.FORMATS["timm"](model, tmp_path / "out", ABOUT)

@@ -23,7 +23,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer, foreign
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.foreign import Fitted
 from pycls_fast.models.foreign.read import detect_layout
 from pycls_fast.network import Network
@@ -225,8 +225,8 @@ def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
     np.savez(tmp_path / "in21k.npz", **arrays)
     options = {"patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
 
-    def timms(classes: int) -> TimmModel:
-        return TimmModel(name="vit_tiny_patch16_224", num_classes=classes, image_size=SIZE, options=options).double()
+    def timms(classes: int) -> TimmNetwork:
+        return TimmNetwork(name="vit_tiny_patch16_224", num_classes=classes, image_size=SIZE, options=options).double()
 
     ours = timms(5)
     fitted = load(ours, tmp_path / "in21k.npz")
@@ -490,7 +490,7 @@ def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     state = {renamed(name): tensor for name, tensor in theirs.state_dict().items()}
     assert {"s1.b1.f.se.f_ex.2.bias", "s1.b1.proj.weight", "s2.b1.bn.weight"} <= set(state)
     torch.save({"model_state": state, "epoch": 99}, tmp_path / "regnet.pyth")
-    ours = TimmModel(name="regnety_002", num_classes=CLASSES).double().eval()
+    ours = TimmNetwork(name="regnety_002", num_classes=CLASSES).double().eval()
     fitted = load(ours, tmp_path / "regnet.pyth")
     assert fitted.adapted == {"network.stem.conv.weight": "input channels from BGR to RGB"}
     assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
@@ -519,7 +519,7 @@ def test_the_other_shortcut_is_told(
 
 def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
-    into_timms = TimmModel(name="resnetblur18", num_classes=CLASSES)
+    into_timms = TimmNetwork(name="resnetblur18", num_classes=CLASSES)
     monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: create(name, num_classes=CLASSES))
     with pytest.raises(UserError, match=r"smooths maps before .*; use model=timm model\.name=resnetblur18$"):
         load(ResNet(depth=18, num_classes=CLASSES), "timm:resnetblur18")
@@ -826,7 +826,7 @@ def test_other_models_of_timm_are_not_taken_for_ours(name: str) -> None:
             foreign.fit(foreign.ReadWeights(name, layout, {}, plain=state), small())
 
 
-@pytest.mark.parametrize("network", [small, lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=3)])
+@pytest.mark.parametrize("network", [small, lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=3)])
 @pytest.mark.parametrize("prefix", ["", "vit."])
 def test_the_form_of_transformers_is_refused(tmp_path: Path, network: Callable[[], Network], prefix: str) -> None:
     names = ("embeddings.cls_token", "encoder.layer.0.attention.output.dense.weight", "layernorm.weight")
@@ -890,11 +890,11 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
     theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES, depth=2)).eval()
     torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
     name, options = "vit_tiny_patch16_224", {"depth": 2}
-    ours = TimmModel(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
+    ours = TimmNetwork(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
     load(ours, tmp_path / "vit.pth")
     assert_same(ours, theirs, 64)
     # Another size and classes, as timm's own functions have it.
-    ours = TimmModel(name=name, num_classes=3, image_size=96, options=options).double().eval()
+    ours = TimmNetwork(name=name, num_classes=3, image_size=96, options=options).double().eval()
     fitted = load(ours, tmp_path / "vit.pth")
     assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
     assert fitted.adapted == {"network.pos_embed": "resized by timm from (1, 17, 192) to (1, 37, 192)"}
@@ -902,14 +902,14 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
     assert torch.equal(ours.network.pos_embed, expected)
     torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")
     with pytest.raises(UserError, match=r"unexpected: network\.extra"):
-        load(TimmModel(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
+        load(TimmNetwork(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
 
 
 @pytest.mark.parametrize("name", ["regnetx_002", "vgg11"])
 def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
     with torch.device("meta"):
         state = timm.create_model(name, num_classes=CLASSES).state_dict()
-        ours = TimmModel(name=name, num_classes=5)
+        ours = TimmNetwork(name=name, num_classes=5)
     fitted = foreign.fit(foreign.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
     assert fitted.fresh.keys() == {f"{ours.head_name}.weight", f"{ours.head_name}.bias"}
     assert not fitted.adapted
@@ -920,7 +920,7 @@ def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
 def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str) -> None:
     """Filters of timm's raise what they like on another model's file."""
     with torch.device("meta"):
-        ours = TimmModel(name=name, num_classes=5, options={"depth": 2} if "beit" in name else {})
+        ours = TimmNetwork(name=name, num_classes=5, options={"depth": 2} if "beit" in name else {})
     for index, state in enumerate((timm.create_model("resnet18").state_dict(), small_timm().state_dict())):
         torch.save(dict(state), tmp_path / f"{index}.pth")
         with pytest.raises(UserError, match=rf"^weights: .*{index}\.pth .* does not fit the model: missing: network\."):

@@ -18,7 +18,7 @@ from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.optim import ModelWeights
 from pycls_fast.parallel import World
@@ -364,7 +364,7 @@ class TestOptimizing:
             (["loss=bce", "loss.label_smoothing=0", "loss.bce_reduction=sum"], BinaryCrossEntropy(0.0, "sum")),
         ],
     )
-    def test_the_loss(self, overrides: list[str], loss: Loss) -> None:
+    def test_the_loss(self, overrides: list[str], loss: LossFunction) -> None:
         assert build.loss(vit(*overrides), REFERENCE, CPU) == loss
         fused = build.loss(vit(*overrides), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU)
         assert isinstance(fused, FusedLoss)

@@ -17,7 +17,7 @@ from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data import CachePolicy, FileCache, OpenOptions
-from pycls_fast.parallel import ALONE, Settings, World
+from pycls_fast.parallel import ALONE, StrategySettings, World
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world
 
@@ -70,7 +70,7 @@ class TestStrategy:
             "strategy": "ddp",
             "compiled": "blocks",
             "compile_mode": "max-autotune",
-            "settings": Settings(
+            "settings": StrategySettings(
                 compression="powersgd", powersgd_rank=3, powersgd_start_step=7, static_graph=True
             ),
         }  # fmt: skip
@@ -87,7 +87,7 @@ class TestStrategy:
             "strategy": "fsdp",
             "compiled": "off",
             "compile_mode": "default",
-            "settings": Settings(
+            "settings": StrategySettings(
                 reshard_after_forward=False, prefetch_units=3, sync_batchnorm=True, compute=torch.float16,
                 wide_norms=True, param_offload=True,
             ),
@@ -95,7 +95,7 @@ class TestStrategy:
 
     def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         alone = self.wrapped(monkeypatch, vit(), {}, ranks=1)
-        assert (alone["strategy"], alone["settings"]) == ("single", Settings())
+        assert (alone["strategy"], alone["settings"]) == ("single", StrategySettings())
 
 
 class TestSources:

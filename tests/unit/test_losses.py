@@ -12,7 +12,7 @@ from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor
 
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, Loss, Targets
+from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 
 BATCH, CLASSES = 9, 6
 Share = float | Tensor | None
@@ -54,7 +54,7 @@ def value_and_gradient(loss: Callable[[Tensor], Tensor], logits_BK: Tensor) -> t
     return value.detach(), leaf.grad
 
 
-def assert_same(ours: Loss, given: Targets, theirs: Callable[[Tensor], Tensor]) -> None:
+def assert_same(ours: LossFunction, given: Targets, theirs: Callable[[Tensor], Tensor]) -> None:
     for logits_BK in (logits(), logits(200.0)):
         value, gradient = value_and_gradient(lambda x: ours(x, given), logits_BK)
         expected, expected_gradient = value_and_gradient(theirs, logits_BK)
@@ -117,14 +117,14 @@ def test_binary_cross_entropy_smooths_class_indices_as_timm_does(reduction: str,
 
 @pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
 @pytest.mark.parametrize("lam", MIXES)
-def test_gradients_against_differences(loss: Loss, lam: Share) -> None:
+def test_gradients_against_differences(loss: LossFunction, lam: Share) -> None:
     assert torch.autograd.gradcheck(lambda x: loss(x, targets(lam)), (logits().requires_grad_(),))
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("lam", [None, 0.3, EACH_B.float()])
-def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.dtype, lam: Share) -> None:
+def test_half_precision_logits_are_computed_in_float32(loss: LossFunction, dtype: torch.dtype, lam: Share) -> None:
     half_BK = logits(20.0).to(dtype)
     given = targets(lam)
     value, gradient = value_and_gradient(lambda x: loss(x, given), half_BK)
@@ -140,7 +140,7 @@ def test_half_precision_logits_are_computed_in_float32(loss: Loss, dtype: torch.
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), BinaryCrossEntropy()])
-def test_the_share_counts_only_where_there_is_a_mix(loss: Loss) -> None:
+def test_the_share_counts_only_where_there_is_a_mix(loss: LossFunction) -> None:
     labels_B = targets(None).labels_B
     assert torch.equal(loss(logits(), Targets(labels_B, None, 0.2)), loss(logits(), Targets(labels_B)))
 
@@ -156,7 +156,7 @@ class TestFused:
         torch._dynamo.reset()
 
     @pytest.mark.parametrize("plain", PLAIN, ids=str)
-    def test_the_same_values_and_gradients_in_float64(self, plain: Loss) -> None:
+    def test_the_same_values_and_gradients_in_float64(self, plain: LossFunction) -> None:
         fused = FusedLoss(plain, backend="aot_eager")
         for lam in MIXES:
             assert_same(fused, targets(lam), lambda x, lam=lam: plain(x, targets(lam)))  # type: ignore[misc]
@@ -180,7 +180,9 @@ class TestFused:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("plain", PLAIN, ids=str)
     @pytest.mark.parametrize("lam", [0.3, EACH_B.float()], ids=["one share", "a share each"])
-    def test_compiled_it_errs_as_rounding_does(self, plain: Loss, dtype: torch.dtype, lam: float | Tensor) -> None:
+    def test_compiled_it_errs_as_rounding_does(
+        self, plain: LossFunction, dtype: torch.dtype, lam: float | Tensor
+    ) -> None:
         fused = FusedLoss(plain)
         given = targets(lam)
         rounded_BK = logits().to(dtype)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from pycls_fast.data.packing.stored_image import PackSettings
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.packed import ENTRY, IMAGES
+from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 
 PLAN, LOCK = "plan.json", "lock.part"
@@ -98,8 +98,7 @@ def begin(folder: Path, plan: dict[str, Any]) -> None:
         draft = folder / _DRAFT_PLAN
         with draft.open("w", encoding="utf-8") as written:
             written.write(json.dumps(plan))
-            written.flush()
-            os.fsync(written.fileno())
+            flush(written)
         draft.rename(path)
     images = folder / DRAFT_IMAGES
     if not images.exists() and (folder / IMAGES).exists():
@@ -122,7 +121,7 @@ def whole_entries(images: Path, table: Path, damaged: Mapping[int, object]) -> t
     has_image[[index for index in damaged if index < len(entries)]] = True
     is_whole = has_image & (entries["offset"] == ends - sizes) & (ends <= images.stat().st_size)
     count = len(entries) if is_whole.all() else int(np.argmin(is_whole))
-    # After a power cut a file may have its length, but not its content, from the last `sync` on.
+    # After a power cut a file may have its length, but not its content, from the last `flush` on.
     first = max(count - 1, 0) // DURABLE_EVERY * DURABLE_EVERY
     with images.open("rb") as file:
         file.seek(int(ends[first] - sizes[first]) if count else 0)
@@ -146,20 +145,3 @@ def read_damaged(log: Path) -> dict[int, tuple[str, str]]:
             index, name, reason = json.loads(line)
             damaged[index] = (name, reason)
     return damaged
-
-
-def sync(*files: BinaryIO) -> None:
-    """Force everything that was written to disk, file after file."""
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to disk; not every file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

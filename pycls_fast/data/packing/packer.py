@@ -20,11 +20,12 @@ from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.packed import ABOUT, ENTRY, IMAGES, NAME_ENDS, NAMES, TABLE, is_packed, write_about
 from pycls_fast.data.sources.progress import progress
+from pycls_fast.durable import flush, flush_folder
 from pycls_fast.errors import UserError
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSplit:
     """Result of packing: images and bytes written, and (name, reason) of unusable images."""
 
     count: int
@@ -34,7 +35,7 @@ class Packed:
     """False if the split was already complete and nothing was done."""
 
 
-def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> Packed:
+def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedSplit:
     """Write a split. After a kill it resumes after the last complete image, or at the first image that was left out and
     can be read now; a finished split is left as it is.
 
@@ -65,7 +66,7 @@ def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, 
         ) from error
 
 
-def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
+def _finished(folder: Path, plan: dict[str, Any]) -> PackedSplit:
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -76,12 +77,12 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Packed:
             "names, labels or settings differ; remove it, or choose another output"
         )
     damaged = [tuple(pair) for pair in about["damaged"]]
-    return Packed(about["count"], (folder / IMAGES).stat().st_size, damaged, is_new=False)
+    return PackedSplit(about["count"], (folder / IMAGES).stat().st_size, damaged, is_new=False)
 
 
 def _write(
     source: Source, folder: Path, settings: PackSettings, plan: dict[str, Any], workers: int, title: str
-) -> Packed:
+) -> PackedSplit:
     images_path, table_path, log_path = folder / draft.DRAFT_IMAGES, folder / draft.DRAFT_TABLE, folder / draft.DAMAGED
     damaged = draft.read_damaged(log_path)
     done, size = draft.whole_entries(images_path, table_path, damaged)
@@ -116,9 +117,9 @@ def _write(
                 log.flush()
             if (index + 1) % draft.DURABLE_EVERY == 0:
                 # After a power cut the table must not describe images that were lost.
-                draft.sync(images, log, table)
+                flush(images, log, table)
             advance(1)
-        draft.sync(images, log, table)
+        flush(images, log, table)
     return _finish(source, folder, plan, settings)
 
 
@@ -132,7 +133,7 @@ def _first_readable(source: Source, settings: PackSettings, indices: list[int]) 
     return None
 
 
-def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings) -> Packed:
+def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings) -> PackedSplit:
     """Put the final files in place, the one that makes the split complete last."""
     table = np.fromfile(folder / draft.DRAFT_TABLE, dtype=ENTRY)
     damaged = draft.read_damaged(folder / draft.DAMAGED)
@@ -157,16 +158,16 @@ def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSe
     for file, array in ((TABLE, table[whole]), (NAMES, texts.data), (NAME_ENDS, texts.ends)):
         with (folder / file).open("wb") as written:
             np.save(written, array)
-            draft.sync(written)
+            flush(written)
     about = {**plan["settings"], "plan": plan["digest"], "damaged": list(damaged.values())}
     about_file = folder / f"{ABOUT}.part"
     write_about(about_file, classes=source.classes, count=len(whole), how=settings.describe(), settings=about)
     (folder / draft.DRAFT_IMAGES).rename(folder / IMAGES)
     about_file.rename(folder / ABOUT)
-    draft.sync_folder(folder)
+    flush_folder(folder)
     for name in (draft.PLAN, draft.DRAFT_TABLE, draft.DAMAGED, draft.LOCK):
         (folder / name).unlink(missing_ok=True)
-    return Packed(len(whole), int(table["size"].sum()), list(damaged.values()))
+    return PackedSplit(len(whole), int(table["size"].sum()), list(damaged.values()))
 
 
 def _common_start(names: list[str]) -> str:

@@ -14,7 +14,6 @@ every worker would grow with it, a fault reads far more around a single image, a
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 
 FORMAT, VERSION = "pycls_fast packed images", 1
@@ -162,5 +162,4 @@ def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, set
     # Bytes of names that are not valid UTF-8 become JSON escapes, and are read back unchanged.
     with file.open("w", encoding="utf-8", errors="backslashreplace") as written:
         written.write(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
-        written.flush()
-        os.fsync(written.fileno())
+        flush(written)

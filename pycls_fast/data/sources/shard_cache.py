@@ -19,6 +19,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.remote import attempt, file_system, read_range, size_of
+from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 
 _ATTEMPTS = 4
@@ -240,7 +241,7 @@ def _download(files: Any, path: str, draft: Path, size: int | None) -> None:
         raise OSError(f"{draft.stat().st_size:,} bytes arrived instead of {size:,}; was the file replaced?")
     with draft.open("rb") as file:
         # A power cut must not leave a truncated copy under the final name.
-        os.fsync(file.fileno())
+        flush(file)
 
 
 @dataclass(frozen=True)

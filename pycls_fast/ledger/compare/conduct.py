@@ -17,7 +17,7 @@ from pycls_fast.exit_status import DONE
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.ledger.compare.images import compare_images, why_not_paired
 from pycls_fast.ledger.compare.page import page
-from pycls_fast.ledger.compare.runs import RunFiles, read_run
+from pycls_fast.ledger.compare.runs import RunFiles, read_run_files
 from pycls_fast.ledger.compare.settings import changes, differences, environment_differences
 from pycls_fast.ledger.compare.table import nats, print_comparison
 from pycls_fast.ledger.records import curve
@@ -28,7 +28,7 @@ from pycls_fast.train.output_file import write_json
 Record = dict[str, Any]
 
 
-def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
+def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
     """Compare two runs, write and print the result; returns the exit status.
 
     Args:
@@ -40,7 +40,7 @@ def compare(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
     Raises:
         UserError: a folder does not hold a run, or `output` cannot be written to.
     """
-    a, b = read_run(run_a), read_run(run_b)
+    a, b = read_run_files(run_a), read_run_files(run_b)
     folder = user_path(output) if output else _default_folder(a.path, b.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

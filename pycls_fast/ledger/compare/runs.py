@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config.saved import of_run, saved_config
+from pycls_fast.config.saved import saved_in_run, validate_saved
 from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.our_files import checkpoints
@@ -53,14 +53,14 @@ class RunFiles:
         return [r for r in found if (r["split"], r["weights"]) == (found[-1]["split"], found[-1]["weights"])]
 
 
-def read_run(text: str) -> RunFiles:
+def read_run_files(text: str) -> RunFiles:
     """Read a run folder.
 
     Raises:
         UserError: it is not a run folder, or its files are damaged.
     """
     folder = RunFolder(user_path(text))
-    saved = of_run(folder.path)
+    saved = saved_in_run(folder.path)
     try:
         summary = _json(folder.path / "summary.json")
         environment = _json(folder.path / "environment.json")
@@ -104,7 +104,7 @@ def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str |
         "runtime": {"device": "cpu"},
     }
     try:
-        checked = saved_config({**config, **here}, where)
+        checked = validate_saved({**config, **here}, where)
         with build.world(checked) as world:
             return build.sources(checked, world)["val"], None
     except UserError as error:

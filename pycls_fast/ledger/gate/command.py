@@ -11,7 +11,7 @@ from typing import Any
 from pycls_fast.config.reporting import reporting
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
-from pycls_fast.ledger.gate.comparison import compare
+from pycls_fast.ledger.gate.comparison import compare_ledgers
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 
@@ -33,7 +33,7 @@ def _check(arguments: Sequence[str]) -> int:
     tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
     if absolute not in ("true", "false"):
         raise UserError(f"absolute: must be true or false; got {absolute}")
-    findings = compare(*(_read(file) for file in files), tolerance=tolerance, absolute=absolute == "true")
+    findings = compare_ledgers(*(_read(file) for file in files), tolerance=tolerance, absolute=absolute == "true")
     rows = [(finding.rung, finding.quantity, finding.before, finding.now, finding.text) for finding in findings]
     wide_console().print(plain_table(("rung", "quantity", "before", "now", ""), rows, no_wrap=True))
     return LOST if any(finding.lost for finding in findings) else DONE

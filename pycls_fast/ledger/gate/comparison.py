@@ -7,13 +7,13 @@ from typing import Any
 
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.gate.accuracy import accuracy_finding, p_less_accurate
-from pycls_fast.ledger.gate.finding import Finding, of_both_sides
+from pycls_fast.ledger.gate.finding import Finding, two_sided
 from pycls_fast.ledger.gate.speed import Speeds, first_speeds, p_slower, speed_finding, untested
 
 Record = Mapping[str, Any]
 
 
-def compare(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Finding]:
+def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Finding]:
     """Compare each rung of `before` with the same rung of `now`.
 
     Speed is the speed-up over the ledger's own first rung. For the first rung it is its images/s, if possible relative
@@ -39,8 +39,8 @@ def compare(before: Record, now: Record, *, tolerance: float, absolute: bool = T
     findings: list[Finding] = []
     measured = [arm for arm in before["arms"] if arm["status"] == "measured"]
     speeds = [_speeds(old, arms.get(old["name"]), before, now, absolute) for old in measured]
-    p_speeds = of_both_sides([p_slower(found[-1]) if found else None for found in speeds])
-    p_accuracies = of_both_sides([p_less_accurate(old, arms.get(old["name"])) for old in measured])
+    p_speeds = two_sided([p_slower(found[-1]) if found else None for found in speeds])
+    p_accuracies = two_sided([p_less_accurate(old, arms.get(old["name"])) for old in measured])
     for old, found, p_speed, p_accuracy in zip(measured, speeds, p_speeds, p_accuracies, strict=True):
         new = arms.get(old["name"])
         if new is None or new["status"] != "measured":

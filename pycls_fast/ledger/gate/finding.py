@@ -24,7 +24,7 @@ class Finding:
     text: str
 
 
-def of_both_sides(p_values: Sequence[float | None]) -> list[float]:
+def two_sided(p_values: Sequence[float | None]) -> list[float]:
     """For each test, the smaller of the p-values for a loss and for a gain, each after Holm's correction."""
     gains = [None if p is None else 1 - p for p in p_values]
     return [min(pair) for pair in zip(holm(p_values), holm(gains), strict=True)]

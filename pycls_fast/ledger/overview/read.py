@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pycls_fast.config.saved import of_run, saved_config
+from pycls_fast.config.saved import saved_in_run, validate_saved
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare.settings import OF_THE_PLACE, texts
 from pycls_fast.our_files import checkpoints
@@ -20,11 +20,11 @@ Record = Mapping[str, Any]
 State = Literal["finished", "stopped", "failed", "running or killed"]
 
 NUMBERS = ("best_top1", "final_top1", "class_top1", "images_per_second", "hours", "epoch")
-"""Keys of `Run.numbers`. Accuracies are in percent; `class_top1` (mean over classes) is of the best evaluation."""
+"""Keys of `SavedRun.numbers`. Accuracies are in percent; `class_top1` (mean over classes) is of the best evaluation."""
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """A run on disk, finished or not.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
     derived: frozenset[str]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> SavedRun:
     """Read a run folder.
 
     Raises:
@@ -62,14 +62,14 @@ def read_run(path: Path) -> Run:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
     settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
-    return Run(path, settings, numbers, state, derived)
+    return SavedRun(path, settings, numbers, state, derived)
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    saved = of_run(path)
+    saved = saved_in_run(path)
     try:
         # Adds the defaults of keys that are newer than the run.
-        return saved_config(saved.values, str(saved.file)).model_dump(mode="json")
+        return validate_saved(saved.values, str(saved.file)).model_dump(mode="json")
     except UserError:
         # Written by a version with other keys: taken as it is.
         return dict(saved.values)

@@ -16,8 +16,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE, MISTAKE
 from pycls_fast.ledger.compare.settings import NOT_SET
 from pycls_fast.ledger.overview.folders import find_runs
-from pycls_fast.ledger.overview.read import NUMBERS, Run, read_run
-from pycls_fast.ledger.overview.rows import FOLD, SEED, Row, differing, rows, telling
+from pycls_fast.ledger.overview.read import NUMBERS, SavedRun, read_run
+from pycls_fast.ledger.overview.rows import FOLD, SEED, Row, differing_keys, rows, telling
 from pycls_fast.ledger.table import duration
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import environment_command
@@ -46,7 +46,7 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
     """
     paths = find_runs(folders)
     file = None if output is None else output_file(output)
-    runs: list[Run] = []
+    runs: list[SavedRun] = []
     left_out: dict[Path, str] = {}
     for path in paths:
         try:
@@ -54,7 +54,7 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
         except UserError as error:
             left_out[path] = error.lines[0]
     table = rows(runs, sort)
-    keys = differing(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
+    keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
     if table:
         _print(table, keys)
     for reason in left_out.values():

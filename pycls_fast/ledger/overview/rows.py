@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast.ledger.compare.settings import NOT_SET
-from pycls_fast.ledger.overview.read import NUMBERS, Run, State
+from pycls_fast.ledger.overview.read import NUMBERS, SavedRun, State
 from pycls_fast.ledger.statistics import mean_interval
 
 SEED, FOLD = "seed", "data.fold"
@@ -40,7 +40,7 @@ class Row:
     derived: frozenset[str]
 
 
-def rows(runs: Sequence[Run], sort: str) -> list[Row]:
+def rows(runs: Sequence[SavedRun], sort: str) -> list[Row]:
     """The rows, largest number first, those without a number last.
 
     Args:
@@ -56,9 +56,9 @@ def rows(runs: Sequence[Run], sort: str) -> list[Row]:
     return sorted(made, key=place)
 
 
-def _joined(runs: Sequence[Run]) -> list[list[Run]]:
+def _joined(runs: Sequence[SavedRun]) -> list[list[SavedRun]]:
     """The runs of each row. A run that is not finished, or repeats a seed and fold, gets a row of its own."""
-    groups: dict[tuple[tuple[str, str], ...], dict[tuple[str, str], Run]] = {}
+    groups: dict[tuple[tuple[str, str], ...], dict[tuple[str, str], SavedRun]] = {}
     alone = []
     for run in runs:
         group = groups.setdefault(tuple(_shared(run).items()), {})
@@ -70,16 +70,16 @@ def _joined(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(group.values()) for group in groups.values() if group] + alone
 
 
-def _shared(run: Run) -> dict[str, str]:
+def _shared(run: SavedRun) -> dict[str, str]:
     return {key: run.settings[key] for key in sorted(run.settings) if key not in (SEED, FOLD)}
 
 
-def _repetition(run: Run) -> tuple[str, str]:
+def _repetition(run: SavedRun) -> tuple[str, str]:
     """The seed and the fold."""
     return run.settings.get(SEED, NOT_SET), run.settings.get(FOLD, NOT_SET)
 
 
-def _row(runs: Sequence[Run]) -> Row:
+def _row(runs: Sequence[SavedRun]) -> Row:
     # Numbers as text: shorter ones are smaller.
     runs = sorted(runs, key=lambda run: [(len(text), text) for text in _repetition(run)])
     numbers: dict[str, float | None] = {}
@@ -99,7 +99,7 @@ def _row(runs: Sequence[Run]) -> Row:
     )
 
 
-def differing(table: Sequence[Row], order: Sequence[str]) -> list[str]:
+def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
     """Keys with more than one value in the table, in the given order; a missing key counts as a value."""
     return [key for key in order if len({row.settings.get(key, NOT_SET) for row in table}) > 1]
 

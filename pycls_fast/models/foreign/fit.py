@@ -17,7 +17,7 @@ from pycls_fast.models.foreign.positions import fit_positions
 from pycls_fast.models.foreign.read import OTHER, OURS, TRANSFORMERS, ReadWeights
 from pycls_fast.models.foreign.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
-from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 
@@ -133,7 +133,7 @@ def _in_names_of(
     network: nn.Module, read: ReadWeights, shapes: Shapes, fitted: Fitted
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The file's tensors by the network's names, and the names of those without a counterpart."""
-    if not isinstance(network, TimmModel):
+    if not isinstance(network, TimmNetwork):
         if read.layout == OTHER:
             names = ", ".join(list(read.plain)[:3])
             raise UnknownKind(f"weights: {read.source} is of an unknown kind; its first names are {names}")
@@ -156,7 +156,7 @@ def _in_names_of(
     return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
 
 
-def _filtered_by_timm(network: TimmModel, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _filtered_by_timm(network: TimmNetwork, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Apply timm's own conversion of older files of a model and of positions of a different size."""
     module = importlib.import_module(type(network.network).__module__)
     change = getattr(module, "checkpoint_filter_fn", None) or getattr(module, "_filter_fn", None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.foreign.preprocessing import torchvision_weights
-from pycls_fast.models.foreign.traits import Traits, of_timm, of_torchvision_vit
+from pycls_fast.models.foreign.traits import Traits, traits_from_timm, traits_from_torchvision_vit
 from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.our_files import our_config
 from pycls_fast.paths import user_path
@@ -291,7 +291,7 @@ def _from_timm_hub(name: str) -> Contents:
     if not library.is_model(name):
         raise UserError(f"weights: timm {library.__version__} has no model {name}")
     model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
-    return Contents(model.state_dict(), traits=of_timm(model))
+    return Contents(model.state_dict(), traits=traits_from_timm(model))
 
 
 def _from_torchvision_hub(name: str) -> Contents:
@@ -303,7 +303,7 @@ def _from_torchvision_hub(name: str) -> Contents:
     if not model.startswith("vit_"):
         return Contents(state)
     with torch.device("meta"):
-        return Contents(state, traits=of_torchvision_vit(library.models.get_model(model)))
+        return Contents(state, traits=traits_from_torchvision_vit(library.models.get_model(model)))
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:

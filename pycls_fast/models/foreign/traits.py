@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.timm_model import TimmModel
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import Classifier, VisionTransformer
 
 _CLASSIFIERS: dict[str, Classifier] = {"token": "token", "avg": "pooled", "map": "map"}
@@ -33,7 +33,7 @@ class Traits:
     pools_unlike: str = ""
 
 
-def of_timm(model: Any) -> Traits:
+def traits_from_timm(model: Any) -> Traits:
     """Traits of a model built by timm."""
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
         return Traits(unlike="smooths maps before it makes them smaller")
@@ -63,7 +63,7 @@ def of_timm(model: Any) -> Traits:
     )
 
 
-def of_torchvision_vit(model: Any) -> Traits:
+def traits_from_torchvision_vit(model: Any) -> Traits:
     """Traits of a vision transformer built by torchvision."""
     block = model.encoder.layers[0]
     return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
@@ -75,7 +75,7 @@ def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
     Raises:
         UserError: none can.
     """
-    if traits.unlike and not isinstance(network, TimmModel):
+    if traits.unlike and not isinstance(network, TimmNetwork):
         raise UserError(_other_model(traits.unlike, source))
 
 

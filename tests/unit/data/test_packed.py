@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -376,6 +378,27 @@ def test_a_full_disk_at_the_beginning(tmp_path: Path, folder: Path, monkeypatch:
     with pytest.raises(UserError, match="is not empty"):
         pack(source, other, PackSettings(), workers=0, title="")
     assert [file.name for file in other.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_folder_that_cannot_be_flushed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A file system that flushes no folders is one thing, a failing disk another."""
+    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
+    fsync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    if number == errno.EIO:
+        with pytest.raises(UserError, match=r"cannot be written \(Input/output error\)"):
+            pack(source, out, PackSettings(), workers=0, title="")
+    else:
+        assert pack(source, out, PackSettings(), workers=0, title="").count == len(source)
 
 
 def descendants(process: str) -> list[str]:

@@ -18,10 +18,10 @@ from PIL import ExifTags, Image
 from pycls_fast import speed
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.compare import compare, images
+from pycls_fast.ledger.compare import compare_runs, images
 from pycls_fast.ledger.compare.charts import charts
 from pycls_fast.ledger.compare.conduct import _pictures, comparison
-from pycls_fast.ledger.compare.runs import read_run
+from pycls_fast.ledger.compare.runs import read_run_files
 from pycls_fast.ledger.compare.settings import differences
 from pycls_fast.ledger.compare.table import notes, verdict
 from pycls_fast.ledger.html_page import figure_html
@@ -113,7 +113,7 @@ def b(tmp_path: Path, digits: Path) -> Path:
 
 
 def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
+    assert compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     pair, found = record["images"]["pair"], record["images"]
     assert (pair["only_first"], pair["only_second"], pair["changed"], pair["images"]) == (4, 2, 7, IMAGES)
@@ -137,7 +137,7 @@ def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
-    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     assert not page.open
@@ -149,18 +149,18 @@ def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
     for name, cells in (("a_right_b_wrong", 3), ("b_right_a_wrong", 2)):
         assert np.asarray(Image.open(tmp_path / "out" / f"{name}.png")).shape[1] == cells * 200 + 8
     # A second comparison in the same place leaves nothing of the first.
-    compare(str(a), str(a), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(a), output=str(tmp_path / "out"), images=3)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
 
 
 def test_a_place_that_cannot_be_written(a: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "index.html").mkdir(parents=True)
     with pytest.raises(UserError, match=r"output: .*out cannot be written to \(Is a directory\); give another"):
-        compare(str(a), str(a), output=str(tmp_path / "out"), images=3)
+        compare_runs(str(a), str(a), output=str(tmp_path / "out"), images=3)
 
 
 def test_classes_are_called_as_they_are(a: Path, b: Path) -> None:
-    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
     names = ["$a_$", "issue #head #123456"]
     record["images"]["classes"] = [
         {"class": name, "images": 9, "a": 50.0, "b": 50.0 + points, "difference": points}
@@ -172,7 +172,7 @@ def test_classes_are_called_as_they_are(a: Path, b: Path) -> None:
 
 
 def test_the_same_run_twice(a: Path) -> None:
-    record = comparison(read_run(str(a)), read_run(str(a)), 24)
+    record = comparison(read_run_files(str(a)), read_run_files(str(a)), 24)
     assert verdict(record) == "Every prediction is the same on all 359 images."
     assert record["settings"] == []
     assert record["images"]["only_a"] == record["images"]["only_b"] == []
@@ -180,7 +180,7 @@ def test_the_same_run_twice(a: Path) -> None:
 
 def test_a_difference_that_is_one(a: Path, tmp_path: Path, digits: Path) -> None:
     worse = make_run(tmp_path / "worse", digits, dict.fromkeys(range(0, 60, 2), (5, 2.0)))
-    record = comparison(read_run(str(worse)), read_run(str(a)), 24)
+    record = comparison(read_run_files(str(worse)), read_run_files(str(a)), 24)
     assert verdict(record).startswith("B is right more often on these 359 images: +")
     assert len(record["images"]["only_b"]) == 24
 
@@ -204,7 +204,7 @@ def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.Capt
     for step, changed in ((6, {"optim.lr": [1, 2]}), (4, {"optim.lr": [0.002, 0.001], "loss.threshold": [None, 0.5]})):
         folder.add_record("event", step, step / 2, event="resumed", changed=changed)
     folder.add_record("event", 8, 4.0, event="resumed", changed={})
-    compare(str(a), str(b), output=str(b / "out"), images=0)
+    compare_runs(str(a), str(b), output=str(b / "out"), images=0)
     line = "B changed after epoch 2: optim.lr 0.002 -> 0.001, loss.threshold null -> 0.5"
     shown = capsys.readouterr().out
     assert shown.count("changed after") == 1
@@ -227,17 +227,17 @@ def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) 
     said = "The runs had different machines or numbers of cores or threads: their speeds are not comparable."
     ran_with(a, "2.11.0", "0123", "one processor")
     # Of one of the two nothing is known.
-    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
     assert (record["environment"], record["b"]["environment"]) == ([], {})
     ran_with(b, "2.15.0+cpu", "0123", "one processor")
-    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
     assert record["environment"] == [{"key": "versions.torch", "a": "2.11.0", "b": "2.15.0+cpu"}]
     assert said not in notes(record)
     ran_with(b, "2.11.0", "4567", "another")
-    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
     assert [row["key"] for row in record["environment"]] == ["git.commit", "processor"]
     assert said in notes(record)
-    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     for words in ("Versions and machine", "4567", "A: python tools/train_net.py run_dir=<a>", said):
@@ -247,7 +247,7 @@ def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) 
 def test_other_cores_are_told(a: Path, b: Path) -> None:
     ran_with(a, "2.11.0", "0123", "one processor", cores=128)
     ran_with(b, "2.11.0", "0123", "one processor", cores=8)
-    record = comparison(read_run(str(a)), read_run(str(b)), 3)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
     assert [row["key"] for row in record["environment"]] == ["cpu_count"]
     assert [line for line in notes(record) if "speeds" in line] == [
         "The runs had different machines or numbers of cores or threads: their speeds are not comparable."
@@ -255,7 +255,7 @@ def test_other_cores_are_told(a: Path, b: Path) -> None:
 
 
 def reason(a: Path, b: Path) -> str:
-    record = comparison(read_run(str(a)), read_run(str(b)), 24)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 24)
     assert (record["images"] is None) == (record["not_paired"] is not None)
     return record["not_paired"] or ""
 
@@ -265,7 +265,7 @@ def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) ->
     assert " where B has " in reason(a, other)
     fewer = make_run(tmp_path / "fewer", digits, {}, "data.val_fraction=0.1")
     assert reason(a, fewer).startswith("they were evaluated on different images: 359 and 1")
-    compare(str(a), str(other), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(other), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     assert "Not compared image by image: they were evaluated on different images" in page.text
@@ -306,7 +306,7 @@ def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path)
     for run, predicted in ((a, 0), (b, 1)):
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         Predictions(*np.array([[0], [0], [predicted], [1], [1]])).save(run / "predictions.npz")
-    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
     assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -321,7 +321,9 @@ def test_pictures_are_turned_as_in_the_runs(a: Path, b: Path, tmp_path: Path, fo
     keys = ["data=auto", f"data.root={tmp_path / 'data'}", f"data.exif_orientation={follows}".lower()]
     for run in (a, b):
         (run / "config.yaml").write_text(yaml.safe_dump(load_config("vit_digits", keys).model_dump(mode="json")))
-    found = _pictures(read_run(str(a)), read_run(str(b)), {"images": {"only_a": [{"index": 0}], "only_b": []}})
+    found = _pictures(
+        read_run_files(str(a)), read_run_files(str(b)), {"images": {"only_a": [{"index": 0}], "only_b": []}}
+    )
     assert found[0].size == ((20, 30) if follows else (30, 20))
 
 
@@ -330,7 +332,7 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["data"] |= {"root": str(tmp_path / "gone"), "source": "folder"}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
-    compare(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     assert page.pictures == 0
@@ -346,7 +348,7 @@ def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     whole = Predictions.load(b / "predictions.npz")
     kept = np.arange(IMAGES) != 30
     Predictions(*(getattr(whole, column.name)[kept] for column in fields(whole))).save(b / "predictions.npz")
-    record = comparison(read_run(str(a)), read_run(str(b)), 24)
+    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 24)
     assert record["images"]["left_out"] == 1
     assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
 
@@ -357,7 +359,7 @@ def test_runs_on_their_way(tmp_path: Path, a: Path, digits: Path, capsys: pytest
     (going / "predictions.npz").unlink()
     (going / "metrics.jsonl").write_text("")
     assert reason(a, going) == "B has no predictions yet: it has not been evaluated"
-    assert compare(str(going), str(a), output=str(tmp_path / "out"), images=3) == 0
+    assert compare_runs(str(going), str(a), output=str(tmp_path / "out"), images=3) == 0
     said = capsys.readouterr().out
     assert "A has no predictions yet" in said
     assert "A is not finished." in said
@@ -377,7 +379,7 @@ def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
     p = Predictions.load(b / "predictions.npz")
     none, nan = np.full_like(p.predicted_N, -1), np.full_like(p.losses_N, np.nan)
     replace(p, predicted_N=none, losses_N=nan).save(b / "predictions.npz")
-    assert compare(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
+    assert compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [(each["b"], each["loss_b"]) for each in record["images"]["only_a"]] == [("none", None)] * 3
     page = Page()
@@ -393,7 +395,7 @@ def test_runs_of_a_ledger_have_places_of_their_own(
     for name in (first, *others):
         make_run(tmp_path / name, digits, WRONG_A)
     for name in others:
-        compare(first, name, output=None, images=3)
+        compare_runs(first, name, output=None, images=3)
     made = sorted(folder.name for folder in (tmp_path / "comparisons").iterdir())
     assert made == ["mine_plain_seed_0--mine_quick_seed_0", "mine_plain_seed_0--other_plain_seed_0"]
 
@@ -406,12 +408,12 @@ def test_runs_of_the_same_name_have_places_of_their_own(
         make_run(tmp_path / name, digits, WRONG_A)
     # The second time into the same folder, though the path is another.
     for first, second in (("a/run", "b/run"), (str(tmp_path / "a" / "run"), "b/run"), ("c/run", "b/run")):
-        compare(first, second, output=None, images=0)
+        compare_runs(first, second, output=None, images=0)
     assert sorted(folder.name for folder in (tmp_path / "comparisons").iterdir()) == ["run--run", "run--run_2"]
     record = json.loads((tmp_path / "comparisons" / "run--run_2" / "compare.json").read_text())
     assert record["a"]["path"] == "c/run"
     (tmp_path / "comparisons" / "run--run" / "compare.json").write_text("[")
-    compare("a/run", "b/run", output=None, images=0)
+    compare_runs("a/run", "b/run", output=None, images=0)
     assert (tmp_path / "comparisons" / "run--run_3").is_dir()
 
 
@@ -427,14 +429,14 @@ def test_mistakes(a: Path, tmp_path: Path) -> None:
         ((str(tmp_path / "nowhere"), str(a)), "not a run folder"),
     ):
         with pytest.raises(UserError, match=line):
-            compare(*arguments, output=None, images=3)
+            compare_runs(*arguments, output=None, images=3)
     with pytest.raises(UserError, match=r"output: .* cannot be created"):
-        compare(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
+        compare_runs(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
     (a / "config.yaml").rename(a / "kept")
     (a / "config.yaml").write_bytes(b"seed: \xff")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(.*codec"):
-        compare(str(a), str(a), output=None, images=3)
+        compare_runs(str(a), str(a), output=None, images=3)
     (a / "kept").rename(a / "config.yaml")
     (a / "summary.json").write_text("{")
     with pytest.raises(UserError, match="a file of the run cannot be read"):
-        compare(str(a), str(a), output=None, images=3)
+        compare_runs(str(a), str(a), output=None, images=3)

@@ -12,7 +12,7 @@ from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.estimate import Pace, estimate
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 
 LADDER = Ladder(
     description="two changes",
@@ -23,7 +23,7 @@ LADDER = Ladder(
 
 def ledger(folder: Path, rungs: Sequence[Rung] = LADDER.rungs, **settings: Any) -> Ledger:
     ladder = LADDER.model_copy(update={"rungs": tuple(rungs)})
-    return Ledger(ladder, Settings(**settings), [], [], "cpu", LedgerFolder(folder), Path("tools"))
+    return Ledger(ladder, LadderSettings(**settings), [], [], "cpu", LedgerFolder(folder), Path("tools"))
 
 
 def pace(**changed: Any) -> Pace:

@@ -17,7 +17,7 @@ from scipy import stats
 from pycls_fast.config.ladder import read_ladder
 from pycls_fast.ledger.gate import check
 from pycls_fast.ledger.gate.accuracy import p_less_accurate
-from pycls_fast.ledger.gate.comparison import compare
+from pycls_fast.ledger.gate.comparison import compare_ledgers
 from pycls_fast.ledger.gate.speed import Speeds, p_slower
 from pycls_fast.ledger.statistics import geometric_mean
 
@@ -202,42 +202,42 @@ def test_the_status_says_whether_something_was_lost(
 def test_the_tolerance_is_of_the_speed() -> None:
     now = ledger()
     now["arms"][1]["timing"]["speedup"] |= {"ratio": 1.85, "low": 1.84, "high": 1.86}
-    assert not any(finding.lost for finding in compare(ledger(), now, tolerance=0.1))
-    assert any(finding.lost for finding in compare(ledger(), now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare_ledgers(ledger(), now, tolerance=0.1))
+    assert any(finding.lost for finding in compare_ledgers(ledger(), now, tolerance=0.05))
 
 
 def test_the_first_rungs_rate_may_be_left_out() -> None:
     now = ledger()
     all_slower(now)
-    assert any(finding.lost for finding in compare(ledger(), now, tolerance=0.05))
-    assert not any(finding.lost for finding in compare(ledger(), now, tolerance=0.05, absolute=False))
+    assert any(finding.lost for finding in compare_ledgers(ledger(), now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare_ledgers(ledger(), now, tolerance=0.05, absolute=False))
     slower(now)
-    assert [f.rung for f in compare(ledger(), now, tolerance=0.05, absolute=False) if f.lost] == ["fast"]
+    assert [f.rung for f in compare_ledgers(ledger(), now, tolerance=0.05, absolute=False) if f.lost] == ["fast"]
 
 
 def test_a_loss_by_chance_in_one_of_many_rungs_is_none() -> None:
     """Alone the rung has lost (p = 0.009); as one of twelve it has not."""
     before, now = ledger(), ledger()
     now["arms"][1]["training"]["runs"] = runs(89.7, 89.9, 89.8)
-    assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
+    assert [f.rung for f in compare_ledgers(before, now, tolerance=0.05) if f.lost] == ["fast"]
     others = [arm(f"rung {i}", [100.0], [90.0 + 0.1 * i, 90.1, 90.3], None) | {"timing": None} for i in range(10)]
     shifted = copy.deepcopy(others)
     for other in shifted:
         other["training"]["runs"][0]["top1"] += 0.01
     before["arms"] += others
     now["arms"] += shifted
-    assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare_ledgers(before, now, tolerance=0.05))
 
 
 def test_a_slowdown_by_chance_in_one_of_many_rungs_is_none() -> None:
     """Alone the rung is slower (p = 0.004); as one of twelve it is not."""
     before, now = ledger(), ledger()
     now["arms"][1]["timing"]["speedup"] |= {"ratio": 1.84, "low": 1.74, "high": 1.94}
-    assert [f.rung for f in compare(before, now, tolerance=0.05) if f.lost] == ["fast"]
+    assert [f.rung for f in compare_ledgers(before, now, tolerance=0.05) if f.lost] == ["fast"]
     others = [arm(f"rung {i}", [200.0, 204.0, 196.0], [90.0, 90.1, 90.3], (2.0, 1.9, 2.1)) for i in range(10)]
     before["arms"] += others
     now["arms"] += others
-    assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare_ledgers(before, now, tolerance=0.05))
 
 
 def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:
@@ -253,7 +253,7 @@ def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:
 def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
     before = ledger()
     broken(before)
-    assert [finding.rung for finding in compare(before, ledger(), tolerance=0.05)] == ["base", "base"]
+    assert [finding.rung for finding in compare_ledgers(before, ledger(), tolerance=0.05)] == ["base", "base"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_the_package_s_own_baseline_is_of_its_own_ladder() -> None:
     assert [rung["overrides"] for rung in kept["ladder"]["rungs"]] == [list(rung.overrides) for rung in ladder.rungs]
     assert kept["ladder"]["baseline"]["overrides"] == list(ladder.baseline.overrides)
     assert all(arm["status"] == "measured" and len(arm["training"]["runs"]) == 3 for arm in kept["arms"])
-    assert not any(finding.lost for finding in compare(kept, kept, tolerance=0.5, absolute=False))
+    assert not any(finding.lost for finding in compare_ledgers(kept, kept, tolerance=0.5, absolute=False))
 
 
 def test_the_package_s_own_gate_sees_a_rung_at_0_4_of_its_speed() -> None:
@@ -325,7 +325,7 @@ def test_the_package_s_own_gate_sees_a_rung_at_0_4_of_its_speed() -> None:
             slower = 0.4 if arm is now["arms"][rung] else 1.0
             rounds = slower * speedup["ratio"] * np.exp(draw.normal(0, 0.1, speedup["rounds"]))
             arm["timing"]["speedup"] = speedup | asdict(geometric_mean(rounds.tolist()))
-        lost = [finding.rung for finding in compare(kept, now, tolerance=0.5, absolute=False) if finding.lost]
+        lost = [finding.rung for finding in compare_ledgers(kept, now, tolerance=0.5, absolute=False) if finding.lost]
         found += lost == [kept["arms"][rung]["name"]]
     assert found >= 0.9 * 120
 
@@ -336,7 +336,7 @@ def with_products(record: Record, *flops: float) -> Record:
 
 
 def of_the_first(before: Record, now: Record) -> dict[str, tuple[str, bool]]:
-    found = compare(before, now, tolerance=0.05)
+    found = compare_ledgers(before, now, tolerance=0.05)
     return {f.quantity: (f.text, f.lost) for f in found if f.rung == "base" and f.quantity != "top-1"}
 
 
@@ -382,7 +382,7 @@ def test_another_machine_is_named_and_its_rate_not_compared(
     all_slower(now)
     change(now)
     assert of_the_first(ledger(), now) == {"images/s": ("different machine: not compared", False)}
-    first = compare(ledger(), now, tolerance=0.05)[0]
+    first = compare_ledgers(ledger(), now, tolerance=0.05)[0]
     assert (first.rung, first.quantity, first.before, first.now) == ("all", *row)
     assert first.text == "differs from the baseline; speed-ups may, too"
 
@@ -391,7 +391,7 @@ def test_another_torch_is_named_and_the_rate_compared() -> None:
     now = ledger()
     all_slower(now)
     now["versions"]["torch"] = "3"
-    first = compare(ledger(), now, tolerance=0.05)[0]
+    first = compare_ledgers(ledger(), now, tolerance=0.05)[0]
     assert (first.quantity, first.before, first.now, first.lost) == ("torch", "2", "3", False)
     assert of_the_first(ledger(), now) == {"images/s": ("LOST: -20.0%", True)}
 
@@ -408,7 +408,7 @@ def top1_text(before: list[Record], now: list[Record]) -> str:
     for record, trained in zip(records, (before, now), strict=True):
         record["arms"][1]["training"]["runs"] = trained
         record["settings"]["seeds"] = len(trained)
-    return next(f.text for f in compare(*records, tolerance=0.05) if (f.rung, f.quantity) == ("fast", "top-1"))
+    return next(f.text for f in compare_ledgers(*records, tolerance=0.05) if (f.rung, f.quantity) == ("fast", "top-1"))
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_a_slowdown_that_nobody_can_judge_is_called_so() -> None:
     for record, ratio in ((before, 2.0), (now, 1.2)):
         values = {"ratio": ratio, "low": ratio / 3, "high": ratio * 3, "rounds": 2}
         record["arms"][1]["timing"]["speedup"] = values
-    texts = {finding.quantity: finding.text for finding in compare(before, now, tolerance=0.05)}
+    texts = {finding.quantity: finding.text for finding in compare_ledgers(before, now, tolerance=0.05)}
     assert texts["speed-up"] == "-40.0%, too few rounds to say"
 
 
@@ -448,9 +448,9 @@ def test_a_slowdown_between_starts_is_shown_and_not_tested() -> None:
     slower_in_another_start(apart)
     slower_in_one_round(once)
     for before, now in ((ledger(), apart), (apart, once)):
-        texts = {finding.quantity: finding.text for finding in compare(before, now, tolerance=0.05)}
+        texts = {finding.quantity: finding.text for finding in compare_ledgers(before, now, tolerance=0.05)}
         assert texts["speed-up"].endswith("%, timed in different starts: not tested")
-    texts = {finding.quantity: finding.text for finding in compare(ledger(), once, tolerance=0.05)}
+    texts = {finding.quantity: finding.text for finding in compare_ledgers(ledger(), once, tolerance=0.05)}
     assert texts["speed-up"] == "LOST: -90.0%, without an interval"
 
 
@@ -458,7 +458,7 @@ def test_a_training_that_never_finished_is_not_lost_again() -> None:
     before, now = ledger(), ledger()
     for record in (before, now):
         trained_twice(record)
-    assert not any(finding.lost for finding in compare(before, now, tolerance=0.05))
+    assert not any(finding.lost for finding in compare_ledgers(before, now, tolerance=0.05))
 
 
 def test_a_ledger_that_was_ended_before_it_timed_anything_is_lost() -> None:
@@ -469,21 +469,21 @@ def test_a_ledger_that_was_ended_before_it_timed_anything_is_lost() -> None:
             each["training"] = None
     for each in now["arms"]:
         each["timing"] = None
-    found = [(finding.rung, finding.text) for finding in compare(before, now, tolerance=0.05, absolute=False)]
+    found = [(finding.rung, finding.text) for finding in compare_ledgers(before, now, tolerance=0.05, absolute=False)]
     assert found == [("base", "LOST: not timed"), ("fast", "LOST: not timed")]
 
 
 def test_other_overrides_are_shown() -> None:
     now = ledger()
     other_overrides(now)
-    first = compare(ledger(), now, tolerance=0.05)[0]
+    first = compare_ledgers(ledger(), now, tolerance=0.05)[0]
     assert (first.before, first.now, first.text) == ("optim.lr=1", "optim.lr=2", "differ from the baseline")
 
 
 def test_overrides_of_a_rung_are_shown() -> None:
     now = ledger()
     now["arms"][1] |= {"overrides": ["fast=2"], "ranks": 2}
-    first, *others = compare(ledger(), now, tolerance=0.05)
+    first, *others = compare_ledgers(ledger(), now, tolerance=0.05)
     found = (first.rung, first.quantity, first.before, first.now, first.text)
     assert found == ("fast", "overrides", "fast=1 ranks=1", "fast=2 ranks=2", "differ from the baseline")
     assert "overrides" not in {finding.quantity for finding in others}
@@ -493,7 +493,7 @@ def test_a_gain_that_is_sure_is_not_called_chance() -> None:
     now = ledger()
     faster(now)
     more_accurate(now)
-    found = {f.quantity: f.text for f in compare(ledger(), now, tolerance=0.05) if f.rung == "fast"}
+    found = {f.quantity: f.text for f in compare_ledgers(ledger(), now, tolerance=0.05) if f.rung == "fast"}
     assert found == {"speed-up": "+100.0%", "top-1": "+2.90"}
 
 
@@ -501,7 +501,7 @@ def test_a_gain_that_may_be_chance_is_called_so() -> None:
     now = ledger()
     now["arms"][1]["timing"]["speedup"] |= {"ratio": 2.05, "low": 1.9, "high": 2.2}
     now["arms"][1]["training"]["runs"] = runs(90.1, 90.5, 90.2)
-    found = {f.quantity: f.text for f in compare(ledger(), now, tolerance=0.05) if f.rung == "fast"}
+    found = {f.quantity: f.text for f in compare_ledgers(ledger(), now, tolerance=0.05) if f.rung == "fast"}
     assert found == {"speed-up": "+2.5%, within the intervals", "top-1": "+0.07, within the intervals"}
 
 
@@ -510,7 +510,7 @@ def test_seeds_that_agree_by_chance_make_no_loss_of_one_image(top1: float, lost:
     before, now = ledger(), ledger()
     before["arms"][1]["training"]["runs"] = runs(99.44, 99.44, 99.44, images=359)
     now["arms"][1]["training"]["runs"] = runs(top1, top1, top1, images=359)
-    assert any(finding.lost for finding in compare(before, now, tolerance=0.05)) == lost
+    assert any(finding.lost for finding in compare_ledgers(before, now, tolerance=0.05)) == lost
 
 
 def test_brackets_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

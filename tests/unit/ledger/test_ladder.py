@@ -31,10 +31,10 @@ from pycls_fast.ledger.lock import FolderLock
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.page import page
 from pycls_fast.ledger.plan import EVERYTHING, arms, pick
-from pycls_fast.ledger.processes import Finished, Process
+from pycls_fast.ledger.processes import Process, ProcessResult
 from pycls_fast.ledger.run_ladder import refusal, run_ladder
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.ledger.table import markdown, rows
 from pycls_fast.speed import CATALOGUE, SwitchName
 
@@ -101,8 +101,8 @@ class FakeProcess:
         }
         file.write_text(json.dumps({**record, "arguments": arguments}))
 
-    def finished(self) -> Finished:
-        return Finished(self._status, 1.0, self._log)
+    def finished(self) -> ProcessResult:
+        return ProcessResult(self._status, 1.0, self._log)
 
     wait = finished
 
@@ -124,7 +124,7 @@ def start(
     folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", typed: Sequence[str] = (), **settings: Any
 ) -> Ledger:
     ledger = Ledger(
-        ladder, Settings(**{**SETTINGS, **settings}), ["--config-name", "x"], typed, device,
+        ladder, LadderSettings(**{**SETTINGS, **settings}), ["--config-name", "x"], typed, device,
         LedgerFolder(folder, say=_no), Path("tools"), say=_no,
     )  # fmt: skip
     with closing(ledger):
@@ -239,7 +239,7 @@ def test_a_signal_leaves_what_is_done(
 ) -> None:
     finished = fake.finished
 
-    def interrupted(process: FakeProcess) -> Finished:
+    def interrupted(process: FakeProcess) -> ProcessResult:
         if len(fake.started) == 2:
             os.kill(os.getpid(), number)
         return finished(process)
@@ -270,7 +270,7 @@ def test_a_signal_leaves_what_is_done(
 
 def work(folder: Path, **settings: Any) -> int:
     return run_ladder(
-        load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
+        load_config("vit_digits"), LADDER, LadderSettings(**{**SETTINGS, **settings}), switches=(), base=([], []),
         compose=composed, folder=folder, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
 
@@ -312,7 +312,7 @@ def test_its_trainings_are_not_tracked(
 
     monkeypatch.setattr("pycls_fast.ledger.run_ladder._work", begin)
     run_ladder(
-        load_config("vit_digits", [f"runtime.tracker={tracker}"]), LADDER, Settings(**SETTINGS), switches=(),
+        load_config("vit_digits", [f"runtime.tracker={tracker}"]), LADDER, LadderSettings(**SETTINGS), switches=(),
         base=([], ["a=1"]), compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert [ledger.typed for ledger in begun] == [typed]
@@ -342,10 +342,10 @@ def test_a_failure_after_the_first_round_may_be_chance(
     finished = fake.finished
     ends: list[Path] = []
 
-    def once(process: FakeProcess) -> Finished:
+    def once(process: FakeProcess) -> ProcessResult:
         ends.append(process._log)
         if process._log.name == f"timings-{_slug('base')}-round_1.txt" and ends.count(process._log) == 1:
-            return Finished(1, 1.0, process._log)
+            return ProcessResult(1, 1.0, process._log)
         return finished(process)
 
     monkeypatch.setattr(fake, "finished", once)
@@ -366,7 +366,7 @@ def test_a_report_without_the_references_training_is_no_success(
 ) -> None:
     fake.broken = {f"runs-{_slug('base')}-seed_0": (1, "RuntimeError: broken")}
     status = run_ladder(
-        load_config("vit_digits"), LADDER, Settings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
+        load_config("vit_digits"), LADDER, LadderSettings(**{**SETTINGS, "seeds": 2}), switches=(), base=([], []),
         compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=False,
     )  # fmt: skip
     assert status == 1
@@ -407,7 +407,7 @@ def test_weights_are_of_the_trainings_alone(tmp_path: Path) -> None:
 def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^mode: .* alternatives, which {mode} .*; use mode=one_at_a_time$"):
         run_ladder(
-            load_config("vit_digits"), LADDER.model_copy(update={"mode": "one_at_a_time"}), Settings(mode=mode),
+            load_config("vit_digits"), LADDER.model_copy(update={"mode": "one_at_a_time"}), LadderSettings(mode=mode),
             switches=(), base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"),
             dry_run=False,
         )  # fmt: skip
@@ -417,7 +417,7 @@ def test_alternatives_are_not_put_together(mode: Mode, tmp_path: Path) -> None:
 def test_weights_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"weights: .*nowhere is neither a weights file"):
         run_ladder(
-            load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, Settings(), switches=(),
+            load_config("vit_digits", [f"weights={tmp_path / 'nowhere'}"]), LADDER, LadderSettings(), switches=(),
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
     assert not (tmp_path / "report").exists()
@@ -435,7 +435,7 @@ SHIPPED = sorted((CONFIGS / "ladder").glob("*.yaml"))
 
 def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[str] = ()) -> Ledger:
     ladder = for_experiment(read_ladder(file.stem, [CONFIGS]), load_config("vit_digits"))
-    settings = Settings(**{**SETTINGS, "mode": mode, "rounds": 1, "numerics_steps": 2, "gradients": True})
+    settings = LadderSettings(**{**SETTINGS, "mode": mode, "rounds": 1, "numerics_steps": 2, "gradients": True})
     return Ledger(ladder, settings, [], typed, device, LedgerFolder(folder, say=_no), Path("tools"), say=_no)
 
 
@@ -568,7 +568,7 @@ def test_what_is_compared_stays_the_same(tmp_path: Path) -> None:
 
     def opened(now: Mapping[str, Any]) -> None:
         place = LedgerFolder(folder, say=_no)
-        ledger = Ledger(LADDER, Settings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
+        ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
         with closing(ledger):
             ledger.open()
 
@@ -591,7 +591,7 @@ def test_a_folder_of_a_version_without_a_key_goes_on(tmp_path: Path) -> None:
 
     def opened(now: Mapping[str, Any]) -> None:
         place = LedgerFolder(tmp_path, say=_no)
-        ledger = Ledger(LADDER, Settings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
+        ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, Path("tools"), say=_no, conditions=now)
         with closing(ledger):
             ledger.open()
 
@@ -609,7 +609,7 @@ def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None
     def opened(code: str, *, accept: bool = False, rounds: int = 1) -> list[str]:
         said: list[str] = []
         place = LedgerFolder(tmp_path, say=said.append, code=lambda: code, accept_code=accept)
-        settings = Settings(**{**SETTINGS, "rounds": rounds})
+        settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
         ledger = Ledger(LADDER, settings, [], [], "cpu", place, Path("tools"), say=said.append)
         with closing(ledger):
             ledger.open()
@@ -632,7 +632,7 @@ def test_other_code_is_not_measured_into_the_same_folder(tmp_path: Path) -> None
 
 def test_code_that_changes_under_way_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
     place = LedgerFolder(tmp_path, say=_no, code=lambda: "old" if len(fake.started) < 3 else "new")
-    ledger = Ledger(LADDER, Settings(**SETTINGS), [], [], "cpu", place, Path("tools"), say=_no)
+    ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, Path("tools"), say=_no)
     with closing(ledger):
         ledger.open()
         ledger.run()
@@ -690,7 +690,7 @@ def test_a_ledger_resumes_by_itself(tmp_path: Path) -> None:
     for resume in ("never", str(tmp_path)):
         with pytest.raises(UserError, match="resume: the trainings of a ledger resume by themselves; leave it out"):
             run_ladder(
-                load_config("vit_digits", [f"resume={resume}"]), LADDER, Settings(), switches=(), base=([], []),
+                load_config("vit_digits", [f"resume={resume}"]), LADDER, LadderSettings(), switches=(), base=([], []),
                 compose=composed, folder=tmp_path, tools=Path("tools"), dry_run=True,
             )  # fmt: skip
 
@@ -722,7 +722,7 @@ def test_a_tree_that_is_not_a_checkout_is_refused_before_anything_is_measured(
     with pytest.raises(UserError) as caught:
         run_ladder(
             load_config("vit_digits"), LADDER.model_copy(update={"rungs": rungs}),
-            Settings(**{**SETTINGS, "mode": "one_at_a_time"}), switches=(), base=([], []), compose=composed,
+            LadderSettings(**{**SETTINGS, "mode": "one_at_a_time"}), switches=(), base=([], []), compose=composed,
             folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip
     way_out = "give the folder of a checkout as its tree"
@@ -741,7 +741,7 @@ def test_a_rung_runs_the_code_of_its_checkout(
 
     def run(mode: Mode = "one_at_a_time", ladder: Ladder = ladder) -> int:
         return run_ladder(
-            load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "rounds": 1, "mode": mode}), switches=(),
+            load_config("vit_digits"), ladder, LadderSettings(**{**SETTINGS, "rounds": 1, "mode": mode}), switches=(),
             base=([], []), compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=False,
         )  # fmt: skip
 
@@ -829,7 +829,7 @@ def test_the_cpu_ladder_ends_with_the_fast_step() -> None:
 
 def test_one_ledger_at_a_time(tmp_path: Path) -> None:
     def made() -> Ledger:
-        return Ledger(LADDER, Settings(), [], [], "cpu", LedgerFolder(tmp_path, say=_no), Path("tools"), say=_no)
+        return Ledger(LADDER, LadderSettings(), [], [], "cpu", LedgerFolder(tmp_path, say=_no), Path("tools"), say=_no)
 
     with closing(made()) as first:
         first.open()
@@ -869,7 +869,7 @@ def test_a_process_that_is_left_behind_is_waited_for(tmp_path: Path) -> None:
 
 def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], **settings: Any) -> list[str]:
     status = run_ladder(
-        load_config("vit_digits"), ladder, Settings(**{**SETTINGS, **settings}), switches=(), base=([], []),
+        load_config("vit_digits"), ladder, LadderSettings(**{**SETTINGS, **settings}), switches=(), base=([], []),
         compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=True,
     )  # fmt: skip
     assert status == 0
@@ -903,7 +903,7 @@ def test_a_dry_run_leaves_out_what_its_folder_has(tmp_path: Path, capsys: pytest
 
     def run(*typed: str, dry_run: bool) -> list[str]:
         run_ladder(
-            load_config("vit_digits", typed), LADDER, Settings(**settings), switches=(), base=([], []),
+            load_config("vit_digits", typed), LADDER, LadderSettings(**settings), switches=(), base=([], []),
             compose=composed, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip
         return [line for line in capsys.readouterr().out.splitlines() if "about" in line and "left" not in line]
@@ -956,7 +956,7 @@ def test_what_training_would_refuse_is_not_timed(
     done: list[Any] = []
     for dry_run in (True, False):
         run_ladder(
-            load_config("vit_digits"), ladder, Settings(**{**SETTINGS, "mode": mode}), switches=(), base=([], []),
+            load_config("vit_digits"), ladder, LadderSettings(**{**SETTINGS, "mode": mode}), switches=(), base=([], []),
             compose=trainable, folder=tmp_path, tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip
         done.append(capsys.readouterr().out.splitlines())
@@ -985,7 +985,7 @@ def test_a_reference_that_cannot_be_trained_is_not_timed(tmp_path: Path, fake: t
     for dry_run in (True, False):
         with pytest.raises(UserError, match="ladder: the reference 'base' does not run: b: lamb"):
             run_ladder(
-                load_config("vit_digits"), ladder, Settings(**SETTINGS), switches=(), base=([], []),
+                load_config("vit_digits"), ladder, LadderSettings(**SETTINGS), switches=(), base=([], []),
                 compose=trainable, folder=tmp_path / "report", tools=Path("tools"), dry_run=dry_run,
             )  # fmt: skip
     assert not fake.started

@@ -12,7 +12,7 @@ from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=(Rung(name="worse", overrides=("a=1",)),))
     reports = []
     for seeds in (3, 4, 5, 6):
-        ledger = Ledger(ladder, Settings(seeds=seeds), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
+        ledger = Ledger(ladder, LadderSettings(seeds=seeds), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
         for arm in ledger.selection.arms():
             for seed in range(3):
                 make_run(ledger.folder.run_dir(arm, seed), {"base": 5, "worse": (27, 31, 25)[seed]}[arm.name])

@@ -14,7 +14,7 @@ from pycls_fast.config import Purpose, command_line, load_config, variants
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
@@ -84,11 +84,11 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
         "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
     }  # fmt: skip
-    assert set(values) == {field.name for field in fields(Settings)}
+    assert set(values) == {field.name for field in fields(LadderSettings)}
     more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
     assert main(load_config("vit_digits"), Options(**values, **more)) == 0
     ((settings, named),) = asked
-    assert settings == Settings(**values)
+    assert settings == LadderSettings(**values)
     assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
 
 

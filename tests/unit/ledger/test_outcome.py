@@ -16,9 +16,9 @@ from pycls_fast.config.ladder import Ladder, Rung
 from pycls_fast.ledger import processes
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
-from pycls_fast.ledger.processes import Finished, Process, _environment
+from pycls_fast.ledger.processes import Process, ProcessResult, _environment
 from pycls_fast.ledger.runner import Ledger
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.ledger.table import state
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.output_file import write_json
@@ -68,7 +68,7 @@ KILLED = """Root Cause (first observed failure):
 )
 def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(log)
-    assert Finished(1, 1.0, tmp_path / "log").reason() == reason
+    assert ProcessResult(1, 1.0, tmp_path / "log").reason() == reason
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> Non
 def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "log.txt"
     file.write_text(log)
-    assert Finished(status, 1.0, file).reason() == reason
+    assert ProcessResult(status, 1.0, file).reason() == reason
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,14 @@ def test_ranks_share_the_cores(
 def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
     rungs = [Rung(name=name, overrides=(f"{name}=1",)) for name in ("large", "larger", "broken", "far", "odd")]
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=tuple(rungs))
-    ledger = Ledger(ladder, Settings(seeds=0), [], [], "cuda", LedgerFolder(tmp_path), tmp_path)
+    ledger = Ledger(ladder, LadderSettings(seeds=0), [], [], "cuda", LedgerFolder(tmp_path), tmp_path)
     for name, log in (("large", OUT_OF_MEMORY), ("broken", TORCHRUN)):
         (tmp_path / name).write_text(log)
-        ledger.selection.failed[name] = Finished(1, 1.0, tmp_path / name).reason()
+        ledger.selection.failed[name] = ProcessResult(1, 1.0, tmp_path / name).reason()
     larger = tmp_path / "larger"
     larger.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
     ledger.selection.exclude(
-        next(arm for arm in ledger.selection.arms() if arm.name == "larger"), Finished(2, 1.0, larger)
+        next(arm for arm in ledger.selection.arms() if arm.name == "larger"), ProcessResult(2, 1.0, larger)
     )
     ledger.selection.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
 
@@ -221,7 +221,7 @@ def test_only_what_cannot_run_here_needs_another_device(tmp_path: Path) -> None:
 def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path) -> None:
     """The machine's speed may differ from round to round; of folders with a round without it nothing is kept."""
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=(Rung(name="same"),))
-    ledger = Ledger(ladder, Settings(seeds=0, rounds=2), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
+    ledger = Ledger(ladder, LadderSettings(seeds=0, rounds=2), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
     train = {"step_seconds_each": [[0.1]], "images_per_step": 8, "images_per_second": 80.0}
     about = dict.fromkeys(("precision", "switches", "memory_peak_bytes"), None)
     sizes = {"train_image_size": 8, "train_forward_flops_per_image": 1, "time": 0.0, "device": "cpu"}
@@ -250,11 +250,11 @@ def make_run(path: Path, wrong: int) -> None:
 def test_runs_are_compared_in_both_columns(tmp_path: Path) -> None:
     rungs = tuple(Rung(name=name, overrides=(f"{name}=1",)) for name in ("same", "worse", "far", "last"))
     ladder = Ladder(description="d", baseline=Rung(name="base"), rungs=rungs)
-    ledger = Ledger(ladder, Settings(seeds=3), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
+    ledger = Ledger(ladder, LadderSettings(seeds=3), [], [], "cpu", LedgerFolder(tmp_path), tmp_path)
     log = tmp_path / "far.txt"
     log.write_text("error: needs CUDA\n")
     ledger.selection.exclude(
-        next(arm for arm in ledger.selection.arms() if arm.name == "far"), Finished(status=2, seconds=1.0, log=log)
+        next(arm for arm in ledger.selection.arms() if arm.name == "far"), ProcessResult(status=2, seconds=1.0, log=log)
     )
     wrong = {"base": (5, 7, 6), "same": (5, 7, 6), "worse": (25, 28, 26), "last": (26, 27)}
     for arm in ledger.selection.arms():

@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.overview import list_runs
 from pycls_fast.ledger.overview.folders import find_runs
 from pycls_fast.ledger.overview.read import read_run
-from pycls_fast.ledger.overview.rows import differing, rows, telling
+from pycls_fast.ledger.overview.rows import differing_keys, rows, telling
 from pycls_fast.train.run_folder import RunFolder
 from tools.runs import Options, main
 
@@ -225,7 +225,7 @@ def columns(folder: Path) -> tuple[list[str], list[str]]:
     """Keys that differ, and those of them that are shown."""
     runs = [read_run(path) for path in find_runs([str(folder)])]
     table = rows(runs, "best_top1")
-    keys = differing(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
+    keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
     return keys, telling(table, keys)
 
 

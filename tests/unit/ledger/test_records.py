@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pycls_fast.ledger.parts import PartName, Turn
-from pycls_fast.ledger.records import comparison, part_record
+from pycls_fast.ledger.records import part_record, speed_comparison
 
 # Two turns of three steps, one of them with a hiccup.
 TURNS = [
@@ -79,7 +79,7 @@ def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
     small = [Turn((0.5, 0.5), 1.0), Turn((2.0, 2.0), 4.0)]
     reference = {"name": "a", "train": record("train", [Turn((2.0, 2.0), 4.0), Turn((10.0, 10.0), 20.0)], 64)}
     variant = {"name": "b", "train": {**record("train", small, 32), "memory_peak_bytes": 246}}
-    found = comparison("train", reference, variant)
+    found = speed_comparison("train", reference, variant)
     assert found["pairs"] == [2.0, 2.5]
     assert found["speedup_p50"] == 2.25
     assert (found["variant"], found["reference"]) == ("b", "a")
@@ -90,5 +90,5 @@ def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
 def test_comparison_has_an_interval_from_six_pairs_on() -> None:
     turns = [Turn((s,), s) for s in (1.0, 2.0, 4.0, 1.0, 2.0, 4.0)]
     reference = {"name": "a", "train": record("train", [Turn((4.0,), 4.0)] * 6)}
-    found = comparison("train", reference, {"name": "b", "train": record("train", turns)})
+    found = speed_comparison("train", reference, {"name": "b", "train": record("train", turns)})
     assert (found["speedup_low"], found["speedup_high"]) == (1.0, 4.0)

@@ -16,9 +16,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder as module
 from pycls_fast.ledger import training_watch
 from pycls_fast.ledger.plan import Arm
-from pycls_fast.ledger.processes import Finished, Process, visible_devices
+from pycls_fast.ledger.processes import Process, ProcessResult, visible_devices
 from pycls_fast.ledger.run_ladder import run_ladder
-from pycls_fast.ledger.settings import Settings
+from pycls_fast.ledger.settings import LadderSettings
 from pycls_fast.ledger.trainings import Trainings
 
 OOM = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
@@ -36,7 +36,7 @@ class Work:
     started: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
-    ended: dict[str, Finished] = field(default_factory=dict)
+    ended: dict[str, ProcessResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.logs: Path = self.folder
@@ -52,18 +52,18 @@ class Work:
         self.started.append((arm.name, tuple(devices)))
         return arm.name
 
-    def finished(self, process: str) -> Finished | None:
+    def finished(self, process: str) -> ProcessResult | None:
         return self.ended.pop(process, None)
 
     def end(self, name: str, status: int = 0, said: str = "") -> None:
         log = self.logs / f"{name}.txt"
         log.write_text(said)
-        self.ended[name] = Finished(status, 1.0, log)
+        self.ended[name] = ProcessResult(status, 1.0, log)
 
     def note_done(self, *, training: bool) -> None:
         assert training
 
-    def report(self, what: str, finished: Finished, *, training: bool) -> None:
+    def report(self, what: str, finished: ProcessResult, *, training: bool) -> None:
         self.reported.append(what)
 
 
@@ -185,7 +185,7 @@ def test_more_runs_than_gpus_are_refused(
     )
     with pytest.raises(UserError) as caught:
         run_ladder(
-            load_config("vit_digits"), ladder, Settings(jobs=3, ranks=ranks), switches=(), base=([], []),
+            load_config("vit_digits"), ladder, LadderSettings(jobs=3, ranks=ranks), switches=(), base=([], []),
             compose=lambda overrides: load_config("vit_digits", ["runtime.device=cpu"]), folder=tmp_path / "report",
             tools=Path("tools"), dry_run=dry_run,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.models import Complexity, ResNet, TimmModel, VisionTransformer, complexity
+from pycls_fast.models import Complexity, ResNet, TimmNetwork, VisionTransformer, complexity
 
 # Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
 # table 1 (Ti, S).
@@ -186,7 +186,7 @@ def test_torchvision_publishes_the_same_for_grouped_and_wide(kwargs: dict[str, A
 def test_timms_models_count_the_same(build: Any, peer: str) -> None:
     options = {"num_classes": 1000, "image_size": 224}
     # Their written-out attention, as everywhere in counting.
-    theirs = complexity(partial(TimmModel, name=peer, **options), image_size=224)
+    theirs = complexity(partial(TimmNetwork, name=peer, **options), image_size=224)
     assert complexity(build, image_size=224) == theirs
 
 
@@ -203,7 +203,7 @@ def test_pycls_publishes_the_same_for_regnets_and_efficientnets_of_timm(
     name: str, parameters: int, flops: int, activations: int
 ) -> None:
     """But for one operation for each bias, which its definition adds."""
-    found = complexity(partial(TimmModel, name=name, num_classes=1000), image_size=224)
+    found = complexity(partial(TimmNetwork, name=name, num_classes=1000), image_size=224)
     assert found.parameters == parameters
     assert found.forward_flops / 2 == pytest.approx(flops, rel=1e-4)
     assert found.activations == pytest.approx(activations, rel=2e-3)

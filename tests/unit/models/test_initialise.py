@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.vit import Block
 from pycls_fast.models.vit_parts import LayerScale
@@ -35,7 +35,7 @@ def vit(classifier: str = "token", positions: str = "learned", **kwargs: Any) ->
 
 
 CONV = {"stem": "conv", "stem_widths": (32, 64, 96), "stem_strides": (2, 2, 2)}
-MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmModel]] = {
+MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmNetwork]] = {
     "vit": vit,
     "vit-pooled-sincos2d": lambda: vit("pooled", "sincos2d"),
     "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
@@ -49,8 +49,8 @@ MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmModel]] = {
     "resnext50d": lambda: ResNet(
         depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool", zero_init_last_gamma=True
     ),
-    "timm-vit": lambda: TimmModel(name="vit_tiny_patch16_224", num_classes=10, image_size=32, options={"depth": 2}),
-    "timm-regnet": lambda: TimmModel(name="regnety_002", num_classes=10),
+    "timm-vit": lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=10, image_size=32, options={"depth": 2}),
+    "timm-regnet": lambda: TimmNetwork(name="regnety_002", num_classes=10),
     "resnet50": lambda: ResNet(depth=50, num_classes=10, stem="small", zero_init_last_gamma=False),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim import Decay, freeze, parameter_groups
 from pycls_fast.parallel import floating_buffers
 
@@ -96,7 +96,7 @@ def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
 
 
 def test_a_model_of_timm() -> None:
-    model = TimmModel(name="resnet18", num_classes=3, image_size=32)
+    model = TimmNetwork(name="resnet18", num_classes=3, image_size=32)
     freeze(model, ["head"], head=model.head_name)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"network.fc.weight", "network.fc.bias"}
 

@@ -20,7 +20,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim import ModelWeights, by_name, named_state
 from pycls_fast.parallel import FlatShards, World, fairscale_ddp, floating_buffers, start_world
-from pycls_fast.parallel.wrapped import Settings
+from pycls_fast.parallel.wrapped import StrategySettings
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.run import Run
 from tests.integration.fairscale_cpu import play_cuda
@@ -190,7 +190,7 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
     plain = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
     network = copy.deepcopy(plain)
     make = partial(optim.sgd, lr=0.1, momentum=0.9, nesterov=False, implementation="fused")
-    settings = Settings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
+    settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
     ours = fairscale_ddp.shard(network, world, settings)
     stepped: Any = ours.optimizer
     alone = make([{"params": list(plain.parameters()), "weight_decay": 0.0}])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import VisionTransformer
 from pycls_fast.parallel import save_activation_memory
-from pycls_fast.parallel.saved_tensors import SMALLEST, Packed, View, _Hook, keep
+from pycls_fast.parallel.saved_tensors import SMALLEST, PackedStorage, View, _Hook, keep
 
 OFFLOAD: dict[str, Any] = {"activation_offload": "cpu"}
 COMPRESS: dict[str, Any] = {"activation_compression": "8bit"}
@@ -78,10 +78,10 @@ def test_what_compression_holds_of_a_resnet() -> None:
 def test_views_of_one_storage_are_kept_once() -> None:
     """Three linear layers read one tensor; their gradients come from one kept copy."""
     layers = nn.ModuleList(nn.Linear(64, 8) for _ in range(3))
-    made: list[Packed] = []
-    original = Packed.__init__
+    made: list[PackedStorage] = []
+    original = PackedStorage.__init__
 
-    def counting(self: Packed, *arguments: Any, **named: Any) -> None:
+    def counting(self: PackedStorage, *arguments: Any, **named: Any) -> None:
         made.append(self)
         original(self, *arguments, **named)
 
@@ -89,7 +89,7 @@ def test_views_of_one_storage_are_kept_once() -> None:
         made.clear()
         features = torch.randn(32, 64, requires_grad=True) * 1.0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Packed, "__init__", counting)
+            patch.setattr(PackedStorage, "__init__", counting)
             with keep(layers, **flags):
                 total = sum(layer(features.view(4, 8, 64)).sum() for layer in layers)
         assert len(made) == 1

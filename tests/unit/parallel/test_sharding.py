@@ -15,9 +15,9 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
-from pycls_fast.models import ResNet, TimmModel, VisionTransformer
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim import assign, local, local_slices
-from pycls_fast.parallel import Settings, World, Wrapped, place_model, start_world, wrap_model
+from pycls_fast.parallel import StrategySettings, World, Wrapped, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
@@ -117,9 +117,9 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
     assert all(torch.equal(value, direct.state_dict()[name]) for name, value in network.state_dict().items())
 
 
-def make_timm() -> TimmModel:
+def make_timm() -> TimmNetwork:
     options = {"depth": 4, "embed_dim": 64, "num_heads": 2}
-    return TimmModel(name="vit_tiny_patch16_224", num_classes=3, image_size=32, options=options)
+    return TimmNetwork(name="vit_tiny_patch16_224", num_classes=3, image_size=32, options=options)
 
 
 def test_a_rank_takes_its_slice_of_a_whole_tensor(world: World) -> None:
@@ -145,7 +145,7 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
     for offload in (False, True):
         network = build.model(config, 10, build.switches(config, CPU), empty=True)
         torch.manual_seed(1)
-        wrapped = wrap_model(network, world, strategy="fsdp", settings=Settings(param_offload=offload))
+        wrapped = wrap_model(network, world, strategy="fsdp", settings=StrategySettings(param_offload=offload))
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, eps=0.01)
         for _ in range(3):
             with wrapped.exchange(True):
@@ -273,7 +273,7 @@ def test_autocast_keeps_copies_of_sharded_weights_for_the_backward_pass(world: W
     """What `autocast_bytes` counts. Gathered blocks are freed after their forward pass, autocast's casts are not."""
     config = load_config("vit_digits", [*TINY, "data.image_size=8", "model.depth=6"])
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
-    wrapped = wrap_model(network, world, strategy="fsdp", settings=Settings())
+    wrapped = wrap_model(network, world, strategy="fsdp", settings=StrategySettings())
     names = {p.shape: n for n, p in network.named_parameters() if n.startswith("blocks.") and n.endswith("weight")}
     kept: dict[int, int] = {}
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
-from pycls_fast.train import confusion as drawing
+from pycls_fast.train import confusion_picture as drawing
 from pycls_fast.train.by_class import Confusion, class_scores, confusion
-from pycls_fast.train.confusion import _shares, draw_confusion
+from pycls_fast.train.confusion_picture import _shares, draw_confusion
 from pycls_fast.train.evaluation import Predictions
 
 

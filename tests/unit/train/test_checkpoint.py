@@ -375,7 +375,7 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     later = save_checkpoint(state(1), tmp_path, 1, keep=2)
     values = json.loads((later / "state.json").read_text()) | {"format": checkpoint_files.FORMAT + 1}
     (later / "state.json").write_text(json.dumps(values))
-    listing = checkpoint_files.list_files([later / name for name in (".metadata", "__0_0.distcp", "state.json")])
+    listing = checkpoint_files.list_checksums([later / name for name in (".metadata", "__0_0.distcp", "state.json")])
     (later / "files.json").write_text(json.dumps({"format": checkpoint_files.FORMAT + 1, "files": listing}))
     with pytest.raises(UserError, match="or one of a later version"):
         load_checkpoint(later)
@@ -389,7 +389,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
     path = save_checkpoint(state(1), tmp_path, 1, keep=2)
     (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
     # Whoever makes a file that runs code can make its checksum as well.
-    listing = checkpoint_files.list_files([path / name for name in (".metadata", "__0_0.distcp", "state.json")])
+    listing = checkpoint_files.list_checksums([path / name for name in (".metadata", "__0_0.distcp", "state.json")])
     (path / "files.json").write_text(json.dumps({"format": 2, "files": listing}))
     with pytest.raises(UserError, match=r"not a checkpoint that can be read \(posix.system is not allowed"):
         load_checkpoint(path)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.config import load_config, saved_config
+from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.options_line import read_options
-from pycls_fast.config.saved import of_weights
+from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
@@ -124,7 +124,7 @@ def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> 
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
     assert not [key for key in PATHS if key in config or key.removeprefix("data.") in config["data"]]
-    saved_config(config, "net.safetensors")
+    validate_saved(config, "net.safetensors")
 
 
 def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
     assert foreign.read_weights(str(tmp_path / "net.safetensors")).classes is None
     with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
         restore(tmp_path / "net.safetensors")
-    assert of_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
+    assert saved_with_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) 
     """From the checkpoint and the file themselves: there is no `config.yaml`."""
     write(run_dir, tmp_path / "net.safetensors")
     for source in (run_dir, run_dir / "checkpoints" / "step_000000007", tmp_path / "net.safetensors"):
-        found = of_weights([f"weights={source}"])
+        found = saved_with_weights([f"weights={source}"])
         assert found is not None
         assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
 
@@ -301,7 +301,7 @@ def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> N
     named.symlink_to("0a1b2c")
     assert find_weights(named) == named
     assert restore(named, device="cpu").classes == CLASSES
-    found = of_weights([f"weights={named}"])
+    found = saved_with_weights([f"weights={named}"])
     assert found is not None
     assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
     # Any other link stands for its target, above all one whose name has no suffix or that of a version.
@@ -309,7 +309,7 @@ def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> N
     for link in (bare, tmp_path / "latest.v1"):
         link.symlink_to("plain.safetensors")
         assert find_weights(link) == tmp_path / "plain.safetensors"
-        assert of_weights([f"weights={link}"]) is not None
+        assert saved_with_weights([f"weights={link}"]) is not None
         assert restore(link, device="cpu").classes == CLASSES
 
 
@@ -325,7 +325,7 @@ def test_headers_of_other_programs_bring_no_configuration(tmp_path: Path) -> Non
     ours = {"model": section, "data": section, "speed": section}
     for config, is_run in ((ours, True), *(({**ours, key: 1}, False) for key in ours), ({"model": section}, False)):
         save_file({"a": torch.ones(1)}, file, metadata={"config": json.dumps(config)})
-        assert (of_weights([f"weights={file}"]) is not None) == is_run
+        assert (saved_with_weights([f"weights={file}"]) is not None) == is_run
         assert (open_weights(file).config is not None) == is_run
 
 

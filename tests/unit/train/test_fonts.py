@@ -12,7 +12,7 @@ from PIL import Image
 
 from pycls_fast.inference.sheet import Cell, draw_sheet
 from pycls_fast.train.by_class import Confusion
-from pycls_fast.train.confusion import draw_confusion
+from pycls_fast.train.confusion_picture import draw_confusion
 from pycls_fast.train.fonts import Font, fonts_for
 
 # Both fonts come with matplotlib; only the second has this letter.

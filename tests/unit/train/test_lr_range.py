@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import lr_range
-from pycls_fast.train.lr_range import judge, lr_range_test, smooth
+from pycls_fast.train.lr_range import interpret, lr_range_test, smooth
 
 RATES = np.geomspace(1e-6, 10, 141).tolist()
 
@@ -29,7 +29,7 @@ def curve(rate: float) -> float:
 
 
 def test_finds_the_steepest_place_and_the_divergence() -> None:
-    verdict = judge(RATES, [curve(rate) for rate in RATES])
+    verdict = interpret(RATES, [curve(rate) for rate in RATES])
     assert verdict.suggested is not None
     assert verdict.lowest is not None
     assert verdict.diverges is not None
@@ -41,16 +41,16 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
 
 def test_a_loss_that_blows_up_diverges_there() -> None:
     rates = [rate for rate in RATES if rate < 0.02]
-    verdict = judge(rates, [*(curve(rate) for rate in rates[:-1]), math.nan])
+    verdict = interpret(rates, [*(curve(rate) for rate in rates[:-1]), math.nan])
     assert verdict.diverges == rates[-1]
     assert verdict.suggested is not None
 
 
 def test_a_loss_that_never_falls_suggests_nothing() -> None:
-    verdict = judge(RATES, [1 + rate for rate in RATES])
+    verdict = interpret(RATES, [1 + rate for rate in RATES])
     assert verdict.suggested is None
     assert verdict.diverges is not None
-    assert judge(RATES[:1], [math.inf]).suggested is None
+    assert interpret(RATES[:1], [math.inf]).suggested is None
 
 
 def test_smoothing_of_a_constant_is_the_constant() -> None:
@@ -60,7 +60,7 @@ def test_smoothing_of_a_constant_is_the_constant() -> None:
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
-    verdict = judge(RATES, [curve(rate) for rate in RATES])
+    verdict = interpret(RATES, [curve(rate) for rate in RATES])
     with pytest.raises(UserError, match=r"^output: .* could not be written \(Is a directory\)$"):
         lr_range._draw(tmp_path, "title", verdict, RATES, [curve(rate) for rate in RATES])
 

@@ -22,7 +22,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmModel, VisionTransformer, foreign
+from pycls_fast.models import TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.foreign import to_timm_vit
 from pycls_fast.network import Network, Units
@@ -111,10 +111,10 @@ def test_hubs_say_the_size_of_their_training_images() -> None:
         ("test_convnext", lambda: vit(2),
          r"^weights: .*/timm/model\.safetensors belongs to timm's test_convnext; use model=timm model\.name=test_con"),
         ("test_vit", lambda: vit(2), r"\nweights: use model=timm model\.name=test_vit, or choose .* in weights_allow$"),
-        ("test_convnext", lambda: TimmModel(name="test_resnet", num_classes=2, image_size=64),
+        ("test_convnext", lambda: TimmNetwork(name="test_resnet", num_classes=2, image_size=64),
          r"\nweights: use model=timm model\.name=test_convnext, or choose the model"),
         # It is that model, only with other options.
-        ("test_resnet", lambda: TimmModel(name="test_resnet.r160_in1k", num_classes=2, image_size=64,
+        ("test_resnet", lambda: TimmNetwork(name="test_resnet.r160_in1k", num_classes=2, image_size=64,
                                           options={"layers": [1, 1, 1, 2]}),
          r"\nweights: choose the model that they belong to, or"),
     ],

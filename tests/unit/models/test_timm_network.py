@@ -15,15 +15,15 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmModel
+from pycls_fast.models import TimmNetwork
 from pycls_fast.parallel.recompute import recompute_units
 from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 
 
-def make(name: str, **kwargs: Any) -> TimmModel:
-    return TimmModel(**{"name": name, "num_classes": 5, "image_size": 64, **kwargs})
+def make(name: str, **kwargs: Any) -> TimmNetwork:
+    return TimmNetwork(**{"name": name, "num_classes": 5, "image_size": 64, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_t
     config = load_config("finetune", ["data.root=/nowhere", "model=timm", f"model.name={name}", groups_as_blocks])
     with torch.device("meta"):
         model = build.model(config, 5, build.switches(config, CPU))
-    assert isinstance(model, TimmModel)
+    assert isinstance(model, TimmNetwork)
     assert len(model.layers()) == count > len(model.units())
     name_of = {parameter: key.removeprefix("network.") for key, parameter in model.named_parameters()}
     ours, theirs = (
@@ -239,7 +239,7 @@ def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
     config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}"])
     with torch.device("meta"):
         model = build.model(config, 5, build.switches(config, CPU))
-    assert isinstance(model, TimmModel)
+    assert isinstance(model, TimmNetwork)
     network: Any = model.network
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     exempt = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()

@@ -24,7 +24,7 @@ from pycls_fast.network import Network, Units
 FusedAttention = Literal["reference", "sdpa"]
 
 
-class TimmModel(Network):
+class TimmNetwork(Network):
     """timm's model with our interface; timm's module is `network`, so names are timm's with the prefix `network.`.
 
     Args:
