@@ -98,32 +98,45 @@ def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
 
 def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
     """The policy and the color jitter."""
+    jitter = config.augment.color_jitter
+    steps = [_policy(config, image_size), None if jitter is None else policies.color_jitter(*jitter)]
+    return tuple(step for step in steps if step is not None)
+
+
+def _policy(config: RunConfig, image_size: int) -> Step | None:
     augment, mean = config.augment, config.data.mean
-    mode, steps = augment.interpolation, []
-    if (rand := augment.rand_augment) is not None and rand.library == "torchvision":
-        steps.append(policies.rand_augment(rand.num_ops, rand.magnitude, interpolation=mode))
-    elif rand is not None:
-        steps.append(
-            policies.timm_rand_augment(
-                rand.num_ops,
-                rand.magnitude,
-                magnitude_std=rand.magnitude_std,
-                increasing=rand.increasing,
-                probability=0.5 if rand.probability is None else rand.probability,
-                interpolation=mode,
-                image_size=image_size,
-                mean=mean,
-            )
-        )
-    if augment.auto_augment is not None:
-        steps.append(policies.auto_augment(augment.auto_augment, interpolation=mode))
-    if augment.trivial_augment:
-        steps.append(policies.trivial_augment(interpolation=mode))
-    if augment.three_augment:
-        steps.append(policies.three_augment(interpolation=mode, image_size=image_size, mean=mean))
-    if augment.color_jitter is not None:
-        steps.append(policies.color_jitter(*augment.color_jitter))
-    return tuple(steps)
+    mode = augment.interpolation
+    match augment.policy:
+        case None:
+            return None
+        case "rand_augment":
+            return _rand_augment(config, image_size)
+        case "auto_augment":
+            return policies.auto_augment("imagenet", interpolation=mode)
+        case "auto_augment_cifar10":
+            return policies.auto_augment("cifar10", interpolation=mode)
+        case "auto_augment_svhn":
+            return policies.auto_augment("svhn", interpolation=mode)
+        case "trivial_augment_wide":
+            return policies.trivial_augment(interpolation=mode)
+        case "three_augment":
+            return policies.three_augment(interpolation=mode, image_size=image_size, mean=mean)
+
+
+def _rand_augment(config: RunConfig, image_size: int) -> Step:
+    rand, mode = config.augment.rand_augment, config.augment.interpolation
+    if rand.library == "torchvision":
+        return policies.rand_augment(rand.num_ops, rand.magnitude, interpolation=mode)
+    return policies.timm_rand_augment(
+        rand.num_ops,
+        rand.magnitude,
+        magnitude_std=rand.magnitude_std,
+        increasing=rand.increasing,
+        probability=0.5 if rand.probability is None else rand.probability,
+        interpolation=mode,
+        image_size=image_size,
+        mean=config.data.mean,
+    )
 
 
 def _decoder(config: RunConfig, chosen: Switches, *, training: bool = False) -> Decoder:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.compose import Composed
 from pycls_fast.config.quoting import as_typed, key_of
-from pycls_fast.config.schema import Precision, RunConfig, Section
+from pycls_fast.config.schema import Augment, Precision, RunConfig, Section
 from pycls_fast.precision import LEVELS
 
 
@@ -32,6 +32,20 @@ def in_vain(config: RunConfig, composed: Composed) -> Iterator[str]:
         yield from _changed(optim, "optim", ["ema_warmup", "ema_every_steps"], typed, "optim.ema_decay=null")
     if optim.layer_decay is None:
         yield from _changed(optim, "optim", ["layer_decay_groups"], typed, "optim.layer_decay=null")
+    if config.augment.policy != "rand_augment":
+        yield from _rand_augment(config.augment, composed, typed)
+
+
+def _rand_augment(augment: Augment, composed: Composed, typed: set[str]) -> Iterator[str]:
+    """A line if RandAugment's settings were typed, or are in a file and `augment.policy` is set nowhere.
+
+    Whoever writes only the settings into a file may think that they turn it on.
+    """
+    given = composed.values.get("augment", {})
+    forgotten = "rand_augment" in given and "policy" not in given
+    if forgotten or any(key.startswith("augment.rand_augment") for key in typed):
+        policy = as_typed(augment.policy)
+        yield f"augment.rand_augment has no effect with augment.policy={policy}: it is for augment.policy=rand_augment"
 
 
 def _changed(section: Section, name: str, keys: list[str], typed: set[str], without: str) -> Iterator[str]:

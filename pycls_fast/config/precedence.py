@@ -27,7 +27,7 @@ def notes(composed: Composed) -> Iterator[str]:
             f"optim={optimizer}: {', '.join(kept)}: the values of {origin}, not those of "
             f"{_shown(composed, 'optim')}; change them with optim.KEY=VALUE"
         )
-    defaults = {key: field.default for key, field in Augment.model_fields.items()}
+    defaults = Augment().model_dump()
     for origin, kept in _kept(composed, "augment", defaults).items():
         values = ", ".join(f"{key}={as_typed(composed.values['augment'][key])}" for key in kept)
         own = " ".join(shlex.quote(f"augment.{key}={as_typed(value)}") for key, value in kept.items())
@@ -53,6 +53,8 @@ def _kept(composed: Composed, group: str, defaults: dict[str, Any]) -> dict[str,
     own = defaults | _plain(OmegaConf.load(chosen))
     kept: dict[str, dict[str, Any]] = {}
     for key, value in composed.values[group].items():
+        if key == "rand_augment" and own.get("policy") != key:
+            continue  # Without effect once the policy is the file's.
         origin = composed.where(f"{group}.{key}")
         if origin in below and as_typed(value) != as_typed(own.get(key)):
             kept.setdefault(origin, {})[key] = own.get(key)

@@ -42,6 +42,7 @@ EVERYTHING = (
     "augment.cutmix_alpha=1.0",
     "augment.erase_probability=0.5",
     "augment.erase_value=noise",
+    "augment.policy=rand_augment",
     "augment.rand_augment={num_ops: 1, magnitude: 5}",
     "optim.accumulation_steps=2",
     "optim.ema_decay=0.95",

@@ -54,7 +54,7 @@ def image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"augment.{key}", f"the first value must not be larger than the second; got [{low}, {high}]"
     if augment.scale[1] > 1:
         yield "augment.scale", f"an area cannot be larger than the image's (1.0); got {augment.scale[1]}"
-    yield from _policies(config)
+    yield from _rand_augment(config)
     yield from _mixing(config)
     epochs = [epoch for epoch, _ in data.image_size_schedule]
     if epochs != sorted(set(epochs)):
@@ -86,22 +86,13 @@ def _mixing(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
 
 
-def _policies(config: RunConfig) -> Iterator[tuple[str, str]]:
-    augment = config.augment
-    # Each with the value that turns it off.
-    policies = {"rand_augment": "null", "auto_augment": "null", "trivial_augment": "false", "three_augment": "false"}
-    chosen = [name for name in policies if getattr(augment, name)]
-    for name in chosen[1:]:
-        first = chosen[0]
-        yield (
-            f"augment.{name}",
-            f"one policy at a time, and augment.{first} is set, too; use augment.{first}={policies[first]} or "
-            f"augment.{name}={policies[name]}",
-        )
-    policy = augment.rand_augment
-    if policy is not None and policy.library == "torchvision":
+def _rand_augment(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rand = config.augment.rand_augment
+    if config.augment.policy != "rand_augment":
+        return
+    if rand.library == "torchvision":
         for name in ("magnitude_std", "increasing", "probability"):
-            if getattr(policy, name) != default_of(policy, name):
+            if getattr(rand, name) != default_of(rand, name):
                 yield f"augment.rand_augment.{name}", "only timm's has it; use augment.rand_augment.library=timm"
-    if policy is not None and policy.library == "timm" and policy.magnitude > 10:
-        yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {policy.magnitude}"
+    elif rand.magnitude > 10:
+        yield "augment.rand_augment.magnitude", f"timm's goes up to 10; got {rand.magnitude}"

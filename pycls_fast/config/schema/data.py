@@ -110,7 +110,7 @@ class Data(Section):
 
 
 class RandAugment(Section):
-    """RandAugment (Cubuk et al., 2020) as torchvision or timm (and DeiT) parameterise it."""
+    """Settings of `augment.policy=rand_augment`, as torchvision or timm (and DeiT) parameterise it."""
 
     library: Literal["torchvision", "timm"] = "torchvision"
     """Whose operations and strengths: torchvision's or timm's."""
@@ -129,8 +129,7 @@ class RandAugment(Section):
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
-    The order is crop, flips, quarter turns, at most one of `rand_augment`, `auto_augment`, `trivial_augment` and
-    `three_augment`, then `color_jitter`, erasing and mixing.
+    The order is crop, flips, quarter turns, `policy`, `color_jitter`, erasing and mixing.
     """
 
     crop: Literal["random_resized", "pad", "none"] = "random_resized"
@@ -145,21 +144,28 @@ class Augment(Section):
     pad_mode: Literal["constant", "reflect"] = "constant"
     """crop=pad: add black, or the mirrored image."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """The filter that resizes images, with antialiasing; also that of rotations in the policies."""
+    """The filter that resizes images, with antialiasing; also that of rotations in the policy."""
     hflip: Probability = 0.5
     """The probability of a horizontal flip."""
     vflip: Probability = 0.0
     """The probability of a vertical flip."""
     quarter_turns: bool = False
     """Rotate by 0, 90, 180 or 270 degrees at random."""
-    rand_augment: RandAugment | None = None
-    """RandAugment; null: off."""
-    auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
-    """AutoAugment (Cubuk et al., 2019) of torchvision, by the dataset that its policy was found on; null: off."""
-    trivial_augment: bool = False
-    """TrivialAugment (Müller and Hutter, 2021)."""
-    three_augment: bool = False
-    """3-Augment of DeiT III: grayscale, solarisation or blur, one of them for each image."""
+    policy: (
+        Literal[
+            "rand_augment",
+            "auto_augment",
+            "auto_augment_cifar10",
+            "auto_augment_svhn",
+            "trivial_augment_wide",
+            "three_augment",
+        ]
+        | None
+    ) = None
+    """Random operations on each image: RandAugment (Cubuk et al., 2020), with the settings in augment.rand_augment;
+    torchvision's AutoAugment (Cubuk et al., 2019), as found on ImageNet, CIFAR-10 or SVHN; torchvision's TrivialAugment
+    Wide (Müller and Hutter, 2021); or 3-Augment of DeiT III, one of grayscale, solarisation and blur; null: none."""
+    rand_augment: RandAugment = RandAugment()
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] | None = None
     """The largest changes of brightness, contrast, saturation and hue; null: off."""
     repeats: PositiveInt = 1

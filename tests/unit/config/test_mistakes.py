@@ -97,6 +97,16 @@ ONE_MISTAKE = [
     (["augment.scale=[0.1,0.2,0.3]"], f"augment.scale: must be a list of 2 values; got [0.1, 0.2, 0.3] {HERE}"),
     (["data.mean=[0.5]"], f"data.mean: must be a list of 3 values; got [0.5] {HERE}"),
     (["data.std=[0.5,a,0.5]"], f'data.std[1]: must be a number; got "a" {HERE}'),
+    (["augment.auto_augment=imagenet"], f"augment.auto_augment: unknown key; did you mean augment.policy? {HERE}"),
+    (["augment.trivial_augment=true"], f"augment.trivial_augment: unknown key; did you mean augment.policy? {HERE}"),
+    (
+        ["augment.policy=rand_augment", "augment.rand_augment.probability=0.5"],
+        f"augment.rand_augment.probability: only timm's has it; use augment.rand_augment.library=timm {HERE}",
+    ),
+    (
+        ["augment.policy=rand_augment", "augment.rand_augment={library: timm, magnitude: 11}"],
+        f"augment.rand_augment.magnitude: timm's goes up to 10; got 11 {HERE}",
+    ),
     (["augment.rand_augment=3"], f"augment.rand_augment: must be a group of keys; got 3 {HERE}"),
     # Ranges.
     (["optim.lr=-1"], f"optim.lr: must be greater than 0; got -1 {HERE}"),
@@ -370,7 +380,8 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
     assert load_config("vit_digits", ['data.root="3"']).data.root == "3"
     assert load_config("vit_digits", ["optim.betas=[0.9,0.95]"]).optim.model_dump()["betas"] == (0.9, 0.95)
-    # Nothing is mixed, so the pairs do not matter.
+    # Settings of what is off do not matter.
+    load_config("vit_digits", ["augment.rand_augment.probability=0.5"])
     load_config("vit_digits", ["augment.mix_mode=pair", "data.global_batch_size=15"])
 
 
@@ -385,6 +396,11 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
          "loss.bce_reduction=sum has no effect with loss=cross_entropy: it is for bce"),
         (["optim.ema_every_steps=2"], "optim.ema_every_steps=2 has no effect with optim.ema_decay=null"),
         (["optim.layer_decay_groups=12"], "optim.layer_decay_groups=12 has no effect with optim.layer_decay=null"),
+        (["augment.rand_augment.num_ops=2"],
+         "augment.rand_augment has no effect with augment.policy=null: it is for augment.policy=rand_augment"),
+        (["augment.policy=three_augment", "augment.rand_augment={magnitude: 3}"],
+         "augment.rand_augment has no effect with augment.policy=three_augment: it is for augment.policy=rand_augment"),
+        (["augment.policy=rand_augment", "augment.rand_augment.magnitude=3"], None),
         # Defaults, and what has an effect.
         (["precision=fp32", "precision.loss_scale=dynamic", "precision.fp8_skip=[head,pooling]"], None),
         (["precision=fp16", "precision.loss_scale=1024", "optim.ema_decay=0.9", "optim.ema_warmup=false"], None),

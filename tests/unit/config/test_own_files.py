@@ -249,7 +249,7 @@ def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -
     status, lines, calls = tool(*arguments)
     assert (status, {line.partition(": ")[0] for line in lines}) == (0, {"note"})
     left = calls[0][0].augment
-    off = {"rand_augment": None, "mixup_alpha": 0, "cutmix_alpha": 0, "repeats": 1}
+    off = {"policy": None, "mixup_alpha": 0, "cutmix_alpha": 0, "repeats": 1}
     kept = [key for key, value in off.items() if getattr(left, key) != value]
     assert kept
     for key in kept:
@@ -257,21 +257,32 @@ def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -
     ways = [way for line in lines for way in shlex.split(line.partition("; to take that file's values: ")[2])]
     status, lines, calls = tool(*arguments, *ways)
     assert (status, lines) == (0, [])
-    assert calls[0][0].augment == load_config("vit_ti16", ["data.root=/nowhere", "augment=none"]).augment
+    expected = load_config("vit_ti16", ["data.root=/nowhere", "augment=none"]).augment
+    # Settings of RandAugment may be left, which have no effect.
+    assert calls[0][0].augment == expected.model_copy(update={"rand_augment": calls[0][0].augment.rand_augment})
 
 
-def test_two_policies_are_refused_with_the_ways_out(tool: Tool) -> None:
+def test_the_policy_that_an_experiment_keeps_is_named(tool: Tool) -> None:
     arguments = ["--config-name", "vit_cifar10", "data.root=/nowhere", "augment=trivial"]
-    status, lines, _ = tool(*arguments)
-    assert (status, lines) == (
-        2,
-        [
-            "error: augment.trivial_augment: one policy at a time, and augment.rand_augment is set, too; use "
-            "augment.rand_augment=null or augment.trivial_augment=false (configs/augment/trivial.yaml)"
-        ],
+    status, lines, calls = tool(*arguments)
+    assert (status, calls[0][0].augment.policy) == (0, "rand_augment")
+    (line,) = lines
+    assert line.startswith("note: augment=trivial: interpolation=bicubic, policy=rand_augment: set in configs/vit_cif")
+    assert line.endswith(
+        "to take that file's values: augment.interpolation=bilinear augment.policy=trivial_augment_wide"
     )
-    for way in ("augment.rand_augment=null", "augment.trivial_augment=false"):
-        assert tool(*arguments, way)[0] == 0
+    assert tool(*arguments, "augment.policy=null")[2][-1][0].augment.policy is None
+
+
+@pytest.mark.parametrize(
+    ("own", "noted"),
+    [("{rand_augment: {magnitude: 5}}", True), ("{policy: null, rand_augment: {magnitude: 5}}", False)],
+)
+def test_rand_augment_without_a_policy_is_noted(tool: Tool, tmp_path: Path, own: str, noted: bool) -> None:
+    (tmp_path / "own.yaml").write_text(f"defaults: [resnet50, _self_]\naugment: {own}\n")
+    line = "note: augment.rand_augment has no effect with augment.policy=null: it is for augment.policy=rand_augment"
+    status, lines, _ = tool("--config-dir", ".", "--config-name", "own", "data.root=/nowhere")
+    assert (status, lines) == (0, [line] if noted else [])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ _PLAIN: Facts = {  # big_vision, vit_s16_i1k.py: wd 1e-4 is multiplied with the 
 _EARLY: Facts = {  # pycls, branch vitconfigs, configs/vitconv_baselines/vit; core/net.py: alpha * batch / epochs
     "optimizer": "adamw", "lr": 1e-3, "batch": 2048, "decay": 0.24, "betas": (0.9, 0.999), "epochs": 400, "warmup": 5,
     "warmup_lr": 1e-4, "final_lr": 0.005 * 1e-3, "clip": None, "loss": "cross_entropy", "smoothing": 0.1,
-    "policy": "imagenet", "erase": 0.0, "mixup": 0.8, "cutmix": 1.0, "repeats": 1, "drop_path": 0.0,
+    "policy": "auto_augment", "erase": 0.0, "mixup": 0.8, "cutmix": 1.0, "repeats": 1, "drop_path": 0.0,
     "scale": (0.08, 1.0), "interpolation": "bilinear", "size": 224, "train_size": 224, "short_side": 256,
     "ema": (1e-5 * 2048 / 400 * 32, 32),
 }  # fmt: skip
@@ -122,8 +122,9 @@ FACTS: dict[str, Facts] = {
     # pytorch/vision#3995; pytorch.org/blog/how-to-train-state-of-the-art-models-using-torchvision-latest-primitives
     "torchvision_resnet50_v2": _SGD | {
         "lr": 0.5, "batch": 8 * 128, "decay": 2e-5, "momentum": (0.9, False), "epochs": 600, "warmup": 5,
-        "warmup_lr": 0.005, "final_lr": 0.0, "smoothing": 0.1, "policy": "trivial_augment", "erase": 0.1, "mixup": 0.2,
-        "cutmix": 1.0, "repeats": 4, "train_size": 176, "short_side": 232, "ema": (2e-5 * 1024 * 32 / 600, 32),
+        "warmup_lr": 0.005, "final_lr": 0.0, "smoothing": 0.1, "policy": "trivial_augment_wide", "erase": 0.1,
+        "mixup": 0.2, "cutmix": 1.0, "repeats": 4, "train_size": 176, "short_side": 232,
+        "ema": (2e-5 * 1024 * 32 / 600, 32),
     },
     "rsb_a1": _RSB | {"decay": 0.01, "smoothing": 0.1, "mixup": 0.2, "epochs": 600},
     "rsb_a2": _RSB,
@@ -150,10 +151,9 @@ def load(name: str) -> RunConfig:
 def resolved(config: RunConfig) -> Facts:
     """What a configuration comes to, in the words of the facts."""
     augment, optim, schedule, lr = config.augment, config.optim, config.schedule, build.peak_lr(config)
-    chosen = [name for name in ("trivial_augment", "three_augment") if getattr(augment, name)]
     rand = augment.rand_augment
-    policy: Any = chosen[0] if chosen else augment.auto_augment
-    if rand is not None:
+    policy: Any = augment.policy
+    if policy == "rand_augment":
         policy = (rand.library, rand.num_ops, rand.magnitude, rand.magnitude_std, rand.increasing)
     decay = optim.ema_decay
     sizes = dict(config.data.image_size_schedule)

@@ -19,7 +19,7 @@ from tests.run_configs import load_run_config
 
 @pytest.fixture
 def config() -> RunConfig:
-    return load_config("vit_digits", ["seed=5", "optim.betas=[0.8,0.95]", "augment.rand_augment={magnitude: 3}"])
+    return load_config("vit_digits", ["seed=5", "optim.betas=[0.8,0.95]", "augment.policy=rand_augment"])
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
         "data.root=/a\\b (1)",
         "optim.lr=1e-4",
         "data.mean=[0.1,0.2,0.3]",
-        "augment={rand_augment: {num_ops: 1}}",
+        "augment={policy: rand_augment, rand_augment: {num_ops: 1}}",
         "~optim.clip_norm",
         "runtime.threads=null",
         "seed=${data.image_size}",

@@ -149,20 +149,28 @@ def test_torchvision_s_policies(name: str, theirs: torch.nn.Module, photo: Image
 
 
 def test_auto_augment_of_other_datasets(photo: Image.Image) -> None:
-    steps = {
-        name: policy("auto_augment", f"augment.auto_augment={name}")[0] for name in ("imagenet", "cifar10", "svhn")
-    }
-    for name, step in steps.items():
+    for name, chosen in {
+        "imagenet": "auto_augment",
+        "cifar10": "auto_augment_cifar10",
+        "svhn": "auto_augment_svhn",
+    }.items():
+        (step,) = policy("inception", f"augment.policy={chosen}")
         expected = v2.AutoAugment(v2.AutoAugmentPolicy(name), interpolation=InterpolationMode.BILINEAR)
         for seed in range(20):
             np.testing.assert_array_equal(seeded(step, photo, seed), seeded(expected, photo, seed))
 
 
 def test_torchvision_s_rand_augment(photo: Image.Image) -> None:
-    (ours,) = policy("inception", "augment.rand_augment={num_ops: 2, magnitude: 9}")
+    (ours,) = policy("inception", "augment.policy=rand_augment")
     expected = v2.RandAugment(2, 9, interpolation=InterpolationMode.BILINEAR)
     for seed in SEEDS:
         np.testing.assert_array_equal(seeded(ours, photo, seed), seeded(expected, photo, seed))
+
+
+def test_a_policy_replaces_that_of_the_recipe() -> None:
+    (step,) = policy("deit", "augment.policy=trivial_augment_wide")
+    assert isinstance(step, v2.TrivialAugmentWide)
+    assert policy("deit", "augment.policy=null") == []
 
 
 @pytest.mark.parametrize("name", ["deit", "deit3", "rsb_a2", "timm_ra", "trivial", "auto_augment"])
