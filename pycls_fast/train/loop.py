@@ -135,7 +135,7 @@ class Loop:
                     self._after_step(step + 1)
                     if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
                         run.total_steps = step + 1
-                        # It was not worth it before.
+                        # Perhaps it was not worth saving before; no later step will be saved.
                         self._save(step + 1, always=True)
                         break
         except Stopped:
