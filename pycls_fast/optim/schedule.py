@@ -18,8 +18,9 @@ class LrSchedule:
         total_steps: length of the whole curve; the last step is `total_steps - 1`, one short of the final value.
         shape: "cosine" (half a period; Loshchilov and Hutter, 2017, without restarts), "linear", "step" (times
             `step_factor` after every `step_length` steps; He et al. 2016) or "constant".
-        from_start: the curve begins at step 0 and the warm-up replaces its beginning, as in timm and pycls, so that the
-            rate after the warm-up is a little below `lr`; otherwise the curve begins where the warm-up ends.
+        from_start: the curve begins at step 0 and the warm-up replaces its beginning, as in timm, so that the rate
+            after the warm-up is a little below `lr` (pycls multiplies the two, which makes the warm-up's rates a little
+            smaller); otherwise the curve begins where the warm-up ends.
     """
 
     lr: float

@@ -196,7 +196,7 @@ class Schedule(Section):
     """The learning rate at the end, as a share of optim.lr."""
     curve_from: Literal["warmup_end", "start"] = "warmup_end"
     """Where the curve begins: where the warm-up ends, or at the first step, where the warm-up replaces its beginning
-    (timm, pycls)."""
+    (timm; nearly pycls')."""
     step_epochs: PositiveInt | None = None
     """The epochs between two steps of the curve `step`."""
     step_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
