@@ -61,11 +61,7 @@ def read_run(text: str) -> RunFiles:
     """
     folder = RunFolder(user_path(text))
     saved = of_run(folder.path)
-    try:
-        summary = _json(folder.path / "summary.json")
-        environment = _json(folder.path / "environment.json")
-    except ValueError as error:
-        raise UserError(f"{text}: a file of the run cannot be read ({' '.join(str(error).split())})") from error
+    summary, environment = (_json(folder.path / name) for name in ("summary.json", "environment.json"))
     source, missing = _source(saved.values, str(saved.file))
     return RunFiles(
         path=folder.path,
@@ -81,7 +77,14 @@ def read_run(text: str) -> RunFiles:
 
 
 def _json(file: Path) -> Record | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read ({what}); remove it to compare without it") from error
+    if not (record is None or isinstance(record, dict)):
+        raise UserError(f"{file}: not an object; remove it to compare without it")
+    return record
 
 
 def _classes(folder: RunFolder) -> tuple[str, ...] | None:

@@ -435,6 +435,9 @@ def test_mistakes(a: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(.*codec"):
         compare(str(a), str(a), output=None, images=3)
     (a / "kept").rename(a / "config.yaml")
-    (a / "summary.json").write_text("{")
-    with pytest.raises(UserError, match="a file of the run cannot be read"):
-        compare(str(a), str(a), output=None, images=3)
+    for name, text in (("summary.json", "{"), ("environment.json", "[1]")):
+        (a / name).write_text(text)
+        with pytest.raises(UserError, match=rf"{name}: .*; remove it to compare without it$"):
+            compare(str(a), str(a), output=None, images=3)
+        (a / name).unlink()
+    assert compare(str(a), str(a), output=str(tmp_path / "compared"), images=0) == 0
