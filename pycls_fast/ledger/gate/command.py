@@ -59,6 +59,7 @@ def _read(file: Path) -> dict[str, Any]:
     if record["unfinished"]:
         raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
     for arm in record["arms"]:
-        if arm["training"] and any(run["top1"] is None or not run["count"] for run in arm["training"]["runs"]):
-            raise UserError(f"{file}: a run of {arm['name']} has no top1 or count; the file is damaged, give another one")
+        trained = arm["training"]["runs"] if arm["training"] else ()
+        if any(run["top1"] is None or not run["count"] for run in trained):
+            raise UserError(f"{file}: a run of {arm['name']} has no top1 or count; the file is damaged, give another")
     return record
