@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +38,7 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         print_lines("error", error.lines)
         return MISTAKE
     except OSError as error:
-        if not _output_is_broken():
+        if not (_output_is_broken() or _output_is_full(error)):
             raise
         discard_output()
         if isinstance(error, BrokenPipeError):
@@ -119,3 +121,18 @@ def _output_is_broken() -> bool:
     except OSError:
         return True
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _output_is_full(error: OSError) -> bool:
+    """Whether standard output is a file and `error` says that there is no space for it.
+
+    A text larger than the buffer is written directly and not kept, so that nothing fails again. All other files of the
+    tools are written by functions that raise a `UserError`.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename is not None:
+        return False
+    try:
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    except (OSError, AttributeError, ValueError):
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISCHR(mode)

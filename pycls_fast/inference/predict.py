@@ -111,14 +111,19 @@ def collect(images: Sequence[str]) -> list[Path]:
     """The files that the command line names; those listed on standard input need not exist.
 
     Raises:
-        UserError: nothing was named, or an argument matches nothing.
+        UserError: nothing was named, an argument matches nothing, or the list is not one of lines.
     """
     listed: list[Path] = []
     if "-" in images:
         if isinstance(sys.stdin, io.TextIOWrapper):
             # As in arguments: names need not be UTF-8.
             sys.stdin.reconfigure(errors="surrogateescape")
-        listed = [Path(line.rstrip("\r\n")) for line in sys.stdin if line.strip()]
+        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+        if any("\0" in line for line in lines):
+            raise UserError(
+                "images: a NUL in the list on standard input; give one name per line (find without -print0)"
+            )
+        listed = [Path(line) for line in lines]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
         raise UserError("images: none were given; give files, folders or patterns after the run")

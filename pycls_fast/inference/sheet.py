@@ -99,8 +99,9 @@ def tile(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
-    """The text, cut off if longer than `width` pixels; parts that are not UTF-8 become "?"."""
-    text = text.encode(errors="replace").decode()
+    """The text in one line, cut off if longer than `width` pixels; parts that are not UTF-8 become "?"."""
+    # Pillow cannot measure line breaks, which names of files may contain.
+    text = " ".join(text.encode(errors="replace").decode().splitlines())
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}…") > width:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -73,6 +73,7 @@ class _Timing(_Part):
     images_per_second: Rate
     rounds: list[Rate] = []
     paired_rounds: list[int] = []
+    matmul_flops_per_second: list[Rate] | None = None
     step_seconds_p50: Number | None = None
     step_seconds_p90: Number | None = None
     flops_per_second: Number | None = None
@@ -81,6 +82,14 @@ class _Timing(_Part):
     image_size: int | None = None
     speedup: _Speedup | None = None
     speedup_before: _Speedup | None = None
+
+    @model_validator(mode="after")
+    def _has_rounds(self) -> Self:
+        if not self.rounds:
+            self.rounds, self.matmul_flops_per_second = [self.images_per_second], None
+        if self.matmul_flops_per_second is not None and len(self.matmul_flops_per_second) != len(self.rounds):
+            raise ValueError(f"{len(self.rounds)} rounds and {len(self.matmul_flops_per_second)} matrix products")
+        return self
 
 
 class _Errors(_Part):
@@ -184,6 +193,7 @@ class _Record(_Part):
     settings: _Settings = _Settings()
     rule: str = ""
     reference: str = ""
+    base: list[str] = []
     model: _Model | None = None
     device: str | None = None
     versions: dict[str, Any] = {}
@@ -201,6 +211,19 @@ def read_ledger(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, is not a ledger's record, or has a value that cannot be right.
     """
+    return _read(file, completed)
+
+
+def read_measured(file: Path) -> dict[str, Any]:
+    """The record of a `ledger.json` with None or empty for what is missing, and all rates as they were written.
+
+    Raises:
+        UserError: as `read_ledger`.
+    """
+    return _read(file, _filled)
+
+
+def _read(file: Path, fill: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -210,7 +233,7 @@ def read_ledger(file: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("kind") != "ledger":
         raise UserError(f"{file}: not a ledger.json; give one that tools/ledger.py wrote")
     try:
-        return completed(record)
+        return fill(record)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -223,7 +246,7 @@ def completed(record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValidationError: of pydantic, for values of wrong types.
     """
-    whole = _Record.model_validate(record).model_dump()
+    whole = _filled(record)
     first, *others = whole["arms"]
     whole["reference"], first["before"] = first["name"], None
     for arm in others:
@@ -231,8 +254,11 @@ def completed(record: Mapping[str, Any]) -> dict[str, Any]:
     for arm in whole["arms"]:
         if arm["timing"] is not None:
             timing = arm["timing"]
-            timing["rounds"] = timing["rounds"] or [timing["images_per_second"]]
             count = len(timing["rounds"])
             timing["paired_rounds"] = [i for i in timing["paired_rounds"] if 0 <= i < count]
             arm["timing"] = with_rates(timing, arm["ranks"])
     return whole
+
+
+def _filled(record: Mapping[str, Any]) -> dict[str, Any]:
+    return _Record.model_validate(record).model_dump()

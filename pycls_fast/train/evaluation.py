@@ -56,18 +56,17 @@ class Predictions:
             UserError: no such file, or not one of predictions.
         """
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                return cls(
-                    arrays["indices"],
-                    arrays["labels"],
-                    arrays["predicted"],
-                    arrays["losses"],
-                    arrays["probabilities"],
-                )
+            with np.load(file, allow_pickle=False) as stored:
+                arrays = [stored[name] for name in ("indices", "labels", "predicted", "losses", "probabilities")]
+            if not all(array.dtype.kind in "if" for array in arrays):
+                raise ValueError("an array has no numbers")
+            if len({array.shape for array in arrays}) > 1 or arrays[0].ndim != 1:
+                raise ValueError("the arrays differ in length")
+            return cls(*arrays)
         except FileNotFoundError as error:
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"{file}: not predictions that can be read ({error})") from error
+            raise UserError(f"{file}: not predictions that can be read ({error}); remove it") from error
 
 
 @dataclass(frozen=True)

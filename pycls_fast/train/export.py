@@ -72,7 +72,7 @@ def export(
     weights = open_weights(find_own(source), kind=which)
     # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
     beside = path if path.is_dir() else path.parent
-    temporary = beside / f".{path.stem}.{os.getpid()}.tmp{path.suffix}"
+    temporary = beside / f".{path.stem[:50]}.{os.getpid()}.tmp{path.suffix}"
     try:
         if format == "safetensors":
             save_file(
@@ -132,14 +132,14 @@ def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> 
         raise UserError(f"output: format={format} writes a folder; call it {path.stem}")
     if dtype is not None and format in ("onnx", "program"):
         raise UserError(f"dtype: format={format} computes in float32; leave it out")
-    if path.exists() and not overwrite:
-        raise UserError(f"output: {path} exists; give another name, or overwrite=true")
-    if path.exists() and path.is_dir() != (not suffix):
-        raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
-    if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
-        # A typing mistake must not write into a user's folder.
-        raise UserError(f"output: {path} holds something other than a timm model; give another name")
     try:
+        if path.exists() and not overwrite:
+            raise UserError(f"output: {path} exists; give another name, or overwrite=true")
+        if path.exists() and path.is_dir() != (not suffix):
+            raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
+        if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
+            # A typing mistake must not write into a user's folder.
+            raise UserError(f"output: {path} holds something other than a timm model; give another name")
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error

@@ -52,7 +52,8 @@ def output_file(output: str | Path, world: World | None = None, *, key: str = "o
         UserError: it cannot be written.
     """
     file = user_path(output)
-    if file.is_symlink() and not is_special_file(file):
+    # Not `Path.is_symlink`, which raises for a name that is too long; `_problem` reports it.
+    if os.path.islink(file) and not is_special_file(file):  # noqa: PTH114
         # Keep the link and write its target.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
@@ -64,9 +65,9 @@ def output_file(output: str | Path, world: World | None = None, *, key: str = "o
 
 
 def _problem(file: Path) -> str | None:
-    if file.is_dir():
-        return f"{file} is a folder; give the path of a file"
     try:
+        if file.is_dir():
+            return f"{file} is a folder; give the path of a file"
         if is_special_file(file):
             return None if os.access(file, os.W_OK) else f"{file} cannot be written; give another path"
         file.parent.mkdir(parents=True, exist_ok=True)

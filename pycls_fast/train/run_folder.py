@@ -165,18 +165,28 @@ class RunFolder:
         return record
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, or those of one kind; a last line cut off by a kill is left out."""
+        """The records of `metrics.jsonl`, or those of one kind; a last line cut off by a kill is left out.
+
+        Raises:
+            UserError: the file is not text.
+        """
         if not self.metrics.is_file():
             return
         # `kind` comes first; other kinds are not parsed.
         start = "" if kind is None else f'{{"kind": {json.dumps(kind)},'
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.metrics}: cannot be read ({error}); repair or remove it") from error
+        for line in lines:
             if not line.startswith(start):
                 continue
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                record = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(record, dict) and "kind" in record:
+                yield record
 
     def forget_after(self, step: int) -> None:
         """Drop records of steps that a resumed run repeats (events are kept: they did happen)."""

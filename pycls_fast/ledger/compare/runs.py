@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
-from pycls_fast.data import Source
+from pycls_fast.data import Source, is_drawn
 from pycls_fast.errors import UserError
 from pycls_fast.our_files import checkpoints
 from pycls_fast.paths import user_path
@@ -32,7 +34,7 @@ class RunFiles:
         environment: command, versions, commit and machine of its latest start; empty if they were not saved.
         classes: names; None if neither a checkpoint nor the data has them.
         predictions: of the latest evaluation; None before the first.
-        source: the images of the latest evaluation; None if they can no longer be opened.
+        source: the images of the latest evaluation; None if they can no longer be opened, or have changed.
         missing: why there is no `source`.
     """
 
@@ -61,40 +63,65 @@ def read_run_files(text: str) -> RunFiles:
     """
     folder = RunFolder(user_path(text))
     saved = saved_in_run(folder.path)
-    try:
-        summary = _json(folder.path / "summary.json")
-        environment = _json(folder.path / "environment.json")
-    except ValueError as error:
-        raise UserError(f"{text}: a file of the run cannot be read ({' '.join(str(error).split())})") from error
-    source, missing = _source(saved.values, str(saved.file))
+    summary, environment = (_json(folder.path / name) for name in ("summary.json", "environment.json"))
+    state = _newest_state(folder)
+    predictions = Predictions.load(folder.predictions) if folder.predictions.is_file() else None
+    splits, missing = _splits(saved.values, str(saved.file))
+    source = splits.get("val")
+    classes = state.get("classes") or (source.classes if source is not None else None)
+    if source is not None and predictions is not None and not _same_images(splits, predictions, state):
+        source, missing = None, "the images have changed since the evaluation"
     return RunFiles(
         path=folder.path,
         config=saved.values,
         records=list(folder.records()),
         summary=summary,
         environment=environment or {},
-        classes=_classes(folder) or (source.classes if source is not None else None),
-        predictions=Predictions.load(folder.predictions) if folder.predictions.is_file() else None,
+        classes=None if classes is None else tuple(classes),
+        predictions=predictions,
         source=source,
         missing=missing,
     )
 
 
 def _json(file: Path) -> Record | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read ({what}); remove it to compare without it") from error
+    if not (record is None or isinstance(record, dict)):
+        raise UserError(f"{file}: not an object; remove it to compare without it")
+    return record
 
 
-def _classes(folder: RunFolder) -> tuple[str, ...] | None:
+def _newest_state(folder: RunFolder) -> Record:
+    """What the newest readable checkpoint has besides tensors; empty if there is none."""
     for checkpoint in checkpoints(folder.checkpoints):
         try:
-            return tuple(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["classes"])
-        except (OSError, ValueError, KeyError):
+            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             continue
-    return None
+        if isinstance(state, dict):
+            return state
+    return {}
 
 
-def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str | None]:
-    """The run's own evaluation images, or why they cannot be opened; the device of its training is not needed."""
+def _same_images(splits: Mapping[str, Source], predictions: Predictions, state: Record) -> bool:
+    """Whether these are the images that were evaluated, as far as labels and, if split at random, names tell."""
+    source, indices_N = splits["val"], predictions.indices_N
+    if len(indices_N) and indices_N.max() >= len(source):
+        return False
+    labels = getattr(source, "labels", None)
+    if labels is not None and (np.asarray(labels)[indices_N] != predictions.labels_N).any():
+        return False
+    # A random split of other images has other ones in both parts.
+    names = state.get("train_names")
+    return names is None or not is_drawn(source) or names == build.names_id(splits["train"])
+
+
+def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Source], str | None]:
+    """The run's own images by split, or why they cannot be opened; the device of its training is not needed."""
     here: dict[str, Any] = {
         # Nothing is built but the data.
         "imports": [],
@@ -106,8 +133,8 @@ def _source(config: Mapping[str, Any], where: str) -> tuple[Source | None, str |
     try:
         checked = validate_saved({**config, **here}, where)
         with build.world(checked) as world:
-            return build.sources(checked, world)["val"], None
+            return build.sources(checked, world), None
     except UserError as error:
-        return None, error.lines[0]
+        return {}, error.lines[0]
     except OSError as error:
-        return None, str(error)
+        return {}, str(error)

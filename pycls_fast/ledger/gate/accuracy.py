@@ -72,7 +72,7 @@ def accuracy_finding(old: Arm, new: Arm, settings: Mapping[str, Any], p_value: f
     difference = float(np.mean(now) - np.mean(before))
     if p_value <= LEVEL:
         return made(difference < 0, f"{difference:+.2f}")
-    doubt = "too few seeds to say" if difference < -settings["margin"] else "within the intervals"
+    doubt = "too few seeds to say" if difference < -(settings["margin"] or 0.0) else "within the intervals"
     return made(False, f"{difference:+.2f}, {doubt}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pycls_fast.config.reporting import reporting
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.ledger.gate.comparison import compare_ledgers
+from pycls_fast.ledger.reading import read_measured
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 
@@ -55,14 +55,11 @@ def _tolerance(text: str) -> float:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not JSON ({error})") from error
-    if not isinstance(record, dict) or record.get("kind") != "ledger":
-        raise UserError(f"{file}: not a ledger.json")
-    if record.get("unfinished"):
+    record = read_measured(file)
+    if record["unfinished"]:
         raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
+    for arm in record["arms"]:
+        trained = arm["training"]["runs"] if arm["training"] else ()
+        if any(run["top1"] is None or not run["count"] for run in trained):
+            raise UserError(f"{file}: a run of {arm['name']} has no top1 or count; the file is damaged, give another")
     return record

@@ -105,7 +105,7 @@ def _machine(record: Record) -> dict[str, object]:
 
 def _other_machine(before: Record, now: Record) -> list[Finding]:
     """What differs between the machines and versions of torch; a ledger that timed nothing has no device."""
-    old, new = ({**_machine(record), "torch": record["versions"]["torch"]} for record in (before, now))
+    old, new = ({**_machine(record), "torch": record["versions"].get("torch")} for record in (before, now))
     return [
         Finding("all", what, str(old[what]), str(new[what]), False, "differs from the baseline; speed-ups may, too")
         for what in old

@@ -50,7 +50,7 @@ def _speeds(quantity: str, rounds: Sequence[Sequence[float]]) -> Speeds:
 def _products(timing: Values) -> list[float] | None:
     """TFLOP/s of the machine's matrix product in each round; None if they are not known."""
     each = timing.get("matmul_flops_per_second")
-    if each is None and timing.get("share_of_matmul"):
+    if each is None and timing.get("share_of_matmul") and timing["flops_per_second"]:
         # Ledgers of earlier versions have only the median of the rounds' shares.
         each = [timing["flops_per_second"] / timing["share_of_matmul"]] * len(timing["rounds"])
     return None if each is None else [flops / 1e12 for flops in each]

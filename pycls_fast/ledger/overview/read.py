@@ -57,6 +57,8 @@ def read_run(path: Path) -> SavedRun:
         newest = next(checkpoints(path / "checkpoints"), None)
         saved = None if newest is None else _json(newest / "state.json")
         numbers = _of_summary(summary) if state == "finished" else _so_far(saved, records, _metric(values))
+        if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
+            raise TypeError("text where a number should be")
         derived = _derived(saved)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = " ".join(str(error).split())

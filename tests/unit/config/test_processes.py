@@ -217,8 +217,9 @@ def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, unbu
     assert (done.returncode, done.stderr) == (returns, "")
 
 
-def test_an_output_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    done = printing(tmp_path, "print('x')", ">/dev/full", "")
+@pytest.mark.parametrize("prints", ["print('x')", "print('x' * 10**6)"])
+def test_an_output_on_a_full_disk_is_one_line(tmp_path: Path, prints: str) -> None:
+    done = printing(tmp_path, prints, ">/dev/full", "")
     assert done.returncode == 2
     assert done.stderr == "error: standard output: cannot be written (No space left on device)\n"
 

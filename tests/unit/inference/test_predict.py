@@ -190,6 +190,9 @@ def test_a_list_on_standard_input(
     said = capsys.readouterr()
     assert [Path(row["image"]).name for row in json.loads(said.out)["images"]] == ["3.png", "1.png"]
     assert "gone.png: cannot be read: No such file or directory" in said.err
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\0{bad / '1.png'}\0"))
+    with pytest.raises(UserError, match=r"^images: a NUL in the list on standard input; give one name per line"):
+        run_tool("predict", run_dir, "-", "format=json")
 
 
 @pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])

@@ -54,6 +54,12 @@ def test_bytes_that_are_no_utf_8_are_drawn_as_question_marks() -> None:
         assert np.array_equal(np.asarray(sheet), np.asarray(same))
 
 
+def test_line_breaks_are_drawn_as_spaces() -> None:
+    for title in ("a\nb", "a\rb", "a\u2029b"):
+        sheet, same = (draw_sheet([cell(text)], side=100) for text in (title, "a b"))
+        assert np.array_equal(np.asarray(sheet), np.asarray(same))
+
+
 def test_a_picture_keeps_its_proportions_and_small_ones_their_pixels() -> None:
     small = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
     square = np.asarray(tile(Image.fromarray(small), 40))

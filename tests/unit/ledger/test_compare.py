@@ -15,7 +15,7 @@ import pytest
 import yaml
 from PIL import ExifTags, Image
 
-from pycls_fast import speed
+from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare_runs, images
@@ -50,10 +50,8 @@ class Page(Tags):
         super().handle_starttag(tag, attrs)
 
 
-def labels(digits: Path) -> np.ndarray:
-    run = load_config("vit_digits", [f"data.root={digits}"])
-    from pycls_fast import build
-
+def labels(digits: Path, *overrides: str) -> np.ndarray:
+    run = load_config("vit_digits", [f"data.root={digits}", *overrides])
     with build.world(run) as world:
         source: Any = build.sources(run, world)["val"]
     return np.array([source.read(index)[1] for index in range(len(source))])
@@ -73,7 +71,7 @@ def make_run(
     folder.write_config(settings)
     for step in range(1, 11):
         folder.add_record("train", step, step / 2, loss=2 - 0.1 * step, images_per_second=1e3, memory_peak_bytes=10**9)
-    right = labels(digits)
+    right = labels(digits, *overrides)
     predicted, losses = right.copy(), np.full(len(right), 0.1, np.float32)
     for position, (label, loss) in wrong.items():
         # Never the right one by chance.
@@ -321,6 +319,8 @@ def test_pictures_are_turned_as_in_the_runs(a: Path, b: Path, tmp_path: Path, fo
     keys = ["data=auto", f"data.root={tmp_path / 'data'}", f"data.exif_orientation={follows}".lower()]
     for run in (a, b):
         (run / "config.yaml").write_text(yaml.safe_dump(load_config("vit_digits", keys).model_dump(mode="json")))
+        # Of other images.
+        (run / "predictions.npz").unlink()
     found = _pictures(
         read_run_files(str(a)), read_run_files(str(b)), {"images": {"only_a": [{"index": 0}], "only_b": []}}
     )
@@ -342,6 +342,35 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     predictions = Predictions.load(b / "predictions.npz")
     replace(predictions, labels_N=predictions.labels_N[::-1]).save(b / "predictions.npz")
     assert "the true class differs for" in reason(a, b)
+
+
+def test_data_that_has_changed(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
+    """Positions no longer tell which images were evaluated."""
+    data = tmp_path / "data"
+    images = sorted(digits.rglob("*.png"))[:20]
+    for label in "01":
+        (data / label).mkdir(parents=True)
+        for place, image in enumerate(images):
+            shutil.copy(image, data / label / f"{place:02}.png")
+    config = load_config("vit_digits", ["data=auto", f"data.root={data}"])
+    for run in (a, b):
+        (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        labels_N, losses_N = np.arange(8) // 4, np.zeros(8, np.float32)
+        predicted_N = labels_N if run is a else 1 - labels_N
+        Predictions(np.arange(8), labels_N, predicted_N, losses_N, losses_N).save(run / "predictions.npz")
+    with build.world(config) as world:
+        names = build.names_id(build.sources(config, world)["train"])
+    (b / "checkpoints" / "step_000000010").mkdir(parents=True)
+    (b / "checkpoints" / "step_000000010" / "state.json").write_text(json.dumps({"train_names": names}))
+    assert read_run_files(str(a)).missing is read_run_files(str(b)).missing is None
+    # Another image is held out instead, or none is missed: only the checkpoint knows.
+    next(data.glob("0/*.png")).rename(data / "0" / "new.png")
+    assert read_run_files(str(b)).missing == "the images have changed since the evaluation"
+    for image in data.glob("1/1*.png"):
+        image.unlink()
+    assert read_run_files(str(a)).missing == "the images have changed since the evaluation"
+    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
+    assert "No pictures: the images have changed since the evaluation" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
@@ -437,6 +466,9 @@ def test_mistakes(a: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(.*codec"):
         compare_runs(str(a), str(a), output=None, images=3)
     (a / "kept").rename(a / "config.yaml")
-    (a / "summary.json").write_text("{")
-    with pytest.raises(UserError, match="a file of the run cannot be read"):
-        compare_runs(str(a), str(a), output=None, images=3)
+    for name, text in (("summary.json", "{"), ("environment.json", "[1]")):
+        (a / name).write_text(text)
+        with pytest.raises(UserError, match=rf"{name}: .*; remove it to compare without it$"):
+            compare_runs(str(a), str(a), output=None, images=3)
+        (a / name).unlink()
+    assert compare_runs(str(a), str(a), output=str(tmp_path / "compared"), images=0) == 0

@@ -32,7 +32,11 @@ def arm(name: str, rounds: list[float], top1: list[float], ratio: tuple[float, f
         "reason": None,
         "overrides": [f"{name}=1"],
         "ranks": 1,
-        "timing": {"rounds": rounds, "speedup": dict(zip(keys, (*ratio, 3), strict=True)) if ratio else None},
+        "timing": {
+            "images_per_second": rounds[0],
+            "rounds": rounds,
+            "speedup": dict(zip(keys, (*ratio, 3), strict=True)) if ratio else None,
+        },
         "training": {"reason": None, "runs": runs(*top1)},
     }
 
@@ -267,6 +271,9 @@ def test_a_rung_that_could_not_run_before_is_not_missed() -> None:
         (["a.json", "b.json"], "cannot be read"),
         (["text", "text"], "not JSON"),
         (["list", "list"], "not a ledger.json"),
+        (["deep", "deep"], "not JSON"),
+        (["good", "rate"], "arms.1.timing.speedup.ratio: Input should be greater than 0; the file is damaged"),
+        (["count", "good"], "a run of base has no top1 or count; the file is damaged"),
         (["good", "good", "tolerance=much"], "tolerance: must be a share"),
         (["good", "good", "absolute=no"], "absolute: must be true or false"),
         (["good", "other"], "a different experiment (vit and resnet) cannot be compared"),
@@ -286,10 +293,34 @@ def test_mistakes(
     Path("other").write_text(json.dumps({**ledger(), "config_name": "resnet"}))
     Path("mode").write_text(json.dumps({**ledger(), "settings": {"seeds": 3, "mode": "one_at_a_time"}}))
     Path("reference").write_text(json.dumps({**ledger(), "reference": "fast"}))
-    Path("nothing").write_text(json.dumps({**ledger(), "arms": []}))
+    Path("nothing").write_text(json.dumps({**ledger(), "arms": [{"name": "base"}]}))
+    Path("deep").write_text("[" * 100_000)
+    rate, count = ledger(), ledger()
+    rate["arms"][1]["timing"]["speedup"]["ratio"] = -1
+    count["arms"][0]["training"]["runs"] = [{}]
+    Path("rate").write_text(json.dumps(rate))
+    Path("count").write_text(json.dumps(count))
     Path("unfinished").write_text(json.dumps({**ledger(), "unfinished": {"done": 1, "of": 9}}))
     assert check(arguments) == 2
     assert line in capsys.readouterr().err
+
+
+def test_what_an_earlier_ledger_lacks_is_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    new.write_text(json.dumps(ledger()))
+    for key in ("environment", "versions", "base", "device"):
+        record = ledger()
+        del record[key]
+        old.write_text(json.dumps(record))
+        for files in ((old, new), (new, old)):
+            assert check(list(map(str, files))) == 0
+    record = ledger()
+    del record["arms"][0]["ranks"], record["settings"]["margin"]
+    # Three seeds cannot show this loss, and it is more than any margin.
+    record["arms"][1]["training"]["runs"] = runs(90.0, 90.4, 90.0)
+    old.write_text(json.dumps(record))
+    assert check([str(new), str(old)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("folder", ["lr=0.1", "seed=1", "optim.lr=0.1"])

@@ -168,6 +168,8 @@ def test_damaged_folders_are_named_and_the_others_listed(tmp_path: Path, capsys:
     (make_run(runs / "torn_summary") / "summary.json").write_text('{"final": ')
     (make_run(runs / "other_summary") / "summary.json").write_text("{}")
     (make_run(runs / "torn_metrics") / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    summary = make_run(runs / "text_summary") / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"images_per_second": ""}))
     (runs / "2026-11-21_15-23-13").mkdir()
     (runs / "notes").mkdir()
     assert listed(runs)["rows"][0]["runs"] == [str(runs / "whole")]
@@ -176,8 +178,9 @@ def test_damaged_folders_are_named_and_the_others_listed(tmp_path: Path, capsys:
         "2026-11-21_15-23-13",
         "no_config",
         "other_summary",
+        "text_summary",
         "torn_config/config.yaml",
-        "torn_metrics",
+        "torn_metrics/metrics.jsonl",
         "torn_summary/summary.json",
     ]
     assert all(line.startswith("left out: ") for line in lines)

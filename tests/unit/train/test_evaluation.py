@@ -174,6 +174,20 @@ def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) 
         Predictions.load(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [("labels", np.arange(2), "differ in length"), ("losses", np.array(["a"] * 3), "has no numbers")],
+)
+def test_arrays_that_are_not_predictions(name: str, values: np.ndarray, problem: str, tmp_path: Path) -> None:
+    file, whole, shares = tmp_path / "predictions.npz", np.arange(3), np.zeros(3, np.float32)
+    arrays = {"indices": whole, "labels": whole, "predicted": whole, "losses": shares, "probabilities": shares}
+    np.savez(file, **arrays)
+    assert len(Predictions.load(file).labels_N) == 3
+    np.savez(file, **{**arrays, name: values})
+    with pytest.raises(UserError, match=f"{problem}.*; remove it$"):
+        Predictions.load(file)
+
+
 @pytest.mark.parametrize(("bad", "sigmoid"), [(-torch.inf, False), (torch.inf, True)])
 def test_no_probability_where_a_score_is_infinite(bad: float, sigmoid: bool) -> None:
     logits = torch.tensor([[1.0, bad, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)

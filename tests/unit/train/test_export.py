@@ -169,6 +169,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
             "output: there.safetensors/net.safetensors cannot be written (File exists); give another path",
         ),
         (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
+        ([f"output={'a' * 300}.safetensors"], ".safetensors cannot be written (File name too long); give another path"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
         (["wieghts=x"], "wieghts: unknown key; did you mean weights?"),

@@ -60,6 +60,15 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
+def test_lines_that_are_not_records_are_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('null\n5\n{}\n["kind"]\n{"kind": "train", "step": 1}\n' + "\0" * 9)
+    assert list(folder.records()) == [{"kind": "train", "step": 1}]
+    folder.metrics.write_bytes(b'{"kind": "train"}\n\xff')
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \('utf-8' codec .*\); repair or remove it$"):
+        list(folder.records())
+
+
 def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
