@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
+from pycls_fast.errors import UserError
 from pycls_fast.losses import Loss, Targets
 from pycls_fast.optim import Ema, OwnedWeights, set_lr
 from pycls_fast.parallel import Wrapped
@@ -46,6 +47,9 @@ class Step:
         """Train on the `accumulation_steps` microbatches of one step, counted from 0.
 
         Each is taken when its turn comes, so that the next one is loaded while the device computes.
+
+        Raises:
+            UserError: batch norm gets a single value per channel.
         """
         set_lr(self.optimizer, self.schedule(step))
         parts = self.accumulation_steps
@@ -65,7 +69,7 @@ class Step:
     def _add_gradients(self, images_BCHW: Tensor, targets: Targets, *, parts: int = 1, is_last: bool = True) -> Tensor:
         """Forward and backward pass of one of `parts` microbatches; returns its share of the loss."""
         with self.wrapped.exchange(is_last):
-            with self.autocast():
+            with self.autocast(), _enough_for_batch_norm():
                 logits_BK = self.wrapped.forward(images_BCHW)
             loss = self.loss(logits_BK, targets) / parts
             self.scaler.scale(loss).backward()
@@ -98,3 +102,17 @@ class Step:
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
         is_mixed = isinstance(lam, Tensor) or lam < 1.0
         return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)
+
+
+@contextmanager
+def _enough_for_batch_norm() -> Iterator[None]:
+    # Whether a single image is too few depends on the size of the network's smallest maps.
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel when training" not in str(error):
+            raise
+        raise UserError(
+            "data.global_batch_size: batch norm cannot train on one image whose maps shrink to one pixel; use at least "
+            "2 images per rank and microbatch (optim.accumulation_steps), or a larger data.image_size"
+        ) from error
