@@ -22,10 +22,10 @@ from pycls_fast.network import Network
 from pycls_fast.train.building import load_network
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
+from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.evaluation import with_progress
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory, enough_to_score
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.scoring import Setup, set_up
 from pycls_fast.train.weights import Loaded

@@ -20,8 +20,8 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.damage import DamagedImages, too_many_damaged
 from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.enough import enough_to_train
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
-from pycls_fast.train.out_of_memory import enough_to_train
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
 from pycls_fast.train.run import Run, started

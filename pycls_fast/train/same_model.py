@@ -35,7 +35,7 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
         for key in now
         if key in before and before[key] != now[key]
     ]
-    if wrong and _other_size(network, model):
+    if wrong and _other_tensors(network, model):
         # The tensors differ, too.
         raise UserError(*(belongs_to(model, source) or wrong))
     if wrong:
@@ -53,10 +53,11 @@ def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
     return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
 
 
-def _other_size(network: Network, model: Mapping[str, Any]) -> bool:
+def _other_tensors(network: Network, model: Mapping[str, Any]) -> bool:
     if not isinstance(network, VisionTransformer):
         return False
-    return (model.get("depth"), model.get("width")) != (len(network.blocks), network.norm.weight.numel())
+    now = (len(network.blocks), network.norm.weight.numel(), isinstance(network.stem, TokenConvStem))
+    return (model.get("depth"), model.get("width"), model.get("stem") == "conv") != now
 
 
 def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:

@@ -17,9 +17,9 @@ from pycls_fast.paths import user_path
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.damage import report_damage
+from pycls_fast.train.enough import enough_to_score
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluation import Evaluation, evaluate, with_progress
-from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.output_file import is_special_file, output_file, write_json, write_text
 from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.scored_split import scored_split

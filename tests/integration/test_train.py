@@ -244,6 +244,13 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
         assert torch.equal(value, expected), key
 
 
+def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(tmp_path: Path, digits: Path) -> None:
+    one_each = ["data.global_batch_size=4", "optim.accumulation_steps=4", "runtime.progress=plain"]
+    config = load_config("resnet_digits", [*one_each, f"data.root={digits}", f"run_dir={tmp_path}"])
+    with pytest.raises(UserError, match=r"^data\.global_batch_size: batch norm cannot train on one image"):
+        train(config)
+
+
 def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:
     with pytest.raises(UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"):
         run(

@@ -12,7 +12,15 @@ from pycls_fast.strategies import strategy_of
 
 
 def precision_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What a precision cannot compute."""
+    """What a precision cannot compute, and a loss scale that begins below its floor."""
+    precision = config.precision
+    scales = LEVELS[precision.name].scaled and precision.loss_scale == "dynamic"
+    if scales and precision.loss_scale_floor > precision.loss_scale_start:
+        yield (
+            "precision.loss_scale_floor",
+            f"must not be larger than precision.loss_scale_start={precision.loss_scale_start:g}; got "
+            f"{precision.loss_scale_floor:g}",
+        )
     if config.precision.name == "fp8" and isinstance(config.model, ResNetModel):
         yield "precision", "fp8 is for linear layers and model.kind=resnet has only its head; use precision=amp_bf16"
 

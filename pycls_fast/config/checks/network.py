@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycls_fast.config.checks.helpers import not_divisible
+from pycls_fast.config.checks.helpers import default_of, not_divisible
 from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 
 
@@ -26,8 +26,14 @@ def model_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "data.image_size",
                 f"{size} is too small for model.stem={model.stem} (32 at least); use model.stem=small",
             )
-        if model.depth in (18, 34) and (model.groups, model.width_per_group) != (1, 64):
-            yield "model.groups", f"depth {model.depth} has no bottleneck blocks to group or widen; use model.depth=50"
+        for key in ("groups", "width_per_group"):
+            default = default_of(model, key)
+            if model.depth in (18, 34) and getattr(model, key) != default:
+                yield (
+                    f"model.{key}",
+                    f"depth {model.depth} has no bottleneck blocks to group or widen; use model.depth=50, or "
+                    f"model.{key}={default}",
+                )
     if isinstance(model, TimmModel):
         yield from _timm_options(model)
     if model.num_classes == 1:

@@ -188,7 +188,8 @@ class Augment(Section):
     eval_crop: Literal["center", "squash", "border"] = "center"
     """Evaluation: the side that is resized to data.image_size / eval_crop_ratio before the centre is cut out: the short
     one (center), both (squash), or the long one (border; what is missing gets the mean color)."""
-    eval_crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
+    # The whole image is resized to the side of the crop divided by this: a tiny ratio would take all memory.
+    eval_crop_ratio: Annotated[float, Field(ge=0.1, le=1.0)] = 0.875
     """Evaluation: the side of the centre crop as a share of the resized side."""
 
     @property

@@ -132,6 +132,8 @@ ONE_MISTAKE = [
     (["augment.hflip=1.5"], f"augment.hflip: must be at most 1; got 1.5 {HERE}"),
     (["optim.betas=[0.9,1.5]"], f"optim.betas[1]: must be less than 1.0; got 1.5 {HERE}"),
     (["model.depth=0"], f"model.depth: must be greater than 0; got 0 {HERE}"),
+    # The whole image would be resized to millions of pixels.
+    (["augment.eval_crop_ratio=1e-5"], f"augment.eval_crop_ratio: must be at least 0.1; got 1e-05 {HERE}"),
     # Choices.
     (
         ["speed.attention=sdap"],
@@ -236,6 +238,15 @@ ONE_MISTAKE = [
         ["data.global_batch_size=4", "optim.accumulation_steps=4", "augment.cutmix_alpha=1"],
         "augment.cutmix_alpha: mixing needs at least 2 images in a microbatch; data.global_batch_size=4 with "
         "optim.accumulation_steps=4 leaves 1; use data.global_batch_size=8, or augment.mix_probability=0 " + HERE,
+    ),
+    (
+        ["model=resnet18", "data.image_size=32", "model.width_per_group=32"],
+        "model.width_per_group: depth 18 has no bottleneck blocks to group or widen; use model.depth=50, or "
+        f"model.width_per_group=64 {HERE}",
+    ),
+    (
+        ["precision=amp_fp16", "precision.loss_scale_floor=1e6"],
+        f"precision.loss_scale_floor: must not be larger than precision.loss_scale_start=65536; got 1e+06 {HERE}",
     ),
     (["data.fold=1"], f"data.fold: chooses one of data.folds, which is not set; give data.folds=5, say {HERE}"),
     (

@@ -180,12 +180,13 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
             load_weights(network, file, classes=classes)
 
 
-def test_weights_of_another_size_name_their_model(tmp_path: Path) -> None:
-    """Not their heads: other heads would not help."""
+@pytest.mark.parametrize("other", [{"width": 24, "heads": 2}, VIT], ids=["width", "stem"])
+def test_weights_of_another_size_name_their_model(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Not their heads or strides: other ones would not help."""
     saved, config = of_kind("vit", {**SIZES, "classifier": "pooled"}, 2)
     file = tmp_path / "theirs.safetensors"
     save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()})
-    network, _ = of_kind("vit", {**SIZES, "width": 24, "heads": 2}, 2)
+    network, _ = of_kind("vit", {**SIZES, **other}, 2)
     with pytest.raises(
         UserError, match=r"theirs\.safetensors belongs to another model; model=\S+ .*builds it"
     ) as caught:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors as one-line messages."""
+"""Too little memory, or too few images for batch norm, as one-line messages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,29 @@ def enough_memory(mistake: str) -> Iterator[None]:
         raise UserError(mistake) from error
 
 
-def enough_to_train(config: RunConfig, world: World) -> AbstractContextManager[None]:
-    """`enough_memory` for training."""
-    return enough_memory(
+@contextmanager
+def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
+    """`enough_memory` for training, and enough images for batch norm.
+
+    Raises:
+        UserError: out of memory, or batch norm gets a single value per channel.
+    """
+    mistake = (
         f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
         f"{config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
         "use a smaller batch or model; earlier checkpoints are kept"
     )
+    try:
+        with enough_memory(mistake):
+            yield
+    except ValueError as error:
+        # Whether one image is too few depends on the size of the network's smallest maps.
+        if "Expected more than 1 value per channel when training" not in str(error):
+            raise
+        raise UserError(
+            "data.global_batch_size: batch norm cannot train on one image whose maps shrink to one pixel; use at least "
+            "2 images per rank and microbatch (optim.accumulation_steps), or a larger data.image_size"
+        ) from error
 
 
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
