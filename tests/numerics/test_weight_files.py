@@ -710,6 +710,19 @@ def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Pat
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize(("side", "position_tokens"), [(3, "patches"), (2, "all")])
+def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(
+    tmp_path: Path, side: int, position_tokens: str
+) -> None:
+    """Nine rows are those of 3 x 3 patches, or of 2 x 2 patches and five tokens."""
+    theirs = small_timm(img_size=side * PATCH, reg_tokens=4, no_embed_class=position_tokens == "patches")
+    assert theirs.pos_embed.shape[1] == 9
+    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
+    ours = small(image_size=side * PATCH, registers=4, position_tokens=position_tokens)
+    assert not load(ours, tmp_path / "model.pth").adapted
+    assert_same(ours, theirs, side * PATCH)
+
+
 @pytest.mark.parametrize("size", [SIZE, 48])
 @pytest.mark.parametrize(
     ("theirs_kwargs", "ours_kwargs", "allow", "said"),

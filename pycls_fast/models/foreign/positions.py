@@ -40,7 +40,10 @@ def fit_positions(
     theirs = {name: tensors[name].numel() // width for name in _TOKENS if name in tensors}
     ours = {name: math.prod(shapes[name]) // width for name in _TOKENS if name in shapes}
     extra = sum(theirs.values())
-    placed = extra if not _is_square(len(rows)) or (extra and _is_square(len(rows) - extra)) else 0
+    # The rows of a small grid may fit both ways, as 9 do for 3 x 3 patches and for 2 x 2 with five tokens; then they
+    # are taken to be what the network has.
+    fits_both = _is_square(len(rows)) and _is_square(len(rows) - extra)
+    placed = extra if not _is_square(len(rows)) or (fits_both and network.position_tokens == "all") else 0
     own = sum(ours.values()) if network.position_tokens == "all" else 0
     wanted = shapes[_NAME][0] - own
     if not _is_square(len(rows) - placed) or not _is_square(wanted):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 
 from pycls_fast.optim import LrSchedule
@@ -104,6 +104,26 @@ def test_steps_are_torchs(warmup: int, length: int, factor: float) -> None:
         assert ours(step) == pytest.approx(sgd.param_groups[0]["lr"], rel=1e-9), step
         sgd.step()
         theirs.step()
+
+
+@pytest.mark.parametrize("from_start", [False, True])
+@pytest.mark.parametrize(("total", "warmup", "start", "final"), CURVES)
+def test_lines_and_steps_are_timms(total: int, warmup: int, start: float, final: float, from_start: bool) -> None:
+    shared = {"warmup_t": warmup, "warmup_lr_init": start * LR, "warmup_prefix": not from_start}
+    length = total if from_start else total - warmup
+    pairs = [
+        (
+            Schedule(LR, total, warmup, start, final, shape="linear", from_start=from_start),
+            PolyLRScheduler(optimizer(), t_initial=length, power=1.0, lr_min=final * LR, **shared),
+        ),
+        (
+            Schedule(LR, total, warmup, start, shape="step", from_start=from_start, step_length=4, step_factor=0.3),
+            StepLRScheduler(optimizer(), decay_t=4, decay_rate=0.3, **shared),
+        ),
+    ]
+    for ours, theirs in pairs:
+        for step in range(total):
+            assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-12, abs=1e-15), step
 
 
 def test_a_straight_line_is_ffcvs_cycle() -> None:
