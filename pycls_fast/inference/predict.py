@@ -120,7 +120,7 @@ def collect(images: Sequence[str]) -> list[Path]:
             sys.stdin.reconfigure(errors="surrogateescape")
         lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         if any("\0" in line for line in lines):
-            raise UserError("images: a NUL in the list on standard input; give one name per line (find without -print0)")
+            raise UserError("images: a NUL in the list on standard input; give one name per line (find, not -print0)")
         listed = [Path(line) for line in lines]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
