@@ -22,8 +22,8 @@ from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.environment import device_name
+from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
 # Classes listed below the title.
@@ -120,9 +120,7 @@ def collect(images: Sequence[str]) -> list[Path]:
             sys.stdin.reconfigure(errors="surrogateescape")
         lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         if any("\0" in line for line in lines):
-            raise UserError(
-                "images: a NUL in the list on standard input; give one name per line (find without -print0)"
-            )
+            raise UserError("images: a NUL in the list on standard input; give one name per line (find, not -print0)")
         listed = [Path(line) for line in lines]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:

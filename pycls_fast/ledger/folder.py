@@ -172,7 +172,22 @@ class LedgerFolder:
         for number in range(rounds):
             file = self.timing_file(arm, number)
             if file.is_file():
-                yield json.loads(file.read_text(encoding="utf-8"))
+                yield read_measurement(file)
+
+
+def read_measurement(file: Path) -> dict[str, Any]:
+    """What a measurement has written.
+
+    Raises:
+        UserError: the file is damaged, for example by a power failure.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"output: {file} is damaged ({error}); remove it, and it is measured again") from error
+    if not isinstance(record, dict):
+        raise UserError(f"output: {file} is damaged (not an object); remove it, and it is measured again")
+    return record
 
 
 # What may change when a ledger is resumed.

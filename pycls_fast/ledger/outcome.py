@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from pycls_fast.ledger.accuracy import ImagePair, pair_images
+from pycls_fast.ledger.folder import read_measurement
 from pycls_fast.ledger.plan import Arm, tree_path
 from pycls_fast.ledger.rates import compare_speed, with_rates
 from pycls_fast.ledger.records import curve
@@ -92,7 +92,7 @@ def _gradients(ledger: Ledger) -> Record | None:
     file = ledger.folder.gradients_file(ledger.selection.arms()[0])
     if not file.is_file():
         return None
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = read_measurement(file)
     return {key: record[key] for key in ("total", "steps", "warmup_steps", "loss_scale")}
 
 
@@ -176,7 +176,7 @@ def _timing(ledger: Ledger, arm: Arm) -> Record | None:
 
 def _numerics(ledger: Ledger, arm: Arm) -> list[Record] | None:
     file = ledger.folder.numerics_file(arm)
-    return json.loads(file.read_text(encoding="utf-8"))["errors"] if file.is_file() else None
+    return read_measurement(file)["errors"] if file.is_file() else None
 
 
 def _training(ledger: Ledger, arm: Arm) -> Record | None:
@@ -201,7 +201,7 @@ def _run(ledger: Ledger, arm: Arm, seed: int) -> Record | None:
     file = folder.path / "summary.json"
     if not file.is_file():
         return None
-    summary = json.loads(file.read_text(encoding="utf-8"))
+    summary = read_measurement(file)
     final = summary["final"]
     return {
         "seed": seed,
@@ -247,7 +247,7 @@ def _pairs(ledger: Ledger, first: Arm, second: Arm) -> dict[int, ImagePair]:
     pairs = {}
     for seed in ledger.seeds():
         files = [ledger.folder.run_dir(arm, seed) for arm in (first, second)]
-        if not all((file / "summary.json").is_file() for file in files):
+        if not all((file / name).is_file() for file in files for name in ("summary.json", "predictions.npz")):
             continue
         one, two = (Predictions.load(RunFolder(file).predictions) for file in files)
         # Images that one of the two could not read are left out of both.

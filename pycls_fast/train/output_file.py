@@ -51,6 +51,9 @@ def output_file(output: str | Path, world: World | None = None, *, key: str = "o
     Raises:
         UserError: it cannot be written.
     """
+    if output == "":
+        # As of `output=$FILE` without such a variable; pathlib would take it for the current folder.
+        raise UserError(f"{key}: is empty; give the path of a file, or leave {key}= out")
     file = user_path(output)
     # Not `Path.is_symlink`, which raises for a name that is too long; `_problem` reports it.
     if os.path.islink(file) and not is_special_file(file):  # noqa: PTH114

@@ -88,7 +88,7 @@ def _table_file(predictions: str, world: World) -> Path:
     file = user_path(predictions)
     if file.suffix.lower() != ".csv" and not file.is_dir() and not is_special_file(file):
         raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
-    return output_file(file, world, key="predictions")
+    return output_file(predictions, world, key="predictions")
 
 
 def _published_name(config: RunConfig, path: Path | str, about: foreign.Preprocessing | None, split: str) -> str | None:

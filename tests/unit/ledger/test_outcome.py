@@ -13,6 +13,7 @@ import pytest
 
 from pycls_fast.build import cpu_cores
 from pycls_fast.config.ladder import Ladder, Rung
+from pycls_fast.errors import UserError
 from pycls_fast.ledger import processes
 from pycls_fast.ledger.folder import LedgerFolder
 from pycls_fast.ledger.outcome import collect
@@ -232,6 +233,13 @@ def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path) -> None:
     assert collect(ledger, "vit")["arms"][0]["timing"]["matmul_flops_per_second"] == [2e11, 1e11]
     write_json(file, {"train": train, **about, **sizes})
     assert collect(ledger, "vit")["arms"][0]["timing"]["matmul_flops_per_second"] is None
+    # A power failure may cut a file, or leave zeros.
+    for damaged in (file.read_bytes()[:99], b"", b"\0" * 99, b"[]"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"^output: .*round_1\.json is damaged \(.*\); remove it, and it is"):
+            collect(ledger, "vit")
+    file.unlink()
+    assert collect(ledger, "vit")["arms"][0]["timing"]["rounds"] == [80.0]
 
 
 def make_run(path: Path, wrong: int) -> None:
@@ -274,3 +282,7 @@ def test_runs_are_compared_in_both_columns(tmp_path: Path) -> None:
     assert (last["reference"], [pair["seed"] for pair in last["images"]]) == ("worse", [0, 1])
     assert last["verdict"]["difference"] == pytest.approx(0.0)
     assert last["verdict"]["seeds"] == 2
+    # Without a run's images its pair is left out.
+    (ledger.folder.run_dir(ledger.selection.arms()[-1], 0) / "predictions.npz").unlink()
+    last = collect(ledger, "vit")["arms"][-1]["training"]["against_before"]
+    assert [pair["seed"] for pair in last["images"]] == [1]

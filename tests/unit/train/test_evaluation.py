@@ -176,7 +176,7 @@ def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "values", "problem"),
-    [("labels", np.arange(2), "differ in length"), ("losses", np.array(["a"] * 3), "has no numbers")],
+    [("labels", np.arange(2), "differ in length"), ("losses", np.array(["a"] * 3), "has the wrong type")],
 )
 def test_arrays_that_are_not_predictions(name: str, values: np.ndarray, problem: str, tmp_path: Path) -> None:
     file, whole, shares = tmp_path / "predictions.npz", np.arange(3), np.zeros(3, np.float32)
