@@ -285,8 +285,8 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
     if name not in groups or not separator or value.startswith("{"):
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
         return override if kept else f"++{quote_value(override)}"
-    # Hydra would merge a list of files, and stop with a traceback at a number.
-    if not re.match(r"[A-Za-z_]", value) or value == "null":
+    # Hydra would merge a list of files, and does not name the key of a number or a truth value.
+    if not re.match(r"[A-Za-z_]", value) or value.lower() in ("null", "true", "false", "nan", "inf"):
         raise UserError(f"{override}: a group takes the name of a file in configs/{name}/")
     if override.startswith("++"):
         raise UserError(f"{override}: write {name}={value}; a ++ is for values")

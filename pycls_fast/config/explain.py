@@ -42,6 +42,8 @@ _REWORDED = (
         "{0}={1}: several values; write a list as {0}=[{1}], or add --multirun to run one after another",
     ),
     (r"primary config '(.*)' must be a DictConfig", "{0}.yaml: holds a list; a configuration is made of key: value"),
+    (r"Error merging override (?:\+\+)?(.*?)=(\{.*)", "{0}: must be a list; got {1}"),
+    (r"Error merging override (?:\+\+)?(.*?)=(\[.*)", "{0}: must be a group of keys; got {1}"),
     (r"Could not override '(.*)'", "{0}: unknown key; Hydra has no such setting"),
 )
 

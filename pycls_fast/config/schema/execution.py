@@ -128,7 +128,8 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: cuda if there is one."""
-    threads: PositiveInt | None = None
+    # Far more threads than any machine has would crash the process.
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """CPU threads; null: torch's choice, but at most a container's CPU limit; with speed.param_offload under torchrun,
     the rank's share of the cores."""
     log_every_steps: PositiveInt = 10

@@ -72,6 +72,10 @@ ONE_MISTAKE = [
     (["optim=adam"], "optim=adam: no such file in configs/optim; did you mean adamw?"),
     (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine, linear, step"),
     (["optim=3"], "optim=3: a group takes the name of a file in configs/optim/"),
+    (["model=nan"], "model=nan: a group takes the name of a file in configs/model/"),
+    (["augment=true"], "augment=true: a group takes the name of a file in configs/augment/"),
+    (["data.std={red: 1}"], "data.std: must be a list; got {red: 1}"),
+    (["augment=deit", "augment.rand_augment=[1]"], "augment.rand_augment: must be a group of keys; got [1]"),
     (["optim=null"], "optim=null: a group takes the name of a file in configs/optim/"),
     (["model=[vit_s16,vit_b16]"], "model=[vit_s16,vit_b16]: a group takes the name of a file in configs/model/"),
     # Types.
@@ -132,6 +136,7 @@ ONE_MISTAKE = [
     (["augment.hflip=1.5"], f"augment.hflip: must be at most 1; got 1.5 {HERE}"),
     (["optim.betas=[0.9,1.5]"], f"optim.betas[1]: must be less than 1.0; got 1.5 {HERE}"),
     (["model.depth=0"], f"model.depth: must be greater than 0; got 0 {HERE}"),
+    (["runtime.threads=100000"], f"runtime.threads: must be at most 1024; got 100000 {HERE}"),
     # The whole image would be resized to millions of pixels.
     (["augment.eval_crop_ratio=1e-5"], f"augment.eval_crop_ratio: must be at least 0.1; got 1e-05 {HERE}"),
     # Choices.
