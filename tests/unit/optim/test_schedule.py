@@ -113,11 +113,11 @@ def test_lines_and_steps_are_timms(total: int, warmup: int, start: float, final:
     length = total if from_start else total - warmup
     pairs = [
         (
-            Schedule(LR, total, warmup, start, final, shape="linear", from_start=from_start),
+            LrSchedule(LR, total, warmup, start, final, shape="linear", from_start=from_start),
             PolyLRScheduler(optimizer(), t_initial=length, power=1.0, lr_min=final * LR, **shared),
         ),
         (
-            Schedule(LR, total, warmup, start, shape="step", from_start=from_start, step_length=4, step_factor=0.3),
+            LrSchedule(LR, total, warmup, start, shape="step", from_start=from_start, step_length=4, step_factor=0.3),
             StepLRScheduler(optimizer(), decay_t=4, decay_rate=0.3, **shared),
         ),
     ]
