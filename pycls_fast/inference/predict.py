@@ -22,8 +22,8 @@ from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
+from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory
 from pycls_fast.train.environment import device_name
-from pycls_fast.train.out_of_memory import OUT_OF_MEMORY, enough_memory
 
 _NAME = 60
 # Classes listed below the title.
