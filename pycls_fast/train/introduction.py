@@ -75,6 +75,12 @@ def _notes(run: Run) -> Iterator[str]:
             f"precision: {run.config.precision.name} is slow on this GPU, which has no units for bfloat16; "
             "use precision=amp_fp16"
         )
+    if world.device.type == "cpu" and build.compute_dtype(run.config) == torch.float16:
+        # torch has no fast float16 convolution for most CPUs: a step of a ResNet may take minutes.
+        yield (
+            f"precision: {run.config.precision.name} computes in float16, which CPUs do slowly, convolutions most of "
+            "all; use precision=amp_bf16 or fp32"
+        )
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:

@@ -28,6 +28,7 @@ from pycls_fast.train.introduction import _notes
         (["precision=amp_bf16", "speed.compile=off"], []),
         (["precision=bf16", "speed.compile=model", "speed.gelu=polynomial"], ["speed.compile: the first step"]),
         (["precision=fp8", "precision.fp8_emulate=true"], []),
+        (["precision=fp16_master"], ["precision: fp16_master computes in float16, which CPUs do slowly"]),
         # 0.99 ** 100 is 0.366.
         (
             ["precision=fp32", "optim.ema_decay=0.99", "optim.ema_warmup=false"],
