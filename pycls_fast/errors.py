@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's message, or its class's name if there is none."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch found no memory left, on an accelerator or on the CPU."""
+    # torch takes seconds to import; if it was not imported, it allocated nothing.
+    full = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
+    return isinstance(error, full) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:

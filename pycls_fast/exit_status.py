@@ -6,7 +6,7 @@ DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
 # The shells' convention: 128 + the number of SIGINT.
 INTERRUPTED = 130
 OUT_OF_MEMORY = "out of memory"
-"""In the error line of every tool that ran out of device memory."""
+"""In the error line of every tool that ran out of memory."""
 
 
 class Finished(int):

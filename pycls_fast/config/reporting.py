@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, is_out_of_memory
 from pycls_fast.exit_status import DONE, INTERRUPTED, MISTAKE, OUT_OF_MEMORY
 
 
@@ -50,10 +50,9 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         print_lines("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
     except Exception as error:
-        # torch takes seconds to import; if it was not imported, no device memory was allocated.
-        if not isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
+        if not is_out_of_memory(error):
             raise
-        asked = first_line(error).partition(" GPU ")[0].rstrip(".")
+        asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
         return MISTAKE

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
-
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, is_out_of_memory
 from pycls_fast.exit_status import OUT_OF_MEMORY
 from pycls_fast.parallel import World
 from pycls_fast.train.environment import device_name
@@ -26,7 +24,9 @@ def enough_memory(mistake: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise UserError(mistake) from error
 
 

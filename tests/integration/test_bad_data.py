@@ -220,9 +220,14 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["damaged_images"] == len(bad)
 
 
-def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_memory_that_does_not_suffice(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        if device == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        torch.empty(2**60)
 
     monkeypatch.setattr(Step, "__call__", full)
     settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]

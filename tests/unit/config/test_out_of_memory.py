@@ -61,6 +61,14 @@ def test_of_tools_without(
     assert (stopped.value.code, capsys.readouterr().err) == (2, f"error: {SAYS} {batch}, or the model\n")
 
 
+def test_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tool.py"])
+    with pytest.raises(SystemExit) as stopped:
+        options_line(lambda _: torch.empty(2**60).ndim, Options)
+    assert stopped.value.code == 2
+    assert "the device is out of memory (can't allocate memory: you tried to" in capsys.readouterr().err
+
+
 def test_each_rank_that_meets_with_it_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
