@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel import save_activation_memory
 from pycls_fast.parallel.saved_tensors import PackedStorage
+from pycls_fast.train.environment import provenance_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "activation_memory.md"
 
@@ -133,8 +133,8 @@ def main() -> None:
     lines = [
         "# Memory held between forward and backward pass",
         "",
-        f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}` on a CPU, torch "
-        f"{torch.__version__}.",
+        *provenance_lines(torch.device("cpu")),
+        "",
         "Counts every storage alive at the end of the forward pass except parameters, buffers, the batch and the "
         "logits;",
         "under autocast this includes the cast weights. The peak of the step also includes the gradients of all "

@@ -27,7 +27,7 @@ from pycls_fast.ledger.statistics import paired_ratio, spread
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State
-from pycls_fast.train.environment import environment, versions
+from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.saving import Saver
 
 
@@ -45,11 +45,8 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in found.values())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         times = measure(state, Path(folder), options.rounds)
-    print(f"- Command: `python benchmarks/checkpoints.py --model {options.model} --rounds {options.rounds}`")
     print(f"- State: {options.model} and AdamW, {size / 1e9:.2f} GB in {len(found)} tensors; {options.rounds} rounds")
-    about = environment(torch.device("cpu"), 1)
-    print(f"- Hardware: {about['processor']}, {about['cpu_count']} cores, {about['platform']}")
-    print(f"- Versions: {', '.join(f'{name} {version}' for name, version in versions().items())}\n")
+    print("\n".join(provenance_lines(torch.device("cpu"))), end="\n\n")
     print("| what | seconds (p10 to p90) | times torch.save (p10 to p90) |")
     print("|---|---|---|")
     for name, seconds in times.items():

@@ -10,7 +10,6 @@ pair. Takes about five minutes on one core.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 
 from pycls_fast.ledger import paired_ratio
 from pycls_fast.models import DropPath, VisionTransformer
+from pycls_fast.train.environment import provenance_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "drop_path_cpu.md"
 SIZES: dict[str, Any] = {"image_size": 224, "patch_size": 16, "width": 192, "depth": 6, "heads": 3, "mlp_width": 768}
@@ -83,8 +83,8 @@ def main() -> None:
     lines = [
         "# Drop-path that skips the computation, on a CPU",
         "",
-        f"Made by `python benchmarks/{' '.join([Path(__file__).name, *sys.argv[1:]])}`, torch {torch.__version__}, "
-        f"{options.threads} thread(s), on a shared machine.",
+        *provenance_lines(torch.device("cpu")),
+        "",
         f"ViT of width {SIZES['width']}, depth {SIZES['depth']}, 224 pixels, patch 16, batch {options.batch}, float32, "
         "attention=sdpa; forward and backward pass;",
         f"`speed.drop_path_compute=skip` over `multiply`, {options.rounds} pairs in turns, the same rate in every "

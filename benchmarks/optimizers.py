@@ -7,9 +7,7 @@ Result:   docs/results/optimizers_cpu.md has the tables of one machine; the rati
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.clocks import synchronize
 from pycls_fast.ledger.statistics import paired_ratio, spread
 from pycls_fast.speed import OPTIMIZERS, SwitchName
-from pycls_fast.train.environment import device_name, environment, versions
+from pycls_fast.train.environment import provenance_lines
 
 WARMUP = 3
 
@@ -147,19 +145,11 @@ def heading(options: argparse.Namespace, device: torch.device) -> str:
     with torch.device("meta"):
         network: nn.Module = build.model(config, 1000, build.switches(config, torch.device("cpu")))
     count = sum(parameter.numel() for parameter in network.parameters())
-    found = versions()
-    shown = [(f"--{key.replace('_', '-')}", value) for key, value in vars(options).items() if key != "out"]
-    arguments = " ".join(flag if value is True else f"{flag} {value}" for flag, value in shown if value)
-    machine = environment(device, 1)
-    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
     times = "CPU time of the process" if options.clock == "process" else "wall time"
     return "\n".join([
-        f"- Command: `python benchmarks/optimizers.py {arguments}`",
         f"- Parameters: {options.model}, {count:,} in {len(list(network.parameters()))} tensors, float32; settings of "
-        f"`configs/vit_s16.yaml`; {options.rounds} rounds after {WARMUP}",
-        f"- Hardware: {machine['processor']}, {device_name(device)}, {threads}, {platform.system()}; times are {times}",
-        f"- Versions: {', '.join(f'{key} {value}' for key, value in found.items())}",
-        f"- Date: {datetime.datetime.now(tz=datetime.UTC).date()}",
+        f"`configs/vit_s16.yaml`; {options.rounds} rounds after {WARMUP}; times are {times}",
+        *provenance_lines(device),
         "",
     ])  # fmt: skip
 

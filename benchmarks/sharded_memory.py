@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from pycls_fast.ledger.timing import synthetic_batch
 from pycls_fast.optim import local
 from pycls_fast.parallel import place_model
 from pycls_fast.train.building import make_step
+from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.metrics import TrainMetrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "sharded_memory.md"
@@ -142,8 +142,9 @@ def page(model: str, rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Memory per rank by strategy",
         "",
-        f"Made by `python benchmarks/sharded_memory.py --model {model}` on a CPU ({platform.machine()}), gloo, torch "
-        f"{torch.__version__}, AdamW, float32.",
+        *provenance_lines(torch.device("cpu")),
+        "",
+        "AdamW in float32; processes on one CPU, connected by gloo.",
         "Counted: a rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
         f"model was built, the maximum over the ranks, during building and during {STEPS} steps with one image of 32",
         "pixels per rank, so that activations are negligible; they include gathered blocks (weights and gradients, and",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -60,6 +61,19 @@ def provenance(device: torch.device, world_size: int) -> dict[str, Any]:
     """Where a tool's numbers come from: the environment, with its most important entries repeated at the top level."""
     whole = environment(device, world_size)
     return {key: whole[key] for key in ("world_size", "device", "versions")} | {"environment": whole}
+
+
+def provenance_lines(device: torch.device, command: str | None = None) -> list[str]:
+    """What a page of measurements begins with: command (None: that of this process), hardware, versions, date."""
+    found = environment(device, 1, command)
+    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    accelerator = "" if device.type == "cpu" else f", {found['device']}"
+    return [
+        f"- Command: `{found['command']}`",
+        f"- Hardware: {found['processor']}, {found['cpu_count']} cores, {threads}{accelerator}, {platform.system()}",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
+        f"- Date: {datetime.datetime.now(tz=datetime.UTC).date()}",
+    ]
 
 
 def device_name(device: torch.device) -> str:
