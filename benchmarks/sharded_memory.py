@@ -144,13 +144,13 @@ def page(model: str, rows: dict[str, dict[str, Any]]) -> str:
         "",
         *provenance_lines(torch.device("cpu")),
         "",
-        "AdamW in float32; processes on one CPU, connected by gloo.",
+        "AdamW in float32; processes of one thread each on one CPU, connected by gloo.",
         "Counted: a rank's weights, gradients and optimizer state. Peaks: resident memory above that before the",
         f"model was built, the maximum over the ranks, during building and during {STEPS} steps with one image of 32",
         "pixels per rank, so that activations are negligible; they include gathered blocks (weights and gradients, and",
         "the next block's weights), communication buffers and temporaries. ddp needs the same on any number of ranks.",
         "",
-        f"{ddp['parameters']:,} parameters ({_mb(4 * ddp['parameters'])} MB in float32), the largest block "
+        f"{model}: {ddp['parameters']:,} parameters ({_mb(4 * ddp['parameters'])} MB in float32), the largest block "
         f"{ddp['largest_unit']:,} ({_mb(unit)} MB).",
         "",
         "| strategy | ranks | counted, MB | of ddp | peak of building, MB | peak of training, MB | of ddp |",

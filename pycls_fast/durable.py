@@ -29,8 +29,8 @@ def flush_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some refuse it for every folder (VirtualBox shares); PostgreSQL's `fsync_fname` ignores these two as well.
-        if error.errno not in (errno.EINVAL, errno.EBADF):
+        # Some refuse it for every folder (VirtualBox shares); PostgreSQL's `fsync_fname` ignores the first two as well.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
         os.close(descriptor)

@@ -14,8 +14,14 @@ def first_line(error: BaseException) -> str:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch found no memory left, on an accelerator or on the CPU."""
     # torch takes seconds to import; if it was not imported, it allocated nothing.
-    full = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
-    return isinstance(error, full) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # Beside a GPU, or in a data worker ("Caught ..."), it is other memory than the advice is about.
+    text = str(error)
+    return "can't allocate memory" in text and not (text.startswith("Caught ") or torch.cuda.is_initialized())
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:

@@ -91,8 +91,8 @@ _LEVELS = (
         helps="The first one to try: ViT-S/16, batch 16, two CPU cores with AMX, speed=fast: 27.3 images/s, float32 "
         "8.6; ResNet-50: 21.3 and 8.3 (docs/results/cpu_step.md).",
         hurts="Each weight is cast in every step, and the cast is kept for the backward pass, on every rank and under "
-        "every strategy. A very small network gets slower: 139,000 weights on two CPU cores 0.90x (95% interval 0.86 "
-        "to 0.94).",
+        "every strategy. A very small network gains nothing: 139,000 weights on two CPU cores 0.97x (95% interval "
+        "0.92 to 1.01).",
         source="torch.autocast; Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019, arXiv "
         "1905.12322.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.01 of float32's; three seeds in a ledger "

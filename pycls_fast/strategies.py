@@ -102,8 +102,8 @@ _STRATEGIES = (
         "time (ZeRO-3) or all weights (ZeRO-2).",
         mathematics="None: gradients are summed in a different order, after every microbatch, in float32.",
         helps="Models that do not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
-        "gradients and optimizer state a rank instead of ddp's 4,866, and 1,460 MB at the peak of a step instead of "
-        "4,934 (docs/results/sharded_memory.md).",
+        "gradients and optimizer state a rank instead of ddp's 4,866, and 1,442 MB at the peak of a step instead of "
+        "4,922 (docs/results/sharded_memory.md).",
         hurts="Weights (all but the last block's) travel twice a step (ZeRO-3), and gradients after every "
         "microbatch. With precision=amp_bf16 every rank keeps a cast of each weight; bf16_params does not. Optimizers: "
         "adamw, sgd, lamb and lion.",

@@ -50,15 +50,21 @@ def _kept(composed: Composed, group: str, defaults: dict[str, Any]) -> dict[str,
     chosen = composed.file(f"{group}/{composed.choices.get(group)}")
     if chosen is None:
         return {}
-    own = defaults | _plain(OmegaConf.load(chosen))
+    own = defaults | _filled(_plain(OmegaConf.load(chosen)), defaults)
     kept: dict[str, dict[str, Any]] = {}
-    for key, value in composed.values[group].items():
+    for key, value in _filled(composed.values[group], defaults).items():
         if key == "rand_augment" and own.get("policy") != key:
             continue  # Without effect once the policy is the file's.
         origin = composed.where(f"{group}.{key}")
         if origin in below and as_typed(value) != as_typed(own.get(key)):
             kept.setdefault(origin, {})[key] = own.get(key)
     return kept
+
+
+def _filled(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values with whole sections: a section on the command line is merged into the one that is there."""
+    sections = {key: default for key, default in defaults.items() if isinstance(default, dict)}
+    return {key: sections.get(key, {}) | value if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def _overrides(composed: Composed, experiment: str, group: str) -> bool:

@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from pycls_fast.errors import UserError, first_line, is_out_of_memory
@@ -66,7 +67,9 @@ def cleanup_at_signals() -> Iterator[None]:
     process at once.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    # None is a handler that Python did not set and cannot set again.
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -126,12 +129,17 @@ def _output_is_full(error: OSError) -> bool:
     """Whether standard output is a file and `error` says that there is no space for it.
 
     A text larger than the buffer is written directly and not kept, so that nothing fails again. All other files of the
-    tools are written by functions that raise a `UserError`.
+    tools are written by functions that raise a `UserError`, those of libraries are not.
     """
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename is not None:
         return False
     try:
-        mode = os.fstat(sys.stdout.fileno()).st_mode
+        number = sys.stdout.fileno()
+        about = os.fstat(number)
+        if stat.S_ISREG(about.st_mode):
+            # Libraries write files of their own, which may be on another disk.
+            return error.errno != errno.ENOSPC or os.fstatvfs(number).f_bavail == 0
+        is_device = stat.S_ISCHR(about.st_mode) and not os.isatty(number)
+        return is_device and about.st_rdev != Path(os.devnull).stat().st_rdev
     except (OSError, AttributeError, ValueError):
         return False
-    return stat.S_ISREG(mode) or stat.S_ISCHR(mode)

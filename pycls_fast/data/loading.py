@@ -113,13 +113,15 @@ class ImageLoader(DataLoader[Any]):
 
 def _worker_death(message: str, workers: Sequence[BaseProcess]) -> str | None:
     """The message for a worker that torch found dead; None if torch's `message` is about something else."""
+    if not message.startswith(("DataLoader worker", "Pin memory thread")):
+        return None
     what = message.splitlines()[0].removesuffix(" ").removesuffix(".")
     signals = [-worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
-    if message.startswith("Pin memory thread") and signals:
+    if message.startswith("Pin memory thread"):
+        if not signals:
+            return None
         # It ends if a worker dies while it receives that worker's batch.
         what = "DataLoader worker exited unexpectedly"
-    elif not message.startswith("DataLoader worker"):
-        return None
     if signal.SIGBUS in signals:
         return f"{what} (bus error): shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"
     name = f" ({(signal.strsignal(signals[0]) or str(signals[0])).lower()})" if signals else ""

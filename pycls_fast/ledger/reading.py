@@ -261,4 +261,6 @@ def completed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(record: Mapping[str, Any]) -> dict[str, Any]:
-    return _Record.model_validate(record).model_dump()
+    whole = _Record.model_validate(record).model_dump()
+    whole["reference"] = whole["reference"] or whole["arms"][0]["name"]
+    return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Predictions:
             return cls(*arrays)
         except FileNotFoundError as error:
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"{file}: not predictions that can be read ({error}); remove it") from error
 
 

@@ -206,7 +206,7 @@ class Loop:
             self.clock.start()
 
     def _save(self, done: int, *, always: bool) -> None:
-        """Start saving a step, unless it is saved or not worth it; `always`: no later one will be saved."""
+        """Start saving a step, unless it is saved or, without `always`, not worth it."""
         if self.run.saved_step == done:
             return
         reason = None if always else self.divergence.not_worth_saving()
@@ -273,6 +273,9 @@ class Loop:
             self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
+        if self.run.saved_step != done:
+            # As before saving: what is scored is what is saved.
+            self.run.sync_buffers()
         try:
             damaged = self.evaluations.take(done)
         except Stopped:
@@ -302,7 +305,7 @@ class Loop:
 
     def _leave(self) -> int:
         run = self.run
-        # An evaluation that was stopped has not changed the state that was saved before it.
+        # An evaluation that was stopped has not changed the state, which was saved before it or as it stopped.
         self._finish_saving(run.saved_step or 0)
         if run.world.is_main:
             newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)

@@ -25,6 +25,8 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
             return f"{name} has no predictions yet: it has not been evaluated"
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
         return f"their classes differ: A has {_sample(a.classes, b.classes)}, B has {_sample(b.classes, a.classes)}"
+    if a.changed != b.changed:
+        return f"the images of {'A' if a.changed else 'B'} have changed since its evaluation"
     if a.source is not None and b.source is not None:
         names, others = _names(a.source), _names(b.source)
         if len(names) != len(others):

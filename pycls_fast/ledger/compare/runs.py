@@ -36,6 +36,7 @@ class RunFiles:
         predictions: of the latest evaluation; None before the first.
         source: the images of the latest evaluation; None if they can no longer be opened, or have changed.
         missing: why there is no `source`.
+        changed: whether the images have changed since the evaluation.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class RunFiles:
     predictions: Predictions | None
     source: Source | None = field(repr=False)
     missing: str | None = None
+    changed: bool = False
 
     @property
     def evaluations(self) -> list[Record]:
@@ -69,7 +71,8 @@ def read_run_files(text: str) -> RunFiles:
     splits, missing = _splits(saved.values, str(saved.file))
     source = splits.get("val")
     classes = state.get("classes") or (source.classes if source is not None else None)
-    if source is not None and predictions is not None and not _same_images(splits, predictions, state):
+    changed = source is not None and predictions is not None and not _same_images(splits, predictions, state)
+    if changed:
         source, missing = None, "the images have changed since the evaluation"
     return RunFiles(
         path=folder.path,
@@ -81,6 +84,7 @@ def read_run_files(text: str) -> RunFiles:
         predictions=predictions,
         source=source,
         missing=missing,
+        changed=changed,
     )
 
 

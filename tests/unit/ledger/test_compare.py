@@ -366,6 +366,7 @@ def test_data_that_has_changed(a: Path, b: Path, digits: Path, tmp_path: Path) -
     # Another image is held out instead, or none is missed: only the checkpoint knows.
     next(data.glob("0/*.png")).rename(data / "0" / "new.png")
     assert read_run_files(str(b)).missing == "the images have changed since the evaluation"
+    assert reason(a, b) == "the images of B have changed since its evaluation"
     for image in data.glob("1/1*.png"):
         image.unlink()
     assert read_run_files(str(a)).missing == "the images have changed since the evaluation"
