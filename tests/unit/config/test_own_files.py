@@ -274,6 +274,19 @@ def test_the_policy_that_an_experiment_keeps_is_named(tool: Tool) -> None:
     assert tool(*arguments, "augment.policy=null")[2][-1][0].augment.policy is None
 
 
+@pytest.mark.parametrize(("experiment", "chosen"), [("vit_cifar10", "big_vision"), ("rsb_a3", "timm_ra")])
+def test_the_way_to_another_rand_augment_leaves_nothing_of_the_kept_one(
+    tool: Tool, experiment: str, chosen: str
+) -> None:
+    arguments = ["--config-name", experiment, "data.root=/nowhere", f"augment={chosen}"]
+    _, lines, _ = tool(*arguments)
+    ways = [way for line in lines for way in shlex.split(line.partition("; to take that file's values: ")[2])]
+    status, lines, calls = tool(*arguments, *ways)
+    assert (status, lines) == (0, [])
+    expected = load_config("vit_ti16", ["data.root=/nowhere", f"augment={chosen}"]).augment
+    assert calls[-1][0].augment.rand_augment == expected.rand_augment
+
+
 @pytest.mark.parametrize(
     ("own", "noted"),
     [("{rand_augment: {magnitude: 5}}", True), ("{policy: null, rand_augment: {magnitude: 5}}", False)],
