@@ -1,11 +1,11 @@
 """A hundred steps on the digits: whatever owes its reference no more than rounding, the loss falls along one curve.
 
 The band: means over ten steps stay within 0.5% of the reference's, while the loss falls by a quarter. It is 1% for
-compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler). It is 6% of the mean of three
-seeds for a ViT in bfloat16, for a ResNet's convolutions as products, and for decoders, where 0.6% of the pixels differ
-by one of 255: one ReLU that rounding turns over, or one rounding more, is soon in every number. With a single seed the
-curves are up to 7% from each other, above or below (attention as products, four seeds: +7.1%, -2.7%, -5.0%, +4.3%). It
-is 10% for a ResNet whose every layer rounds differently: its two memory formats are 6.7% from each other.
+compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler). It is 6% for a ViT in bfloat16,
+where compiled and uncompiled code are 4.7% from each other, for a ResNet's convolutions as products, and for decoders,
+where 0.6% of the pixels differ by one of 255 and the losses by 4.6%: one ReLU that rounding turns over, or one rounding
+more, is soon in every number. It is 10% for a ResNet whose every layer rounds differently: its two memory formats are
+6.7% from each other.
 """
 
 from __future__ import annotations
@@ -30,13 +30,8 @@ from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
-BAND, CHAOTIC_BAND, RESNET_BAND = 0.005, 0.06, 0.1
-BANDS = {
-    SwitchName.OPTIMIZER_COMPILE: 0.01,
-    SwitchName.CONVOLUTION: CHAOTIC_BAND,
-    SwitchName.DECODE: CHAOTIC_BAND,
-}
-CHAOTIC_SEEDS = 3
+BAND, HALF_BAND, RESNET_BAND = 0.005, 0.06, 0.1
+BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01, SwitchName.CONVOLUTION: 0.06, SwitchName.DECODE: 0.06}
 SIZES = (
     "model.classifier=token",
     "model.width=32",
@@ -116,9 +111,9 @@ def batches(images: Path, experiment: str, decode: str) -> list[Batch]:
 
 
 @cache
-def curve(images: Path, experiment: str, chosen: str = "", seed: int = 0) -> torch.Tensor:
+def curve(images: Path, experiment: str, chosen: str = "") -> torch.Tensor:
     """The loss, a mean for each ten steps, and the norm of the averaged weights behind them."""
-    config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}"])
+    config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split()])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
@@ -165,13 +160,12 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
     torch._dynamo.reset()
     names = set(switched(chosen))
     images = jpegs if SwitchName.DECODE in names else digits
-    band = CHAOTIC_BAND if "bf16" in company else max(BANDS.get(name, BAND) for name in names)
+    expected = curve(images, experiment, company)
+    assert expected[-2] < 0.75 * expected[0]
+    found = curve(images, experiment, f"{company} {chosen}")
+    band = HALF_BAND if "bf16" in company else max(BANDS.get(name, BAND) for name in names)
     if experiment == "resnet_digits" and ON_BOTH & set(switched(chosen).items()):
         band = RESNET_BAND
-    seeds = range(CHAOTIC_SEEDS if band == CHAOTIC_BAND else 1)
-    expected = torch.stack([curve(images, experiment, company, seed) for seed in seeds]).mean(0)
-    assert expected[-2] < 0.75 * expected[0]
-    found = torch.stack([curve(images, experiment, f"{company} {chosen}", seed) for seed in seeds]).mean(0)
     assert float(((found - expected) / expected).abs().max()) <= band
     if NEVER_EQUAL & names:
         assert not torch.equal(found, expected), "it did nothing"
