@@ -1,11 +1,14 @@
 """A hundred steps on the digits: whatever owes its reference no more than rounding, the loss falls along one curve.
 
 The band: means over ten steps stay within 0.5% of the reference's, while the loss falls by a quarter. It is 1% for
-compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler). It is 6% for a ViT in bfloat16,
-where compiled and uncompiled code are 4.7% from each other, for a ResNet's convolutions as products, and for decoders,
-where 0.6% of the pixels differ by one of 255 and the losses by 4.6%: one ReLU that rounding turns over, or one rounding
-more, is soon in every number. It is 10% for a ResNet whose every layer rounds differently: its two memory formats are
-6.7% from each other.
+compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler).
+
+A ViT in bfloat16, a ResNet whose layers round differently and decoders are chaotic: one ReLU that rounding turns over
+is soon in every number, and one seed says nothing. Standard deviation over 16 seeds, and the largest: 2.5% and 6.5% for
+decoders, of which 0.6% of the pixels differ by one of 255, and as much for one decoder with as many pixels changed at
+random; 4.4% and 12.8% for attention as products; over eight seeds 4.5% and 9.6% for a ResNet in channels-last. The
+means over these seeds differ by 0.5%, 0.8% and 1.0%. So these arms are compared as means over seeds: the ViT's eight
+within 4%, the ResNet's four, which take three times as long, within 6%.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
-BAND, HALF_BAND, RESNET_BAND = 0.005, 0.06, 0.1
-BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01, SwitchName.CONVOLUTION: 0.06, SwitchName.DECODE: 0.06}
+BAND = 0.005
+BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01}
+CHAOTIC = {SwitchName.CONVOLUTION, SwitchName.DECODE}
+CHAOTIC_SEEDS = {"vit_digits": 8, "resnet_digits": 4}
+CHAOTIC_BANDS = {"vit_digits": 0.04, "resnet_digits": 0.06}
 SIZES = (
     "model.classifier=token",
     "model.width=32",
@@ -102,8 +108,15 @@ def jpegs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def batches(images: Path, experiment: str, decode: str) -> list[Batch]:
-    overrides = [f"data.root={images}", "data.source=folder", "data.num_workers=0", *RECIPE, *SIZES_OF[experiment]]
+def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch]:
+    overrides = [
+        f"seed={seed}",
+        f"data.root={images}",
+        "data.source=folder",
+        "data.num_workers=0",
+        *RECIPE,
+        *SIZES_OF[experiment],
+    ]
     config = load_config(experiment, overrides)
     source = build.sources(config, ALONE)["train"]
     raw = speed.resolve("fast", {SwitchName.DECODE: decode}, "cpu")
@@ -111,9 +124,9 @@ def batches(images: Path, experiment: str, decode: str) -> list[Batch]:
 
 
 @cache
-def curve(images: Path, experiment: str, chosen: str = "") -> torch.Tensor:
+def curve(images: Path, experiment: str, chosen: str = "", seed: int = 0) -> torch.Tensor:
     """The loss, a mean for each ten steps, and the norm of the averaged weights behind them."""
-    config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split()])
+    config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}"])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
@@ -122,7 +135,7 @@ def curve(images: Path, experiment: str, chosen: str = "") -> torch.Tensor:
     host = build.prepare_on_host(config, switches)
     losses = []
     for number in range(STEPS):
-        batch = batches(images, experiment, switches[SwitchName.DECODE])[number % 20]
+        batch = batches(images, experiment, switches[SwitchName.DECODE], seed)[number % 20]
         if host is not None:
             batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
         step(number, [batch], metrics)
@@ -158,14 +171,15 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
     if compiles(switches) and not build.switch_values.has_compiler("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
-    names = set(switched(chosen))
+    pairs = switched(chosen).items()
+    names = {name for name, _ in pairs}
     images = jpegs if SwitchName.DECODE in names else digits
-    expected = curve(images, experiment, company)
+    chaotic = "bf16" in company or CHAOTIC & names or (experiment == "resnet_digits" and ON_BOTH & set(pairs))
+    seeds = range(CHAOTIC_SEEDS[experiment] if chaotic else 1)
+    expected = torch.stack([curve(images, experiment, company, seed) for seed in seeds]).mean(0)
     assert expected[-2] < 0.75 * expected[0]
-    found = curve(images, experiment, f"{company} {chosen}")
-    band = HALF_BAND if "bf16" in company else max(BANDS.get(name, BAND) for name in names)
-    if experiment == "resnet_digits" and ON_BOTH & set(switched(chosen).items()):
-        band = RESNET_BAND
+    found = torch.stack([curve(images, experiment, f"{company} {chosen}", seed) for seed in seeds]).mean(0)
+    band = CHAOTIC_BANDS[experiment] if chaotic else max(BANDS.get(name, BAND) for name in names)
     assert float(((found - expected) / expected).abs().max()) <= band
     if NEVER_EQUAL & names:
         assert not torch.equal(found, expected), "it did nothing"
