@@ -64,9 +64,9 @@ def _resolved(value: str) -> Path:
 
 def _saved_at(source: Path) -> SavedConfig | None:
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
-    path = source.resolve()
-    if not path.exists():
+    if not source.exists():
         return None  # A hub name, or an error that is reported when it is opened.
+    path = source.resolve()
     file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
     if file.suffix == ".safetensors" and file.is_file():
         values = _in_header(file)

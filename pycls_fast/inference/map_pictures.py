@@ -21,7 +21,7 @@ from pycls_fast.inference.predict import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.paths import user_path
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, or_cpu
 from pycls_fast.train.environment import device_name
 
 MOST_IMAGES = 200
@@ -64,7 +64,11 @@ def draw_maps(
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
-    with enough_memory(f"device: {device_name(classifier.device)} is {OUT_OF_MEMORY}; use device=cpu"):
+    too_many = (
+        f"images: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {min(len(source), _BATCH)} images at "
+        f"a time; give fewer{or_cpu(classifier.device, 'device')}"
+    )
+    with enough_memory(too_many):
         found = [
             _mapped(classifier, batch, kind)
             for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))

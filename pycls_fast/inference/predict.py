@@ -22,7 +22,7 @@ from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory
+from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, or_cpu
 from pycls_fast.train.environment import device_name
 
 _NAME = 60
@@ -64,7 +64,7 @@ def predict(
     unreadable: list[tuple[str, str]] = []
     too_many = (
         f"batch_size: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {batch_size or BATCH_SIZE} images at a "
-        "time; use a smaller one, or device=cpu"
+        f"time; use a smaller one{or_cpu(classifier.device, 'device')}"
     )
     # On a terminal the rows of a CSV show how far it is.
     silent = format == "csv" and path is None and sys.stdout.isatty()

@@ -32,6 +32,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
+from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import is_special_file, output_file, write_json
@@ -214,7 +215,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=whole)
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with closing(batches):
+        with closing(batches), enough_images():
             for number in range(whole):
                 microbatches = list(islice(batches, config.optim.accumulation_steps))
                 if number < warmup_steps:

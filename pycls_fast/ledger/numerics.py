@@ -28,6 +28,7 @@ from pycls_fast.network import Network
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
+from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import output_file, write_json
@@ -59,7 +60,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with closing(batches):
+        with closing(batches), enough_images():
             # No step trains on it, so that its errors are not those of learned images.
             probe = next(batches)
             list(islice(batches, config.optim.accumulation_steps - 1))

@@ -40,6 +40,7 @@ from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
+from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.output_file import output_file, write_json
@@ -300,7 +301,7 @@ def _at_work(variant: Variant, part: PartName, world: World) -> Iterator[None]:
     """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
     build.set_backend(variant.config, world.device, variant.switches)
     world.barrier()
-    with variant.memory.during(part):
+    with variant.memory.during(part), enough_images():
         yield
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
+
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, is_out_of_memory
 from pycls_fast.exit_status import OUT_OF_MEMORY
@@ -42,9 +44,19 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
         f"{config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
         "use a smaller batch or model; earlier checkpoints are kept"
     )
+    with enough_memory(mistake), enough_images():
+        yield
+
+
+@contextmanager
+def enough_images() -> Iterator[None]:
+    """Turn torch's error about batch norm with a single value per channel into a `UserError`.
+
+    Raises:
+        UserError: training with too few images per rank and microbatch.
+    """
     try:
-        with enough_memory(mistake):
-            yield
+        yield
     except ValueError as error:
         # Whether one image is too few depends on the size of the network's smallest maps.
         if "Expected more than 1 value per channel when training" not in str(error):
@@ -59,5 +71,10 @@ def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[N
     """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
     return enough_memory(
         f"data.eval_batch_size: {device_name(world.device)} is {OUT_OF_MEMORY} with {config.data.eval_batch_size} "
-        "images at a time; use a smaller one, or runtime.device=cpu"
+        f"images at a time; use a smaller one{or_cpu(world.device, 'runtime.device')}"
     )
+
+
+def or_cpu(device: torch.device, key: str) -> str:
+    """The end of an advice against too little memory: the CPU, which `key` chooses, unless it is the device."""
+    return "" if device.type == "cpu" else f", or {key}=cpu"

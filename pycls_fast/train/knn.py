@@ -22,7 +22,7 @@ from pycls_fast.network import Network
 from pycls_fast.train.building import load_network
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, enough_to_score
+from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.evaluation import with_progress
 from pycls_fast.train.features import head_inputs
@@ -114,7 +114,7 @@ def score_neighbours(
                 features_ND, labels_N = _features(setup, network, sources[split], split)
         with enough_memory(
             f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
-            "training images and their votes; use runtime.device=cpu"
+            f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
         ):
             votes = knn_votes(
                 features_ND,

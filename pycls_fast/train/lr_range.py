@@ -25,6 +25,7 @@ from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
 from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
+from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.output_file import atomic_write, output_file, write_json
@@ -114,7 +115,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         losses: list[float] = []
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with display, closing(batches):
+        with display, closing(batches), enough_images():
             display.begin_training(0, steps)
             for number in range(steps):
                 world.at(f"computing step {number + 1}")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from pycls_fast.config import load_config
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import Finished
+from pycls_fast.ledger.gradients import count_gradients
+from pycls_fast.ledger.numerics import measure_numerics
+from pycls_fast.ledger.timing import time_variants
 from pycls_fast.optim import MasterWeights
 from pycls_fast.train import checkpoint, train
+from pycls_fast.train.lr_range import lr_range_test
 from pycls_fast.train.score import score
 from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run_process
 
@@ -244,11 +250,29 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
         assert torch.equal(value, expected), key
 
 
-def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(tmp_path: Path, digits: Path) -> None:
+def _time(config: RunConfig, output: str) -> int:
+    variants = [("one", config)]
+    return time_variants(variants, mode="train", steps=1, warmup_steps=1, repeats=1, matmul_size=64, output=output)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda config, output: train(config), id="train"),
+        pytest.param(partial(lr_range_test, steps=10, lr_min=1e-6, lr_max=1e-3), id="lr_find"),
+        pytest.param(partial(count_gradients, steps=1, warmup_steps=1, loss_scale=1024.0), id="gradients"),
+        pytest.param(partial(measure_numerics, steps=1), id="numerics"),
+        pytest.param(_time, id="time_net"),
+    ],
+)
+def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(
+    tmp_path: Path, digits: Path, use: Callable[..., int]
+) -> None:
     one_each = ["data.global_batch_size=4", "optim.accumulation_steps=4", "runtime.progress=plain"]
-    config = load_config("resnet_digits", [*one_each, f"data.root={digits}", f"run_dir={tmp_path}"])
+    plain = ["speed=reference", "precision=fp32"]
+    config = load_config("resnet_digits", [*one_each, *plain, f"data.root={digits}", f"run_dir={tmp_path}"])
     with pytest.raises(UserError, match=r"^data\.global_batch_size: batch norm cannot train on one image"):
-        train(config)
+        use(config, output=str(tmp_path / "out"))
 
 
 def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:

@@ -94,7 +94,9 @@ NETWORK: tuple[Switch, ...] = (
         "order.",
         helps="bfloat16 on a CPU: forward and backward pass of a ViT-S's linear layers 1.14x, the MLP's 1.2x (batch "
         "16, one core with AMX).",
-        hurts="float32: nothing gained. Not with precision=fp8, which changes the same layers.",
+        hurts="float32: nothing gained. A whole step of that ViT on two cores: not shown to gain or lose (0.98x, 0.93 "
+        "to 1.03, with speed.patches=product; docs/results/ledger_cpu). Not with precision=fp8, which changes the "
+        "same layers.",
         source="oneDNN, matmul primitive: which layouts need no reordering; measured here (LOG.md).",
         ran="CPU (torch 2.15 and 2.11). CUDA: not run.",
     ),

@@ -116,8 +116,9 @@ def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatc
     (home / "other").mkdir()
     (home / "other" / "net.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")
     (home / "other" / "net.pth").touch()
+    (home / "loop").symlink_to("loop")
     monkeypatch.chdir(home)
-    for source in ("other/net.safetensors", "other/net.pth", "timm:resnet18", "nowhere"):
+    for source in ("other/net.safetensors", "other/net.pth", "timm:resnet18", "nowhere", "loop"):
         status, _, calls = tool(f"weights={source}", config_of_weights=True)
         assert (status, calls[0][0].config_name, calls[0][0].seed) == (0, "vit_digits", 0)
     # A name is no file in the folder of a run.

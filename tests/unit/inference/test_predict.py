@@ -60,8 +60,8 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("tool", "line"),
     [
-        ("predict", "batch_size: cpu is out of memory with 64 images at a time; use a smaller one, or device=cpu"),
-        ("feature_maps", "device: cpu is out of memory; use device=cpu"),
+        ("predict", "batch_size: cpu is out of memory with 64 images at a time; use a smaller one"),
+        ("feature_maps", "images: cpu is out of memory with 5 images at a time; give fewer"),
     ],
 )
 def test_memory_that_does_not_suffice(

@@ -21,6 +21,7 @@ from pycls_fast.data import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
 from pycls_fast.train import knn
+from pycls_fast.train.enough import or_cpu
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.predictions_table import predictions_csv
 from pycls_fast.train.score import score
@@ -72,9 +73,13 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
     with pytest.raises(UserError) as caught:
         TOOLS[tool](config)
     assert caught.value.lines == (
-        "data.eval_batch_size: cpu is out of memory with 128 images at a time; use a smaller one, or "
-        "runtime.device=cpu",
+        "data.eval_batch_size: cpu is out of memory with 128 images at a time; use a smaller one",
     )
+
+
+def test_only_an_accelerator_can_be_left_for_the_cpu() -> None:
+    found = [or_cpu(torch.device(kind), "runtime.device") for kind in ("cpu", "cuda")]
+    assert found == ["", ", or runtime.device=cpu"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -190,6 +195,6 @@ def test_votes_that_do_not_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(knn, "knn_votes", full)
     with pytest.raises(
         UserError,
-        match=r"^runtime.device: cpu is out of memory with .* 200 training images .* runtime.device=cpu$",
+        match=r"^runtime.device: cpu is out of memory with .* 200 training images .* a model with fewer features$",
     ):
         TOOLS["knn"](config)

@@ -13,6 +13,7 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_loop import SMALL
 
@@ -42,6 +43,19 @@ def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous
     assert [step for kind, step in found if kind == "eval"] == [3, 6]
     best = json.loads((tmp_path / "summary.json").read_text())["best"]
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
+
+
+def test_buffers_are_averaged_before_a_step_without_a_checkpoint_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving averages them over the ranks as well, but after the evaluation here."""
+    done: list[str] = []
+    sync, take = Run.sync_buffers, Evaluations.take
+    monkeypatch.setattr(Run, "sync_buffers", lambda self: (done.append("sync"), sync(self))[1])
+    monkeypatch.setattr(Evaluations, "take", lambda self, step: (done.append(f"take {step}"), take(self, step))[1])
+    run(tmp_path)
+    # The last step is always saved, and before it is scored.
+    assert done == ["sync", "take 3", "sync", "sync", "take 6"]
 
 
 def test_a_step_whose_evaluation_is_stopped_is_saved(
