@@ -8,7 +8,7 @@ is soon in every number, and one seed says nothing. Standard deviation over 16 s
 decoders, of which 0.6% of the pixels differ by one of 255, and as much for one decoder with as many pixels changed at
 random; 4.4% and 12.8% for attention as products; over eight seeds 4.5% and 9.6% for a ResNet in channels-last. The
 means over these seeds differ by 0.5%, 0.8% and 1.0%. So these arms are compared as means over seeds: the ViT's eight
-within 4%, the ResNet's four, which take three times as long, within 6%.
+within 4%, the ResNet's four, whose curves take several times as long, within 6%.
 """
 
 from __future__ import annotations

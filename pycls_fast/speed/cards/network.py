@@ -93,10 +93,9 @@ NETWORK: tuple[Switch, ...] = (
         mathematics="None; a bias is added before the result is rounded, and sums over tokens run in a different "
         "order.",
         helps="bfloat16 on a CPU: forward and backward pass of a ViT-S's linear layers 1.14x, the MLP's 1.2x (batch "
-        "16, one core with AMX).",
-        hurts="float32: nothing gained. A whole step of that ViT on two cores: not shown to gain or lose (0.98x, 0.93 "
-        "to 1.03, with speed.patches=product; docs/results/ledger_cpu). Not with precision=fp8, which changes the "
-        "same layers.",
+        "16, one core with AMX). A whole step on two cores: 1.08x (1.07 to 1.11) beside the rest of speed=fast; "
+        "without compilation not shown (0.98x, 0.93 to 1.03; docs/results/ledger_cpu).",
+        hurts="float32: nothing gained. Not with precision=fp8, which changes the same layers.",
         source="oneDNN, matmul primitive: which layouts need no reordering; measured here (LOG.md).",
         ran="CPU (torch 2.15 and 2.11). CUDA: not run.",
     ),
