@@ -1,14 +1,16 @@
 """A hundred steps on the digits: whatever owes its reference no more than rounding, the loss falls along one curve.
 
 The band: means over ten steps stay within 0.5% of the reference's, while the loss falls by a quarter. It is 1% for
-compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler).
+compiled AdamW, whose bias corrections are float32 (0.7%, with and without a compiler), 6% for a ViT in bfloat16 and a
+ResNet's convolutions as products, and 10% for a ResNet whose every layer rounds differently: one ReLU that rounding
+turns over is soon in every number.
 
-A ViT in bfloat16, a ResNet whose layers round differently and decoders are chaotic: one ReLU that rounding turns over
-is soon in every number, and one seed says nothing. Standard deviation over 16 seeds, and the largest: 2.5% and 6.5% for
-decoders, of which 0.6% of the pixels differ by one of 255, and as much for one decoder with as many pixels changed at
-random; 4.4% and 12.8% for attention as products; over eight seeds 4.5% and 9.6% for a ResNet in channels-last. The
-means over these seeds differ by 0.5%, 0.8% and 1.0%. So these arms are compared as means over seeds: the ViT's eight
-within 4%, the ResNet's four, whose curves take several times as long, within 6%.
+Such curves are apart by chance. Standard deviation over 16 seeds, and the largest: 2.5% and 6.5% for simplejpeg, of
+which 0.6% of the pixels differ by one of 255, and as much for one decoder with as many pixels changed at random; 4.4%
+and 12.8% for attention as products; over eight seeds 4.5% and 9.6% for a ResNet in channels-last, 3.6% and 6.9% for a
+compiled one. The means over these seeds differ by 0.5%, 0.8%, 1.0% and 1.2%. So these arms are also compared as means
+over seeds, the two that leave a band of 6% by chance only so: the ViT's eight within 4%, the ResNet's four, whose
+curves take several times as long, within 6%.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
-BAND = 0.005
-BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01}
-CHAOTIC = {SwitchName.CONVOLUTION, SwitchName.DECODE}
+BAND, HALF_BAND, RESNET_BAND = 0.005, 0.06, 0.1
+BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01, SwitchName.CONVOLUTION: 0.06}
+ONLY_MEANS = {(SwitchName.ATTENTION, "products"), (SwitchName.DECODE, "simplejpeg")}
+CHAOTIC = {(SwitchName.CONVOLUTION, "products"), (SwitchName.DECODE, "simplejpeg")}
 CHAOTIC_SEEDS = {"vit_digits": 8, "resnet_digits": 4}
 CHAOTIC_BANDS = {"vit_digits": 0.04, "resnet_digits": 0.06}
 SIZES = (
@@ -124,7 +127,7 @@ def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch
 
 
 @cache
-def curve(images: Path, experiment: str, chosen: str = "", seed: int = 0) -> torch.Tensor:
+def curve(images: Path, experiment: str, chosen: str, seed: int) -> torch.Tensor:
     """The loss, a mean for each ten steps, and the norm of the averaged weights behind them."""
     config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}"])
     switches = build.switches(config, CPU)
@@ -145,6 +148,11 @@ def curve(images: Path, experiment: str, chosen: str = "", seed: int = 0) -> tor
     # No loss reads the average.
     norm = torch.stack([value.norm() for value in floating]).norm()
     return torch.cat([torch.tensor(losses).view(-1, TOGETHER).mean(1), norm[None]])
+
+
+def apart(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference, relative to what is expected."""
+    return float(((found - expected) / expected).abs().max())
 
 
 def switched(chosen: str) -> dict[SwitchName, str]:
@@ -171,16 +179,24 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
     if compiles(switches) and not build.switch_values.has_compiler("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
-    pairs = switched(chosen).items()
+    pairs = set(switched(chosen).items())
     names = {name for name, _ in pairs}
     images = jpegs if SwitchName.DECODE in names else digits
-    chaotic = "bf16" in company or CHAOTIC & names or (experiment == "resnet_digits" and ON_BOTH & set(pairs))
-    seeds = range(CHAOTIC_SEEDS[experiment] if chaotic else 1)
-    expected = torch.stack([curve(images, experiment, company, seed) for seed in seeds]).mean(0)
+    every_layer = experiment == "resnet_digits" and bool(ON_BOTH & pairs)
+    chaotic = "bf16" in company or every_layer or bool(CHAOTIC & pairs)
+    expected = curve(images, experiment, company, 0)
     assert expected[-2] < 0.75 * expected[0]
-    found = torch.stack([curve(images, experiment, f"{company} {chosen}", seed) for seed in seeds]).mean(0)
-    band = CHAOTIC_BANDS[experiment] if chaotic else max(BANDS.get(name, BAND) for name in names)
-    assert float(((found - expected) / expected).abs().max()) <= band
+    found = curve(images, experiment, f"{company} {chosen}", 0)
+    if not ONLY_MEANS & pairs:
+        band = HALF_BAND if "bf16" in company else max(BANDS.get(name, BAND) for name in names)
+        assert apart(expected, found) <= (RESNET_BAND if every_layer else band)
+    if chaotic:
+        seeds = range(CHAOTIC_SEEDS[experiment])
+        means = [
+            torch.stack([curve(images, experiment, overrides, seed) for seed in seeds]).mean(0)
+            for overrides in (company, f"{company} {chosen}")
+        ]
+        assert apart(*means) <= CHAOTIC_BANDS[experiment]
     if NEVER_EQUAL & names:
         assert not torch.equal(found, expected), "it did nothing"
     if {switch.numerics for switch in CATALOGUE if switch.name in names} == {"identical"}:
