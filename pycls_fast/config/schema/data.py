@@ -12,6 +12,7 @@ from pycls_fast.config.schema.values import (
     Hue,
     Mean,
     NonNegativeFloat,
+    NonNegativeInt,
     Off,
     PositiveFloat,
     PositiveInt,
@@ -69,16 +70,16 @@ class Data(Section):
     photographs of phones need it. Saved and exported weights carry the setting."""
     image_size: PositiveInt = 224
     """The side of the square images that the network gets, in pixels."""
-    image_size_schedule: tuple[tuple[Annotated[int, Field(ge=0)], PositiveInt], ...] = ()
+    image_size_schedule: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
     """Pairs of a first epoch and the size of training images from then on; before the first pair, and in evaluation, it
     is image_size."""
     global_batch_size: PositiveIntOrAuto = 256
     """Images per step over all ranks and microbatches; auto: by the number of training images, up to 64."""
     eval_batch_size: PositiveInt | None = None
     """Images per rank in evaluation; null: as in training; in tools that only score, at most 128."""
-    num_workers: Annotated[int, Field(ge=0)] | None = None
+    num_workers: NonNegativeInt | None = None
     """Loader processes per rank; null: the rank's share of the CPU cores, at most 16."""
-    prefetch_factor: PositiveInt = 2
+    prefetch_factor: Annotated[int, Field(gt=0, le=1024)] = 2
     """Batches that each loader process prepares ahead."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     """The share of each class that is held out at random for validation, if there is no validation split."""
@@ -86,7 +87,7 @@ class Data(Section):
     """The seed of that random choice."""
     folds: Annotated[int, Field(ge=2)] | None = None
     """Cross-validation: cut each class into so many parts, one of which is held out, instead of val_fraction."""
-    fold: Annotated[int, Field(ge=0)] = 0
+    fold: NonNegativeInt = 0
     """The part that is held out, counted from 0."""
     normalization: Literal["configured", "weights"] = "configured"
     """Where mean and standard deviation come from: mean and std, or what `weights` names, if that has them."""
@@ -94,13 +95,13 @@ class Data(Section):
     """The means of red, green and blue, on the scale 0 to 1, that are subtracted."""
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     """The standard deviations of red, green and blue, on the scale 0 to 1."""
-    max_damaged: Annotated[int, Field(ge=0)] = 100
+    max_damaged: NonNegativeInt = 100
     """Damaged images are reported, replaced in training and left out of evaluations; more than so many end the run."""
     synthetic_train_images: PositiveInt = 4096
     """The number of training images of source=synthetic."""
     synthetic_val_images: PositiveInt = 512
     """The number of validation images of source=synthetic."""
-    synthetic_classes: Annotated[int, Field(ge=2)] = 1000
+    synthetic_classes: Annotated[int, Field(ge=2, lt=2**31)] = 1000
     """The number of classes of source=synthetic."""
 
     @property
@@ -139,7 +140,7 @@ class Augment(Section):
     """crop=random_resized: the smallest and the largest area, as a share of the image's."""
     ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
     """crop=random_resized: the smallest and the largest ratio of width to height."""
-    pad: Annotated[int, Field(ge=0)] = 4
+    pad: NonNegativeInt = 4
     """crop=pad: pixels added on each side."""
     pad_mode: Literal["constant", "reflect"] = "constant"
     """crop=pad: add black, or the mirrored image."""

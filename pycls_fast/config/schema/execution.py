@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import LossScale, Off, OffOn, PositiveFloat, PositiveInt, PositiveIntOrAuto, Text
+from pycls_fast.config.schema.values import (
+    LossScale,
+    NonNegativeInt,
+    Off,
+    OffOn,
+    PositiveFloat,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Text,
+)
 from pycls_fast.speed import SwitchName
 
 
@@ -60,7 +69,7 @@ class Parallel(Section):
     """ddp: promise torch that every step uses the same parameters in the same order."""
     reshard_after_forward: bool = True
     """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
-    prefetch_units: Annotated[int, Field(ge=0)] = 1
+    prefetch_units: NonNegativeInt = 1
     """fsdp and hsdp: the number of blocks whose weights are gathered ahead; 0: torch's default order."""
     shard_degree: PositiveInt | None = None
     """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import PositiveFloat, PositiveInt, Rate, Text
+from pycls_fast.config.schema.values import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
 
 class _Model(Section):
@@ -46,7 +46,7 @@ class ViTModel(_Model):
     """Their strides, whose product is the patch size."""
     class_token: bool | None = None
     """Whether there is a class token; null: only if the classifier reads it."""
-    registers: Annotated[int, Field(ge=0)] = 0
+    registers: NonNegativeInt = 0
     """The number of register tokens (Darcet et al., 2024), which no classifier reads."""
     classifier: Literal["token", "pooled", "map"] = "token"
     """What the head reads: the class token, the mean of the patch tokens, or their attention pooling (MAP)."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
 
@@ -22,7 +22,18 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Mean = Annotated[float, Field(ge=0.0, le=1.0)]
 Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
+
+
+def _within_32_bits(value: int) -> int:
+    # What is larger is a slip of the finger, which torch answers with an overflow or the loader with an endless loop.
+    if value >= 2**31:
+        raise PydanticCustomError("too_large", "must be less than 2147483648")
+    return value
+
+
+# The upper limit is no part of the field: the help does not repeat it at each key.
+PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_within_32_bits)]
+NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_within_32_bits)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Hue = Annotated[float, Field(ge=0.0, le=0.5)]
@@ -58,7 +69,7 @@ def _or_auto(value: Any) -> Any:
     if value == "auto":
         return AUTO
     if is_number and value > 0:
-        return value
+        return _within_32_bits(value)
     raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
 
 

@@ -136,6 +136,10 @@ ONE_MISTAKE = [
     (["augment.hflip=1.5"], f"augment.hflip: must be at most 1; got 1.5 {HERE}"),
     (["optim.betas=[0.9,1.5]"], f"optim.betas[1]: must be less than 1.0; got 1.5 {HERE}"),
     (["model.depth=0"], f"model.depth: must be greater than 0; got 0 {HERE}"),
+    *(
+        ([f"{key}={10**20}"], f"{key}: must be less than 2147483648; got {10**20} {HERE}")
+        for key in ("model.num_classes", "data.num_workers", "data.global_batch_size")
+    ),
     (["runtime.threads=100000"], f"runtime.threads: must be at most 1024; got 100000 {HERE}"),
     # The whole image would be resized to millions of pixels.
     (["augment.eval_crop_ratio=1e-5"], f"augment.eval_crop_ratio: must be at least 0.1; got 1e-05 {HERE}"),
