@@ -24,16 +24,16 @@ Deviation = Annotated[float, Field(gt=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-def _within_32_bits(value: int) -> int:
-    # What is larger is a slip of the finger, which torch answers with an overflow or the loader with an endless loop.
+def _within_31_bits(value: int) -> int:
+    # What is larger is a slip of the finger, which torch answers with an overflow.
     if value >= 2**31:
         raise PydanticCustomError("too_large", "must be less than 2147483648")
     return value
 
 
 # The upper limit is no part of the field: the help does not repeat it at each key.
-PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_within_32_bits)]
-NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_within_32_bits)]
+PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_within_31_bits)]
+NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_within_31_bits)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Hue = Annotated[float, Field(ge=0.0, le=0.5)]
@@ -69,7 +69,7 @@ def _or_auto(value: Any) -> Any:
     if value == "auto":
         return AUTO
     if is_number and value > 0:
-        return _within_32_bits(value)
+        return _within_31_bits(value)
     raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
 
 

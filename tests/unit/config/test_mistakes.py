@@ -140,6 +140,8 @@ ONE_MISTAKE = [
         ([f"{key}={10**20}"], f"{key}: must be less than 2147483648; got {10**20} {HERE}")
         for key in ("model.num_classes", "data.num_workers", "data.global_batch_size")
     ),
+    # The loader would fill its queues without end.
+    (["data.prefetch_factor=1000000"], f"data.prefetch_factor: must be at most 1024; got 1000000 {HERE}"),
     (["runtime.threads=100000"], f"runtime.threads: must be at most 1024; got 100000 {HERE}"),
     # The whole image would be resized to millions of pixels.
     (["augment.eval_crop_ratio=1e-5"], f"augment.eval_crop_ratio: must be at least 0.1; got 1e-05 {HERE}"),
