@@ -29,7 +29,8 @@ def hardware(record: Record) -> str:
     """The accelerators, or the processor and its cores."""
     device, environment = record["device"], record["environment"]
     if device not in (None, "cpu"):
-        most = max(arm["ranks"] for arm in record["arms"])
+        # Rungs that cannot run here say nothing of the hardware.
+        most = max((arm["ranks"] for arm in record["arms"] if arm["timing"] or arm["training"]), default=1)
         return f"{f'up to {most} x ' if most > 1 else ''}{device}"
     return _processor(environment)
 

@@ -53,6 +53,8 @@ def _differences(record: Record, name: str, key: str, other: str) -> Chart | Non
     axes.set_yticks(range(len(found)), [_label(arm, compared["verdict"]) for arm, compared in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlabel(f"top-1 over {other}, points", fontsize=9)
+    # Differences of thousandths have long labels.
+    axes.locator_params(axis="x", nbins=6)
     band = "" if margin is None else f" Grey: a loss within the accepted {margin:g} points."
     return Chart(
         name,

@@ -324,6 +324,10 @@ def test_the_page_says_what_was_measured_where_and_when(record: Record) -> None:
         assert "2027-01-15, commit 0123456789 with changes" in text
     record["device"] = "NVIDIA H200"
     assert "(224 pixels) on up to 2 x NVIDIA H200" in markdown(record)
+    # A rung that cannot run here is no evidence of more devices.
+    record["arms"].append({**record["arms"][1], "ranks": 64, "timing": None, "training": None})
+    assert "(224 pixels) on up to 2 x NVIDIA H200" in markdown(record)
+    record["arms"].pop()
     record |= {"time": None, "environment": {"processor": None, "cpu_count": None, "git": None}}
     assert "date unknown, commit unknown" in markdown(record)
 
