@@ -210,7 +210,7 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     # A key that was added after the checkpoint was saved is not compared.
     known = {key: pair for key, pair in changed.items() if key in before}
-    fixed = _fixed(known)
+    fixed = _fixed(known, state["order"])
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"
@@ -224,9 +224,12 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
 
 
-def _fixed(changed: Changed) -> Changed:
-    """Those of the changed settings that must equal the checkpoint's."""
+def _fixed(changed: Changed, order: str) -> Changed:
+    """Those of the changed settings that must equal the checkpoint's, whose images are in this order."""
     fixed = {key: pair for key, pair in changed.items() if _under(key, _SAME_ON_RESUME)}
+    if not order.startswith("blocks-"):
+        # No other order has a buffer.
+        fixed.pop("data.shuffle_buffer", None)
     if "model.kind" in fixed:
         # The other kind's settings follow from it.
         fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}

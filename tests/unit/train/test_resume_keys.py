@@ -106,12 +106,18 @@ def test_every_key_that_must_stay_has_a_case() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_must_stay(name: str) -> None:
     override, key = CHANGES[name]
+    shards: Any = Shards(3, 7)
+    order = build.order_name(load_config("vit_digits"), shards)
     with pytest.raises(UserError) as caught:
-        go_on(override)
+        go_on(override, source=shards, order=order)
     keys = [line.partition(":")[0] for line in caught.value.lines]
     # Another optimizer has other keys, too.
     assert key in keys if name == "optim.name" else keys == [key]
     assert all("when step_000000003 was saved; set it back, or start again" in line for line in caught.value.lines)
+
+
+def test_a_buffer_that_nothing_reads_may_differ() -> None:
+    assert go_on("data.shuffle_buffer=8") == ["changed since the checkpoint: data.shuffle_buffer 16384 -> 8"]
 
 
 def test_another_kind_of_model_is_one_line() -> None:
