@@ -5,40 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.counter import counter_seed
-from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
-from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak
-from pycls_fast.ledger.parts import (
-    InferencePart,
-    LoaderPart,
-    Part,
-    PartName,
-    StepRange,
-    Trainer,
-    TrainPart,
-    Turn,
-    slowest,
-    synthetic_batch,
-)
-from pycls_fast.ledger.records import part_record, speed_comparison
+from pycls_fast.ledger.parts import PartName, StepRange, slowest
+from pycls_fast.ledger.records import speed_comparison
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.ledger.timing_table import print_record
 from pycls_fast.ledger.turn_length import turn_length
-from pycls_fast.models import Complexity, complexity
-from pycls_fast.parallel import World, place_model
+from pycls_fast.ledger.variant import Variant, build_variant
+from pycls_fast.ledger.variant_record import variant_record
+from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
-from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance
@@ -54,32 +36,6 @@ PARTS: Mapping[Mode, tuple[PartName, ...]] = {
     "both": ("both",),
     "all": ("train", "inference", "loader", "both"),
 }
-
-_EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
-
-
-@dataclass
-class Variant:
-    """A built configuration with its measurements."""
-
-    name: str
-    config: RunConfig
-    switches: build.Switches
-    sources: dict[str, Source]
-    # For one image of evaluation, and for one of the first epoch.
-    complexity: Complexity
-    training_complexity: Complexity
-    classes: int
-    memory: DeviceMemory
-    matmul: MatmulPeak | None = None
-    trainer: Trainer | None = None
-    parts: dict[PartName, Part] = field(default_factory=dict)
-    turns: dict[PartName, list[Turn]] = field(default_factory=dict)
-    skipped_steps: int = 0
-    # Record of the input pipeline's stages.
-    stages: dict[str, Any] | None = None
-    # Peak memory of the process after the first part, on the CPU.
-    process_peak: int | None = None
 
 
 def time_variants(
@@ -116,7 +72,7 @@ def time_variants(
         order = StepRange()
         built: list[Variant] = []
         for name, config in variants:
-            built.append(_build(name, config, PARTS[mode], world, order, built, matmul_size))
+            built.append(build_variant(name, config, PARTS[mode], world, order, built, matmul_size))
         for part in PARTS[mode]:
             length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
             display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
@@ -166,97 +122,6 @@ def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
     if config.run_dir is not None:
         return output_file(Path(config.run_dir) / f"timing-{timestamp()}.json", world)
     return output_file(Path("timings") / f"{config.config_name}-{timestamp()}.json", world)
-
-
-def _build(
-    name: str,
-    config: RunConfig,
-    parts: Sequence[PartName],
-    world: World,
-    order: StepRange,
-    others: Sequence[Variant],
-    matmul_size: int | None,
-) -> Variant:
-    if config.data.source != "synthetic" and config.data.root is None:
-        # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
-        # somewhere, and the record says from where.
-        config = config.with_values(data={"source": "synthetic"})
-    switches = build.switches(config, world.device)
-    build.set_backend(config, world.device, switches)
-    build.microbatch_size(config, world)
-    same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
-    sources = same_data[0] if same_data else build.sources(config, world)
-    train = sources["train"]
-    config = build.resolve_auto(config, len(train), world)
-    microbatch = build.microbatch_size(config, world)
-    if {"loader", "both"} & set(parts):
-        # Only these parts read images, and need at least one global batch.
-        build.steps_per_epoch(config, len(train))
-    classes = build.num_classes(config, train)
-    counted = {
-        size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
-        for size in {config.data.image_size, config.data.training_image_sizes[0]}
-    }
-    variant = Variant(
-        name=name,
-        config=config,
-        switches=switches,
-        sources=sources,
-        complexity=counted[config.data.image_size],
-        training_complexity=counted[config.data.training_image_sizes[0]],
-        classes=classes,
-        memory=DeviceMemory(world.device),
-    )
-    if {"train", "inference", "both"} & set(parts):
-        peaks = (other.matmul for other in others if _products(other.config) == _products(config))
-        variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
-        # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
-        variant.matmul.measure()
-        with variant.memory.during("building"):
-            _build_model_parts(variant, parts, microbatch, world)
-    if "loader" in parts:
-        variant.parts["loader"] = LoaderPart(config, train, switches, world, order)
-    if "both" in parts:
-        assert variant.trainer is not None
-        variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
-    return variant
-
-
-def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
-    # TF32 and float32 have the same dtype.
-    return build.compute_dtype(config), build.level(config).tf32
-
-
-def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
-    config, switches = variant.config, variant.switches
-    network = build.model(config, variant.classes, switches, empty=build.is_sharded(config, world))
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
-    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
-    step = make_step(config, network, world, switches, steps_per_epoch)
-    variant.trainer = Trainer(step, world, switches)
-    host = build.prepare_on_host(config, switches)
-    if "train" in parts:
-        batch = synthetic_batch(
-            microbatch,
-            config.data.training_image_sizes[0],
-            variant.classes,
-            erase_probability=config.augment.erase_probability,
-            seed=counter_seed(config.seed, _TRAINING_BATCH, world.rank),
-            device=world.device,
-            host=host,
-        )
-        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.accumulation_steps, world)
-    if "inference" in parts:
-        batch = synthetic_batch(
-            config.data.eval_batch_size or microbatch,
-            config.data.image_size,
-            variant.classes,
-            erase_probability=0.0,
-            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
-            device=world.device,
-            host=host and replace(host, mixer=None),
-        )
-        variant.parts["inference"] = InferencePart(network, step, batch, world)
 
 
 def _measure(
@@ -323,71 +188,9 @@ def _record(variants: Sequence[Variant], settings: Mapping[str, Any], world: Wor
         "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }
     if len(variants) == 1:
-        return {**shared, **_variant_record(variants[0], alone=True)}
-    records = [_variant_record(variant, alone=False) for variant in variants]
+        return {**shared, **variant_record(variants[0], alone=True)}
+    records = [variant_record(variant, alone=False) for variant in variants]
     comparisons = [
         speed_comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
     ]
     return {**shared, "variants": records, "comparisons": comparisons}
-
-
-def _steps_per_run(variant: Variant) -> int:
-    schedule = variant.config.schedule
-    whole = schedule.epochs * (len(variant.sources["train"]) // variant.config.data.global_batch_size)
-    return min(whole, schedule.max_steps or whole)
-
-
-def _evaluated_images_per_run(variant: Variant) -> int:
-    """Images that the evaluations of a whole run score, twice each if there is an average of the weights."""
-    config = variant.config
-    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
-    every = config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
-    evaluations = -(-_steps_per_run(variant) // every)
-    return evaluations * len(variant.sources["val"]) * (1 if config.optim.ema_decay is None else 2)
-
-
-def _variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
-    config, counted, trained = variant.config, variant.complexity, variant.training_complexity
-    first = next(iter(variant.turns))
-    parts: dict[str, Any] = {}
-    for name, turns in variant.turns.items():
-        peak = variant.memory.peaks.get(name)
-        if peak is None and alone and name == first:
-            peak = variant.process_peak
-        parts[name] = part_record(
-            name,
-            turns,
-            images_per_step=variant.parts[name].images_per_step,
-            forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
-            matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
-            memory_peak_bytes=peak,
-            frozen=config.optim.trainable != ("all",),
-        )
-    return {
-        "name": variant.name,
-        "model": config.model.kind,
-        "parameters": counted.parameters,
-        "forward_flops_per_image": counted.forward_flops,
-        "activations_per_image": counted.activations,
-        "image_size": config.data.image_size,
-        # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
-        "train_image_size": config.data.training_image_sizes[0],
-        "train_forward_flops_per_image": trained.forward_flops,
-        "num_classes": variant.classes,
-        "data": variant.sources["train"].describe(),
-        "global_batch_size": config.data.global_batch_size,
-        "accumulation_steps": config.optim.accumulation_steps,
-        "steps_per_run": _steps_per_run(variant),
-        "evaluated_images_per_run": _evaluated_images_per_run(variant),
-        "num_workers": build.num_workers(config),
-        "precision": config.precision.name,
-        "switches": {str(switch): value for switch, value in variant.switches.items()},
-        "matmul": variant.matmul.record() if variant.matmul is not None else None,
-        "skipped_steps": variant.skipped_steps,
-        **({"input_pipeline": variant.stages} if variant.stages is not None else {}),
-        # The part that the names shared by all tools refer to.
-        "headline": first,
-        **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
-        **parts,
-        "config": config.model_dump(mode="json"),
-    }

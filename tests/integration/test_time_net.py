@@ -10,7 +10,8 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import time_variants, timing
+from pycls_fast.ledger import time_variants
+from pycls_fast.ledger import variant as timed_variant
 from pycls_fast.ledger.parts import synthetic_batch
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
@@ -88,8 +89,8 @@ def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, mo
         built.append(all(parameter.is_meta for parameter in network.parameters()))
         return place(network, *args, **settings)
 
-    place = timing.place_model
-    monkeypatch.setattr(timing, "place_model", place_model)
+    place = timed_variant.place_model
+    monkeypatch.setattr(timed_variant, "place_model", place_model)
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "parallel=fsdp"])
     assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "model"}) == 0  # type: ignore[arg-type]
     assert built == [True]
@@ -211,7 +212,7 @@ def test_the_step_that_is_timed_has_images_of_the_first_epoch(
         made.append(image_size)
         return synthetic_batch(count, image_size, *arguments, **named)
 
-    monkeypatch.setattr(timing, "synthetic_batch", batch)
+    monkeypatch.setattr(timed_variant, "synthetic_batch", batch)
     overrides = ["data.image_size=16", f"data.image_size_schedule={schedule}", "data.global_batch_size=8"]
     # Only one microbatch of a step is held, as in training.
     overrides += ["optim.accumulation_steps=2"]
