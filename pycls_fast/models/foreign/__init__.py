@@ -1,18 +1,10 @@
 """Converts other projects' checkpoints to our names, and ours to theirs."""
 
+from pycls_fast.models.foreign.files import own_metadata
 from pycls_fast.models.foreign.fit import Fitted, Mismatch, UnknownKind, fit
+from pycls_fast.models.foreign.hubs import HUGGING_FACE, download, is_hub, pinned
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
-from pycls_fast.models.foreign.read import (
-    HUGGING_FACE,
-    OURS,
-    NormPlace,
-    ReadWeights,
-    download,
-    is_hub,
-    own_metadata,
-    pinned,
-    read_weights,
-)
+from pycls_fast.models.foreign.read import OURS, NormPlace, ReadWeights, read_weights
 from pycls_fast.models.foreign.timm import to_timm_vit
 from pycls_fast.models.foreign.torchvision import to_timm_resnet
 

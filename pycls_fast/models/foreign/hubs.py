@@ -1,0 +1,105 @@
+"""Downloads weights: from timm, torchvision and Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pycls_fast.errors import UserError, first_line
+from pycls_fast.models.foreign.files import Contents
+from pycls_fast.models.foreign.preprocessing import torchvision_weights
+from pycls_fast.models.foreign.traits import traits_from_timm, traits_from_torchvision_vit
+
+Fetched = TypeVar("Fetched")
+
+_HUBS = ("timm:", "torchvision:")
+HUGGING_FACE = "hf:"
+"""What the name of a Hugging Face repository begins with."""
+
+
+def is_hub(source: str) -> bool:
+    """Whether a source is a name of timm or torchvision, which `read_weights` downloads."""
+    return source.startswith(_HUBS)
+
+
+def download(source: str) -> Path:
+    """The `model.safetensors` of a Hugging Face repository, in its cache, beside the `config.json` if there is one.
+
+    Args:
+        source: `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`: a branch (the main one if none is given), a tag or a commit.
+
+    Raises:
+        UserError: it could not be downloaded, or the repository has no such file.
+    """
+    file = _snapshot(source, "model.safetensors", "config.json") / "model.safetensors"
+    if not file.is_file():
+        raise UserError(f"weights: {source} has no model.safetensors; download another of its files and give its path")
+    return file
+
+
+def pinned(source: str) -> str:
+    """`hf:ORG/NAME@COMMIT` for the commit that the revision stands for now, or stood for when it was last downloaded.
+
+    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again.
+
+    Args:
+        source: as for `download`.
+
+    Raises:
+        UserError: no such repository or revision.
+    """
+    return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
+
+
+def _snapshot(source: str, *files: str) -> Path:
+    """The folder of the cache that is named by the commit; it holds those of `files` that the repository has."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.removeprefix(HUGGING_FACE).partition("@")
+    return Path(
+        _downloaded(source, lambda: snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+    )
+
+
+def from_timm_hub(name: str) -> Contents:
+    """The weights of one of timm's pretrained models.
+
+    Raises:
+        UserError: no such model, or it could not be downloaded.
+    """
+    import timm as library
+
+    if not library.is_model(name):
+        raise UserError(f"weights: timm {library.__version__} has no model {name}")
+    model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
+    return Contents(model.state_dict(), traits=traits_from_timm(model))
+
+
+def from_torchvision_hub(name: str) -> Contents:
+    """One of torchvision's sets of weights (`resnet50.IMAGENET1K_V2`; without the part after the dot, the default).
+
+    Raises:
+        UserError: no such model or weights, or they could not be downloaded.
+    """
+    import torchvision as library
+
+    model, weights = torchvision_weights(name)
+    # The hash is only checked at the download, so what lies in the cache may be anything.
+    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True, weights_only=True)))
+    if not model.startswith("vit_"):
+        return Contents(state)
+    with torch.device("meta"):
+        return Contents(state, traits=traits_from_torchvision_vit(library.models.get_model(model)))
+
+
+def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
+    try:
+        return fetch()
+    except Exception as error:  # hubs and their libraries raise dozens of kinds
+        raise UserError(
+            f"weights: {source} could not be downloaded ({first_line(error)}); without a network, download the file "
+            "elsewhere and give its path"
+        ) from error
