@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pycls_fast.ledger.charts.drawing import INK, Chart, plain_axes, short_name
-from pycls_fast.ledger.gradients import SMALLEST_SUBNORMAL
+from pycls_fast.ledger.gradient_counts import SMALLEST_SUBNORMAL
 
 Record = Mapping[str, Any]
 
