@@ -16,7 +16,7 @@ Switches = Mapping[SwitchName, str]
 
 def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
     """Yield one line for each conflict between a switch's resolved value and another setting."""
-    mode, attention = chosen[SwitchName.COMPILE_MODE], chosen[SwitchName.ATTENTION]
+    mode = chosen[SwitchName.COMPILE_MODE]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
     if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
@@ -40,24 +40,27 @@ def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[s
     if chosen[SwitchName.CUDA_GRAPHS] == "on":
         yield from _recorded(config, chosen)
     yield from _without_effect(config, chosen)
-    if not isinstance(config.model, ViTModel):
-        return
-    if config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
+    yield from _inside_the_network(config, chosen, device)
+
+
+def _inside_the_network(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:
+    """Yield one line for each conflict of a switch that has an effect on this kind of network."""
+    here = {switch.name for switch in CATALOGUE if config.model.kind in switch.applies_to}
+    level, attention = LEVELS[config.precision.name], chosen[SwitchName.ATTENTION]
+    if SwitchName.GELU in here and config.speed.gelu == "polynomial" and chosen[SwitchName.COMPILE] == "off":
         yield "speed.gelu: polynomial is for compiled code and does nothing without it; use speed.compile=model"
-    if config.model.stem == "conv" and config.speed.chosen().get(SwitchName.PATCHES) == "product":
+    conv_stem = isinstance(config.model, ViTModel) and config.model.stem == "conv"
+    if conv_stem and config.speed.chosen().get(SwitchName.PATCHES) == "product":
         yield (
             "speed.patches: product is for model.stem=patch, and model.stem=conv has no patches; use "
             "speed.patches=convolution"
         )
-    if LEVELS[config.precision.name].float8 and chosen[SwitchName.QKV] == "fused":
+    if SwitchName.QKV in here and level.float8 and chosen[SwitchName.QKV] == "fused":
         yield "speed.qkv: fused bypasses the float8 layers of precision=fp8; use speed.qkv=separate"
-    if LEVELS[config.precision.name].float8 and chosen[SwitchName.LINEAR] == "products":
+    if SwitchName.LINEAR in here and level.float8 and chosen[SwitchName.LINEAR] == "products":
         yield "speed.linear: products bypasses the float8 layers of precision=fp8; use speed.linear=torch"
-    if (
-        attention in ("sdpa_flash", "sdpa_cudnn")
-        and device == "cuda"
-        and LEVELS[config.precision.name].compute == "float32"
-    ):
+    in_32_bits = device == "cuda" and level.compute == "float32"
+    if SwitchName.ATTENTION in here and in_32_bits and attention in ("sdpa_flash", "sdpa_cudnn"):
         yield f"speed.attention: {attention} needs 16 bits on CUDA; use speed.attention=sdpa or precision=amp_bf16"
 
 

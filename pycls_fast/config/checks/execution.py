@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
-from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import OPTIMIZERS, optimizers_with
 from pycls_fast.strategies import strategy_of
@@ -130,13 +130,16 @@ def _without_effect(chosen: Parallel) -> Iterator[tuple[str, str]]:
 
 
 def _sync_batchnorm(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.parallel.sync_batchnorm and isinstance(config.model, TimmModel):
+    model = config.model
+    if not config.parallel.sync_batchnorm or isinstance(model, ResNetModel):
+        return
+    if isinstance(model, TimmModel):
         yield (
             "parallel.sync_batchnorm",
             "is for model.kind=resnet, and vit with model.stem=conv; timm's batch norms may include an activation, "
             "which would be lost; use parallel.sync_batchnorm=false",
         )
-    if config.parallel.sync_batchnorm and isinstance(config.model, ViTModel) and config.model.stem == "patch":
+    elif model.stem == "patch":
         yield (
             "parallel.sync_batchnorm",
             "model.kind=vit has no batch norm with model.stem=patch; use parallel.sync_batchnorm=false",
