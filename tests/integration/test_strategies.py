@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pycls_fast.speed import OPTIMIZERS
 from tests.integration.runs import ROOT, run_process, under_torchrun
 
 # One launch has all cases of a number of ranks.
@@ -190,6 +191,11 @@ def test_the_whole_table(chosen: tuple[Any, ...], ranks: int, alone: Path, reque
     if chosen[0] == "hsdp" and ranks == 2:
         pytest.skip("a grid of 2 x 2 takes four ranks")
     compare(chosen, request.getfixturevalue("all_on_two" if ranks == 2 else "all_on_four"), alone)
+
+
+def test_every_optimizer_of_sharded_weights_has_a_part() -> None:
+    named = {key.partition("=")[2] for _, keys, _ in PARTS.values() for key in keys if key.startswith("optim=")}
+    assert named | {"sgd"} >= {name for name, facts in OPTIMIZERS.items() if facts.shardable}
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import Purpose, RunConfig, command_line
 from pycls_fast.config.locations import CONFIGS
+from pycls_fast.speed import OPTIMIZERS
 
 PAGES = {
     name: (CONFIGS.parent / name).read_text(encoding="utf-8")
@@ -106,3 +107,16 @@ def test_the_choices_in_the_table_of_groups_exist() -> None:
         named = [name for text in re.findall(r"`([\w{},*]+)`", choices) for name in expanded(text)]
         assert named
         assert [name for name in named if not list((CONFIGS / group).glob(f"{name}.yaml"))] == []
+
+
+@pytest.mark.parametrize("group", ["optim", "precision", "parallel"])
+def test_a_group_that_is_listed_in_full_names_every_choice(group: str) -> None:
+    for file in (CONFIGS / group).glob("*.yaml"):
+        assert f"`{file.stem}`" in rows()[group]
+
+
+def test_the_pages_name_the_optimizers_of_each_strategy() -> None:
+    named = [f"`{name}`" for name, facts in OPTIMIZERS.items() if facts.shardable]
+    assert f"Optimizers under `fsdp` and `hsdp`: {', '.join(named)}." in PAGES["docs/cluster.md"]
+    (unsent,) = [name for name, facts in OPTIMIZERS.items() if not facts.sends_state]
+    assert f"any\n  optimizer but `{unsent}`," in PAGES["docs/cluster.md"]

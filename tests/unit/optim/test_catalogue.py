@@ -1,0 +1,102 @@
+"""What the catalogue says that an optimizer can do, it does: on shards, on flattened weights, sent to another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from pycls_fast import build, optim
+from pycls_fast.config import load_config
+from pycls_fast.speed import OPTIMIZERS
+
+SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
+STEPS = 5
+SHARDED = [(name, implementation) for name, facts in OPTIMIZERS.items() for implementation in facts.shardable]
+FLAT = [(name, which) for name, facts in OPTIMIZERS.items() if facts.flat for which in facts.implementations]
+# What a send between ranks takes: plain tensors, and Python's numbers.
+SENT = (Tensor, bool, int, float, type(None))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def values(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def made(name: str, implementation: str, weights: list[nn.Parameter]) -> Optimizer:
+    facts = OPTIMIZERS[name]
+    choice = {"implementation": implementation} if len(facts.implementations) > 1 else {}
+    own = load_config("vit_digits", [f"optim={name}"]).optim.own()
+    groups = [{"params": weights, "weight_decay": 0.1, "lr_scale": 0.5}]
+    return build.optimization._MAKE[name](groups, lr=0.01, **own, **choice)
+
+
+def learned(optimizer: Optimizer, weights: list[nn.Parameter], gradients: list[list[Tensor]]) -> list[Tensor]:
+    """The weights after a step with each of these gradients; the rate rises."""
+    for step, each in enumerate(gradients):
+        optim.set_lr(optimizer, 0.01 * (step + 1))
+        for weight, gradient in zip(weights, each, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def plainly(name: str, implementation: str) -> list[Tensor]:
+    weights = [nn.Parameter(value) for value in values(0)]
+    return learned(made(name, implementation, weights), weights, [values(1 + step) for step in range(STEPS)])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "implementation"), SHARDED)
+def test_what_is_shardable_updates_dtensors(name: str, implementation: str) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def sharded(each: list[Tensor]) -> list[Tensor]:
+        return [distribute_tensor(value, mesh, [Shard(0)]) for value in each]
+
+    weights = [nn.Parameter(value) for value in sharded(values(0))]
+    optimizer = made(name, implementation, weights)
+    ours = learned(optimizer, weights, [sharded(values(1 + step)) for step in range(STEPS)])
+    for one, start, expected in zip(ours, values(0), plainly(name, implementation), strict=True):
+        assert isinstance(one, DTensor)
+        assert not torch.equal(start, expected)
+        torch.testing.assert_close(one.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "implementation"), FLAT)
+def test_what_is_flat_computes_the_same_on_flattened_weights(name: str, implementation: str) -> None:
+    def flattened(each: list[Tensor]) -> list[Tensor]:
+        return [torch.cat([value.flatten() for value in each])]
+
+    weights = [nn.Parameter(value) for value in flattened(values(0))]
+    optimizer = made(name, implementation, weights)
+    (ours,) = learned(optimizer, weights, [flattened(values(1 + step)) for step in range(STEPS)])
+    (expected,) = flattened(plainly(name, implementation))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.sends_state])
+def test_state_that_can_be_sent_is_of_plain_tensors(name: str) -> None:
+    config = load_config("vit_digits", [f"optim={name}"])
+    switches = build.switches(config, torch.device("cpu"))
+    network = build.model(config, 10, switches)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = build.optimizer(config, network, switches)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert kept
+    assert {type(value) for value in kept} <= set(SENT), name
