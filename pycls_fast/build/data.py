@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from importlib.util import find_spec
+from typing import assert_never
 
 import torch
 
@@ -121,6 +122,8 @@ def _policy(config: RunConfig, image_size: int) -> Step | None:
             return policies.trivial_augment(interpolation=mode)
         case "three_augment":
             return policies.three_augment(interpolation=mode, image_size=image_size, mean=mean)
+        case unknown:
+            assert_never(unknown)
 
 
 def _rand_augment(config: RunConfig, image_size: int) -> Step:

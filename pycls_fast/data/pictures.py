@@ -2,20 +2,23 @@
 
 A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
 
-| decoder       | JPEG                                                             | all else            |
-|---------------|------------------------------------------------------------------|---------------------|
-| `pillow`      | the whole image, then crop and resize: the reference             | the same            |
-| `simplejpeg`  | the whole image by libjpeg-turbo, crop, resize of torch's uint8  | as `pillow`         |
-| `region`      | the part that the crop needs, resized row by row (`native`)      | as `pillow`         |
-| `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | as `pillow`         |
+| decoder       | JPEG                                                             | crop and resize       |
+|---------------|------------------------------------------------------------------|-----------------------|
+| `pillow`      | the whole image: the reference                                   | Pillow's              |
+| `simplejpeg`  | the whole image, by libjpeg-turbo                                | torch's, of uint8     |
+| `region`      | the part that the crop needs                                     | row by row (`native`) |
+| `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | row by row (`native`) |
 
-Every decoder gives damaged and unusual files to `pillow`, so that they all refuse the same ones for the same reasons.
-With `data.exif_orientation`, so does `Upright` with images that have to be turned.
+For every decoder, Pillow decodes all other files, and damaged and unusual JPEGs, so that all refuse the same ones for
+the same reasons; with `data.exif_orientation` also images that have to be turned (`Upright`). Each decoder then resizes
+them as it resizes arrays, so that an image gives the same pixels whether a file or an array holds it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -128,7 +131,7 @@ class RegionPicture:
             divisor=divisor(cut) if self._scaled else 1,
         )
         if image_HWC is None:
-            return PillowPicture(decode(self._data)).cut(cut)
+            return PillowRegionPicture(decode(self._data)).cut(cut)
         return image_HWC
 
 
@@ -156,6 +159,20 @@ class ArrayPicture:
         )
 
 
+class PillowRegionPicture:
+    """An image that Pillow has decoded, resized as by `RegionPicture`."""
+
+    def __init__(self, image: Image.Image) -> None:
+        self._image = image
+        self.size = (image.height, image.width)
+
+    def cut(self, cut: Cut) -> np.ndarray:
+        top, left, height, width = cut.box
+        # Only the box is copied out of Pillow's memory.
+        box = np.asarray(self._image.crop((left, top, left + width, top + height)))
+        return ArrayPicture(box).cut(cut._replace(box=(0, 0, height, width)))
+
+
 class Decoder(Protocol):
     """Opens an encoded file or a decoded `uint8` array (height, width, 3).
 
@@ -166,17 +183,36 @@ class Decoder(Protocol):
     def __call__(self, data: bytes | np.ndarray) -> Picture: ...
 
 
-def open_with_pillow(data: bytes | np.ndarray) -> Picture:
-    """Decode the whole image with Pillow: the reference."""
-    return PillowPicture(decode(data))
+@dataclass(frozen=True)
+class ImageDecoder:
+    """How one value of `speed.decode` opens images.
+
+    Attributes:
+        open_jpeg: opens a JPEG; None for one that is damaged or unusual, which Pillow decodes or refuses.
+        hold_image: holds an image that Pillow has decoded.
+        hold_array: holds decoded pixels.
+    """
+
+    open_jpeg: Callable[[bytes], Picture | None]
+    hold_image: Callable[[Image.Image], Picture]
+    hold_array: Callable[[np.ndarray], Picture]
+
+    def __call__(self, data: bytes | np.ndarray) -> Picture:
+        if isinstance(data, np.ndarray):
+            return self.hold_array(checked_array(data))
+        picture = self.open_jpeg(data) if data.startswith(_JPEG) else None
+        return self.hold_image(decode(data)) if picture is None else picture
 
 
-def open_with_simplejpeg(data: bytes | np.ndarray) -> Picture:
-    """Decode a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
-    if isinstance(data, np.ndarray):
-        return TensorPicture(torch.tensor(checked_array(data)).permute(2, 0, 1))
-    if not data.startswith(_JPEG):
-        return open_with_pillow(data)
+def _no_picture(data: bytes) -> Picture | None:
+    return None
+
+
+def _pillow_array(image_HWC: np.ndarray) -> Picture:
+    return PillowPicture(Image.fromarray(image_HWC))
+
+
+def _simplejpeg(data: bytes) -> Picture | None:
     import simplejpeg
 
     try:
@@ -186,23 +222,28 @@ def open_with_simplejpeg(data: bytes | np.ndarray) -> Picture:
     except ValueError:
         # libjpeg found damage; Pillow decides whether it matters and how it is reported.
         pass
-    return open_with_pillow(data)
+    return None
 
 
-def open_region(data: bytes | np.ndarray, *, scaled: bool = False) -> Picture:
-    """Read a JPEG's header; a cut decodes only the pixels that it needs. `scaled`: see `RegionPicture`."""
-    if isinstance(data, np.ndarray):
-        return ArrayPicture(checked_array(data))
-    if data.startswith(_JPEG):
-        size = native.jpeg_size(data)
-        if size is not None and size[0] * size[1] <= MAX_PIXELS:
-            return RegionPicture(data, size, scaled=scaled)
-    return open_with_pillow(data)
+def _tensor_picture(image: Image.Image | np.ndarray) -> Picture:
+    return TensorPicture(torch.tensor(np.asarray(image)).permute(2, 0, 1))
 
 
-def open_scaled_region(data: bytes | np.ndarray) -> Picture:
-    """`open_region`, with large JPEGs decoded at a fraction of their size."""
-    return open_region(data, scaled=True)
+def _region(data: bytes, *, scaled: bool) -> Picture | None:
+    size = native.jpeg_size(data)
+    if size is None or size[0] * size[1] > MAX_PIXELS:
+        return None
+    return RegionPicture(data, size, scaled=scaled)
+
+
+open_with_pillow = ImageDecoder(_no_picture, PillowPicture, _pillow_array)
+"""Decodes the whole image with Pillow: the reference."""
+open_with_simplejpeg = ImageDecoder(_simplejpeg, _tensor_picture, _tensor_picture)
+"""Decodes a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
+open_region = ImageDecoder(partial(_region, scaled=False), PillowRegionPicture, ArrayPicture)
+"""Reads a JPEG's header; a cut decodes only the pixels that it needs."""
+open_scaled_region = ImageDecoder(partial(_region, scaled=True), PillowRegionPicture, ArrayPicture)
+"""`open_region`, with large JPEGs decoded at a fraction of their size."""
 
 
 @dataclass(frozen=True)
@@ -210,18 +251,19 @@ class Upright:
     """A decoder that turns images as their EXIF orientation says; arrays have none.
 
     Attributes:
-        open_stored: opens JPEGs that need no turn. All other files are decoded by Pillow, as by every decoder.
+        as_stored: opens JPEGs that need no turn, and arrays. All other files are decoded by Pillow, as by every
+            decoder.
     """
 
-    open_stored: Decoder
+    as_stored: ImageDecoder
 
     def __call__(self, data: bytes | np.ndarray) -> Picture:
         if isinstance(data, np.ndarray) or (data.startswith(_JPEG) and jpeg_orientation(data) == 1):
-            return self.open_stored(data)
-        return PillowPicture(decode(data, upright=True))
+            return self.as_stored(data)
+        return self.as_stored.hold_image(decode(data, upright=True))
 
 
-DECODERS: dict[str, Decoder] = {
+DECODERS: dict[str, ImageDecoder] = {
     "pillow": open_with_pillow,
     "simplejpeg": open_with_simplejpeg,
     "region": open_region,

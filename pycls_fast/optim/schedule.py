@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 Shape = Literal["cosine", "linear", "step", "constant"]
 
@@ -39,10 +39,16 @@ class LrSchedule:
             start = self.warmup_start_factor
             return self.lr * (start + (1.0 - start) * step / self.warmup_steps)
         begin = 0 if self.from_start else self.warmup_steps
-        if self.shape == "constant":
-            return self.lr
-        if self.shape == "step":
-            return self.lr * float(self.step_factor ** ((step - begin) // self.step_length))
         progress = min((step - begin) / max(self.total_steps - begin, 1), 1.0)
-        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1.0 - progress
+        match self.shape:
+            case "constant":
+                return self.lr
+            case "step":
+                return self.lr * float(self.step_factor ** ((step - begin) // self.step_length))
+            case "cosine":
+                left = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "linear":
+                left = 1.0 - progress
+            case unknown:
+                assert_never(unknown)
         return self.lr * (self.final_factor + (1.0 - self.final_factor) * left)

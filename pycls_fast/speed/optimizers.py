@@ -24,6 +24,7 @@ class Optimizer:
         needs_units: it treats the matrices inside the repeated blocks differently (`parameter_groups`, `split_hidden`).
         trust_ratio: its steps are in proportion to the weights, so that weights of zero hardly change.
         sends_state: its state can be sent from rank to rank.
+        state_keys: its own keys that the shapes of its state depend on; a run cannot change them when it resumes.
     """
 
     implementations: tuple[str, ...]
@@ -35,6 +36,7 @@ class Optimizer:
     needs_units: bool = False
     trust_ratio: bool = False
     sends_state: bool = True
+    state_keys: tuple[str, ...] = ()
 
     @property
     def compiles_itself(self) -> bool:
@@ -78,6 +80,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         # The rows and columns of its second moments are next to nothing.
         state_copies=lambda own: 0.5 if own["momentum_dtype"] == "bfloat16" else 1.0,
         compilable=("loop",),
+        state_keys=("min_factored",),
     ),
     "muon": Optimizer(
         implementations=("loop",),

@@ -15,7 +15,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.paths import timestamp, user_path
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS
 from pycls_fast.train import checkpoint
 from pycls_fast.train.best import early_stop
 from pycls_fast.train.display import Display, epochs
@@ -41,7 +41,7 @@ _SAME_ON_RESUME = (
     "augment.repeats",
     "optim.name",
     "optim.ema_decay",
-    "optim.min_factored",
+    *(f"optim.{key}" for optimizer in OPTIMIZERS.values() for key in optimizer.state_keys),
     "optim.trainable",
 )
 _SPLIT = {"data.split_seed", "data.folds", "data.fold"}

@@ -31,6 +31,10 @@ def test_the_catalogue_has_every_optimizer() -> None:
         assert set(facts.compilable) <= there - {"fused"}
         assert set(facts.shardable) <= there
         assert set(facts.capturable) <= there
+        # `speed.resolve` chooses one that is both.
+        assert set(facts.shardable) & set(facts.compilable) or not (facts.shardable and facts.compilable)
+    for name, facts in OPTIMIZERS.items():
+        assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
 
 
 @pytest.mark.parametrize("name", NAMES)

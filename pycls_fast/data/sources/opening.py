@@ -23,13 +23,36 @@ from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
 _SUFFIXES = {".tar": "tar", ".csv": "manifest", ".tsv": "manifest", ".parquet": "parquet"}
+
+
+def _folder(root: str, options: OpenOptions) -> dict[str, Source]:
+    return open_folder(
+        root,
+        val_fraction=options.val_fraction,
+        split_seed=options.split_seed,
+        folds=options.folds,
+        fold=options.fold,
+        whole=options.whole,
+        cache=options.cache,
+    )
+
+
+def _cifar(root: str, options: OpenOptions) -> dict[str, Source]:
+    refuse_folds(root, options.folds)
+    return open_cifar(root)
+
+
 _OPEN: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
+    "folder": _folder,
     "manifest": open_manifest,
     "parquet": open_parquet,
     "hub": open_hub,
     "tar": open_tars,
     "packed": open_packed,
+    "cifar": _cifar,
 }
+LAYOUT_NAMES = tuple(_OPEN)
+"""The names of the layouts that `open_splits` opens."""
 # Layouts without `data.train` and `data.val`.
 _FIXED_NAMES = ("folder", "packed", "cifar")
 _SPLITS = ("train", "val", "valid", "validation", "dev", "test", "all")
@@ -70,19 +93,6 @@ def _open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source
             "(data/README.md); rename them, and use data.train=null data.val=null"
             + (f", or read {options.train} with data.source={named}" if named is not None else "")
         )
-    if kind == "folder":
-        return open_folder(
-            root,
-            val_fraction=options.val_fraction,
-            split_seed=options.split_seed,
-            folds=options.folds,
-            fold=options.fold,
-            whole=options.whole,
-            cache=options.cache,
-        )
-    if kind == "cifar":
-        refuse_folds(root, options.folds)
-        return open_cifar(root)
     return _OPEN[kind](root, options)
 
 

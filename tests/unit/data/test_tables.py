@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pycls_fast.config.schema import Data
 from pycls_fast.data import block_ends
 from pycls_fast.data.sources import CachePolicy, OpenOptions
 from pycls_fast.data.sources.labels import name_classes
 from pycls_fast.data.sources.layout import find_files
+from pycls_fast.data.sources.opening import LAYOUT_NAMES
 from pycls_fast.data.sources.parquet import ParquetSource
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
@@ -596,6 +598,13 @@ def test_packages_that_are_not_installed(
 def test_files_named_for_two_splits(tmp_path: Path) -> None:
     write(tmp_path / "train_and_val.parquet", {"x": [b"1"], "label": [1]})
     assert "the name says train and val" in mistake("parquet", tmp_path)
+
+
+def test_every_source_has_its_row() -> None:
+    named = get_args(Data.model_fields["source"].annotation)
+    assert set(named) == {"auto", "digits", "synthetic", *LAYOUT_NAMES}
+    table = (ROOT / "data" / "README.md").read_text().partition("| `data.source` | what |")[2].partition("\n\n")[0]
+    assert [name for name in named if f"`{name}`" not in table and name != "auto"] == []
 
 
 def test_options_are_documented() -> None:
