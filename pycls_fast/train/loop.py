@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,8 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        self.run.step(step, self._taken(step, microbatches), self.metrics)
+        with self._compiling():
+            self.run.step(step, self._taken(step, microbatches), self.metrics)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
@@ -277,7 +278,8 @@ class Loop:
             # As before saving: what is scored is what is saved.
             self.run.sync_buffers()
         try:
-            damaged = self.evaluations.take(done)
+            with self._compiling():
+                damaged = self.evaluations.take(done)
         except Stopped:
             # The evaluation has not changed the state, which was perhaps not worth saving before.
             self._save(done, always=True)
@@ -298,6 +300,20 @@ class Loop:
         """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
         if self.run.complete_saving(done, self.divergence.check_weights) and self.run.world.is_main:
             self.evaluations.keep_if_best()
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Take a failed compilation after a stop signal for the stop: Ctrl-C has ended the compiler's process, too.
+
+        What was to be compiled has not changed the weights.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            # By its name: importing the class would import the compiler.
+            if self.stop and type(error).__module__.startswith("torch._inductor"):
+                raise Stopped from error
+            raise
 
     def _stop_if_asked(self) -> None:
         if self.agreement.reached(_STOP if self.stop else 0) == _STOP:

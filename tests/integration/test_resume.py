@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch._inductor.exc import CppCompileError, InductorError
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
@@ -23,6 +25,8 @@ from pycls_fast.train import checkpoint, train
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
+from pycls_fast.train.step import Step
+from pycls_fast.train.validation import Evaluations
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -157,6 +161,34 @@ def test_signal_saves_and_says_how_to_go_on(
     # As it is printed, whichever Python the shell finds first.
     run_process(shlex.split(how.removeprefix("resume with: ")), cwd=tmp_path)
     assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize("interrupted", ["step", "evaluation"])
+def test_a_signal_that_ends_the_compiler_stops_the_run(
+    interrupted: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C reaches the compiler's process, too. What fails without a signal is an error."""
+    run_dir = tmp_path / "run"
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={run_dir}", "schedule.epochs=1"])
+
+    def fail(*_: Any) -> None:
+        raise InductorError(CppCompileError(["g++"], "killed"), inspect.currentframe())
+
+    def interrupt_and_fail(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        fail()
+
+    place, name = (Step, "__call__") if interrupted == "step" else (Evaluations, "take")
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, fail)
+        with pytest.raises(InductorError):
+            train(config)
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, interrupt_and_fail)
+        assert train(config) == 3
+    last = 0 if interrupted == "step" else records(run_dir, "train")[-1]["step"]
+    assert f"stopped by SIGTERM; everything up to step {last} is saved" in capsys.readouterr().out
+    assert train(config) == 0
 
 
 def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started) -> None:
