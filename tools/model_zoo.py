@@ -171,6 +171,7 @@ def _network(model: Mapping[str, Any]) -> str:
         return f"ResNet-{model['depth']}"
     if model["kind"] == "timm":
         return str(model["name"])
+    assert model["kind"] == "vit", f"the column 'model' of model.kind={model['kind']}"
     stem = "conv" if model["stem"] == "conv" else f"/{model['patch_size']}"
     return f"ViT {stem} {model['width']} x {model['depth']}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import assert_never
 
 import torch
 
@@ -19,7 +20,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel import FlatShards, StrategySettings, World, Wrapped, use_float8, wrap_model
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
 from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
@@ -96,20 +97,21 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
             patches=chosen[SwitchName.PATCHES],  # type: ignore[arg-type]
             drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
         )
+    if isinstance(settings, ResNetModel):
+        return ResNet(
+            depth=settings.depth,
+            num_classes=classes,
+            stem=settings.stem,
+            shortcut=settings.shortcut,
+            groups=settings.groups,
+            width_per_group=settings.width_per_group,
+            zero_init_last_gamma=settings.zero_init_last_gamma,
+            drop_path=settings.drop_path,
+            convolution=chosen[SwitchName.CONVOLUTION],  # type: ignore[arg-type]
+        )
     if isinstance(settings, TimmModel):
         return _timm_network(config, settings, classes, chosen)
-    assert isinstance(settings, ResNetModel)
-    return ResNet(
-        depth=settings.depth,
-        num_classes=classes,
-        stem=settings.stem,
-        shortcut=settings.shortcut,
-        groups=settings.groups,
-        width_per_group=settings.width_per_group,
-        zero_init_last_gamma=settings.zero_init_last_gamma,
-        drop_path=settings.drop_path,
-        convolution=chosen[SwitchName.CONVOLUTION],  # type: ignore[arg-type]
-    )
+    assert_never(settings)
 
 
 def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> Network:
@@ -161,8 +163,12 @@ def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]
 
 
 def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:
-    """The network on the meta device, for counting operations and activations, without sequence padding."""
-    return model(config, classes, {**chosen, SwitchName.SEQUENCE_PADDING: "none"}, empty=True)
+    """The network on the meta device, for counting operations and activations: the same with all switches.
+
+    With a switch that computes the same by other operations, different counts would say that work was saved.
+    """
+    plain = {switch.name: switch.reference for switch in CATALOGUE}
+    return model(config, classes, {**chosen, **plain}, empty=True)
 
 
 def freeze(config: RunConfig, network: Network) -> None:

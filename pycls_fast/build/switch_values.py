@@ -47,6 +47,9 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
         if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
             resolved = uncompiled
+    if config.speed.gelu is None and resolved[SwitchName.COMPILE] == "off":
+        # The polynomial is for compiled code: the start table would name a switch that does nothing.
+        resolved[SwitchName.GELU] = "torch"
     lines = list(conflicts(config, resolved, kind))
     if lines:
         raise UserError(*lines)

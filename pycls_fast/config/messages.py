@@ -58,10 +58,13 @@ def _unknown(
     """The message for an unknown key, with the nearest one that exists."""
     parent, _, name = key.rpartition(".")
     kinds = section_keys(schema).get(parent, ())
-    other = next((kind for kind in kinds if name in kind.model_fields), None)
-    if section is not None and other is not None:
+    others = [_tag(kind) for kind in kinds if name in kind.model_fields]
+    if section is not None and others:
         remedy = "" if "command line" in origin else f"; leave it out with ~{key}"
-        return f"unknown key for {parent}.{_tag(section)}; it belongs to {parent}.{_tag(other)}{remedy}"
+        # As in `optim.name=adamw or lion`.
+        *first, last = (others[0], *(tag.partition("=")[2] for tag in others[1:]))
+        owners = f"{', '.join(first)} or {last}" if first else last
+        return f"unknown key for {parent}.{_tag(section)}; it belongs to {parent}.{owners}{remedy}"
     known = known_keys(schema)
     if key.replace("/", ".") in known:
         return f"unknown key; did you mean {key.replace('/', '.')}?"

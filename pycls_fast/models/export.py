@@ -118,9 +118,10 @@ def _ends(model: Network, channels: int) -> dict[str, Any]:
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
     elif isinstance(model, VisionTransformer):
         classifier, first = "head", "patch_embed.proj"
-    else:
-        assert isinstance(model, ResNet)
+    elif isinstance(model, ResNet):
         classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
+    else:
+        raise NotImplementedError(f"timm's names of the first and last layers of {type(model).__name__}")
     # Older versions of timm assume weights for 3 channels, and would reinitialise a first layer of 4.
     return {"classifier": classifier, "first_conv": first if channels in (1, 3) else None}
 

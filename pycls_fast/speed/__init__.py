@@ -10,12 +10,13 @@
 from pycls_fast.speed.catalogue import CATALOGUE
 from pycls_fast.speed.optimizers import OPTIMIZERS, optimizers_with
 from pycls_fast.speed.presets import HAS_GLIBC, META2022, resolve
-from pycls_fast.speed.switch import Device, Numerics, Switch, SwitchName
+from pycls_fast.speed.switch import MODEL_KINDS, Device, Numerics, Switch, SwitchName
 
 __all__ = [
     "CATALOGUE",
     "HAS_GLIBC",
     "META2022",
+    "MODEL_KINDS",
     "OPTIMIZERS",
     "Device",
     "Numerics",

@@ -9,6 +9,8 @@ from typing import Literal
 
 Numerics = Literal["identical", "rounding", "training"]
 Device = Literal["cpu", "cuda"]
+MODEL_KINDS = ("vit", "resnet", "timm")
+"""The values of `model.kind`."""
 
 
 class SwitchName(enum.StrEnum):
@@ -57,7 +59,6 @@ class Switch:
         name, values, fast: see above.
         fast_16_bits: the best value if products are in 16 bits, for devices on which it differs from `fast`.
         numerics: how closely the other values must match the reference.
-        applies_to: kinds of model in which it changes anything.
         requires: the device that a value needs.
         note: what it does.
         mathematics: what changes in the numbers, exactly.
@@ -65,13 +66,13 @@ class Switch:
         hurts: when it costs something.
         source: the paper, documentation or code that it comes from.
         ran: where it has been run, and where not.
+        applies_to: kinds of model in which it changes anything, if not all.
     """
 
     name: SwitchName
     values: tuple[str, ...]
     fast: Mapping[Device, str]
     numerics: Numerics
-    applies_to: tuple[str, ...]
     requires: Mapping[str, Device]
     note: str
     mathematics: str
@@ -80,6 +81,7 @@ class Switch:
     source: str
     ran: str
     fast_16_bits: Mapping[Device, str] = field(default_factory=dict)
+    applies_to: tuple[str, ...] = MODEL_KINDS
 
     @property
     def reference(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import CATALOGUE, MODEL_KINDS, SwitchName
 from tests.unit import test_switch_pairs
 
 
@@ -74,7 +74,7 @@ def test_every_kind_of_model_has_switches_and_is_tried() -> None:
     sections = get_args(RunConfig.model_fields["model"].annotation)
     kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in sections}
     assert len(kinds) >= 3
-    assert {kind for switch in CATALOGUE for kind in switch.applies_to} == kinds
+    assert set(MODEL_KINDS) == kinds
     assert set(EXPERIMENTS) == set(test_switch_pairs.BASE) == kinds
 
 
@@ -119,3 +119,9 @@ def test_what_is_fine_passes() -> None:
     config = load_config("vit_digits", ["precision=amp_bf16", "speed.attention=sdpa_flash", "speed.qkv=fused"])
     for device in ("cpu", "cuda"):
         build.switches(config, torch.device(device))
+
+
+@pytest.mark.parametrize(("compiled", "gelu"), [("off", "torch"), ("model", "polynomial")])
+def test_the_preset_takes_the_polynomials_only_for_compiled_code(compiled: str, gelu: str) -> None:
+    config = load_config("vit_digits", ["precision=amp_bf16", "speed=fast", f"speed.compile={compiled}"])
+    assert build.switches(config, torch.device("cpu"))[SwitchName.GELU] == gelu

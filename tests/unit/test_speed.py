@@ -42,7 +42,7 @@ def test_a_switch_is_described_and_its_best_value_runs_on_each_device(switch: Sw
         assert switch.requires.get(value, device) == device
     assert set(switch.requires) <= set(switch.values) - {switch.reference}
     assert switch.numerics in typing.get_args(speed.Numerics)
-    assert set(switch.applies_to) <= {"vit", "resnet", "timm"}
+    assert set(switch.applies_to) <= set(speed.MODEL_KINDS)
     assert switch.applies_to
     for text in (switch.note, switch.mathematics, switch.helps, switch.hurts, switch.source, switch.ran):
         assert text.endswith("."), text
@@ -203,7 +203,7 @@ def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out(pres
 def test_all_refused_values_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fast: dict[speed.Device, str] = {"cpu": "plain", "cuda": "quick"}
     needy = [
-        Switch(name, ("plain", "quick", "slow"), fast, "rounding", ("vit",), {"quick": "cuda"}, *["A text."] * 6)
+        Switch(name, ("plain", "quick", "slow"), fast, "rounding", {"quick": "cuda"}, *["A text."] * 6)
         for name in (SwitchName.CLIP, SwitchName.EMA)
     ]
     monkeypatch.setattr(speed.presets, "CATALOGUE", tuple(needy))

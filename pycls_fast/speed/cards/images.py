@@ -8,7 +8,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("pillow", "simplejpeg", "region"),
         fast={"cpu": "region", "cuda": "region"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="How JPEGs become crops: the whole image by Pillow, the whole image by simplejpeg with torch's resize, or "
         "only the rows and blocks that the crop needs, resized row by row (region: C, compiled on first use). Pillow "
@@ -33,7 +32,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("full", "dct"),
         fast={"cpu": "full", "cuda": "full"},
         numerics="training",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="JPEGs whose crop is at least 2, 4 or 8 times as large as the training image both ways are decoded "
         "at a half, a quarter or an eighth of their size by a smaller inverse DCT, and resized from there. With "
@@ -53,7 +51,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("blocking", "prefetch"),
         fast={"cpu": "blocking", "cuda": "prefetch"},
         numerics="identical",
-        applies_to=("vit", "resnet", "timm"),
         requires={"prefetch": "cuda"},
         note="Batches travel on a side stream, two in flight, while the step before them computes.",
         mathematics="None.",
@@ -67,7 +64,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("cpu", "device"),
         fast={"cpu": "device", "cuda": "device"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Where uint8 images become normalised floating-point ones: in the loader's workers, as plain loops do "
         "(torchvision's ToTensor and Normalize), or on the device after the copy.",
@@ -82,7 +78,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("cpu", "device"),
         fast={"cpu": "device", "cuda": "device"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Where the boxes of random erasing are filled; cpu is in the loader's workers, only with "
         "speed.normalize_on=cpu, because the fill values are not uint8. The workers draw the boxes in any case.",
@@ -98,7 +93,6 @@ IMAGES: tuple[Switch, ...] = (
         values=("cpu", "device"),
         fast={"cpu": "device", "cuda": "device"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Where mixup and CutMix mix a microbatch; cpu is in the loader's workers, on images that were "
         "normalised and erased there. The pairing is drawn from the same seed.",

@@ -8,7 +8,6 @@ MEMORY: tuple[Switch, ...] = (
         values=("off", "full", "selective"),
         fast={"cpu": "off", "cuda": "off"},
         numerics="identical",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Blocks keep their input (full) or also the results of convolutions and products with weights (selective) "
         "and run again in the backward pass; parallel.recompute_every=k takes every k-th block.",
@@ -28,7 +27,6 @@ MEMORY: tuple[Switch, ...] = (
         values=("none", "cpu"),
         fast={"cpu": "none", "cuda": "none"},
         numerics="identical",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Tensors saved for the backward pass are kept in the host's pinned memory; with recompute=full those are "
         "the blocks' inputs.",
@@ -46,7 +44,6 @@ MEMORY: tuple[Switch, ...] = (
         values=("none", "8bit"),
         fast={"cpu": "none", "cuda": "none"},
         numerics="training",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Tensors saved for the backward pass are kept in 8 bits per number with a range per 256 numbers, the sign "
         "of a ReLU in 1 bit.",
@@ -65,7 +62,6 @@ MEMORY: tuple[Switch, ...] = (
         values=("none", "cpu"),
         fast={"cpu": "none", "cuda": "none"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={"cpu": "cuda"},
         note="The optimizer's state and its float32 copy of the weights are in the host's memory, and the host updates "
         "them. With parallel=fsdp or hsdp the shards are on the host (torch's CPUOffloadPolicy); blocks are copied to "

@@ -8,7 +8,6 @@ NETWORK: tuple[Switch, ...] = (
         values=("contiguous", "channels_last"),
         fast={"cpu": "channels_last", "cuda": "channels_last"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="Convolution weights and images in NHWC order, which tensor cores and oneDNN read without transposing.",
         mathematics="None; the convolution kernels of the two layouts sum in different orders.",
@@ -158,7 +157,6 @@ NETWORK: tuple[Switch, ...] = (
         values=("default", "keep"),
         fast={"cpu": "keep", "cuda": "default"},
         numerics="identical",
-        applies_to=("vit", "resnet", "timm"),
         requires={"keep": "cpu"},
         note="Tells glibc's malloc to keep freed memory for the process instead of returning it (mallopt): a step's "
         "activations reuse the pages of the previous step.",
@@ -178,7 +176,6 @@ NETWORK: tuple[Switch, ...] = (
         fast={"cpu": "off", "cuda": "off"},
         fast_16_bits={"cpu": "model"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="torch.compile in place: of each repeated block, which compiles once for all blocks of a shape, or of the "
         "whole model. Norms, GELU, drop-path, residual sums and casts are fused; evaluation runs uncompiled.",
@@ -200,7 +197,6 @@ NETWORK: tuple[Switch, ...] = (
         values=("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"),
         fast={"cpu": "default", "cuda": "default"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={"reduce-overhead": "cuda", "max-autotune": "cuda"},
         note="torch.compile's mode, with speed.compile. reduce-overhead replays the compiled parts as CUDA graphs; "
         "max-autotune times several kernels for each product; max-autotune has both.",

@@ -8,7 +8,6 @@ STEP: tuple[Switch, ...] = (
         values=("step", "interval"),
         fast={"cpu": "interval", "cuda": "interval"},
         numerics="identical",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="When the host reads loss and gradient norm: in every step, as plain loops do with loss.item(), or once "
         "per runtime.log_every_steps, from sums that are kept on the device.",
@@ -42,7 +41,6 @@ STEP: tuple[Switch, ...] = (
         values=("plain", "fused"),
         fast={"cpu": "plain", "cuda": "plain"},
         numerics="rounding",
-        applies_to=("vit", "resnet", "timm"),
         requires={},
         note="The loss and its gradient (cross-entropy or binary cross-entropy, smoothing, two labels) compiled into "
         "few kernels that read the logits once, instead of a dozen.",

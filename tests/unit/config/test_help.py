@@ -17,7 +17,7 @@ from pycls_fast.config.help_keys import help_of_key
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig, Section, Speed
 from pycls_fast.config.suggestions import known_keys, section_keys
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import MODEL_KINDS, SwitchName
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
 
@@ -58,7 +58,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
             "optim.momentum=0.9  number at least 0 and less than 1  (only sgd, adafactor)",
             "optim.momentum=0.95  number at least 0 and less than 1  (only muon)",
         ]),
-        ("model.kind", ["model.kind  one of vit, resnet, timm"]),
+        ("model.kind", [f"model.kind  one of {', '.join(MODEL_KINDS)}"]),
         ("schedule.epochs", [
             "schedule.epochs=100  auto, or a whole number greater than 0",
             "  The length of the run; auto: by the number of training images, 10 to 50.",

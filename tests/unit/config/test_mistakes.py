@@ -64,9 +64,13 @@ ONE_MISTAKE = [
     ),
     (
         ["optim=sgd", "optim.betas=[0.9,0.95]"],
-        f"optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw {HERE}",
+        "optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw, lamb, lion, muon or adamw8bit "
+        f"{HERE}",
     ),
-    (["optim.momentum=0.5"], f"optim.momentum: unknown key for optim.name=adamw; it belongs to optim.name=sgd {HERE}"),
+    (
+        ["optim.momentum=0.5"],
+        f"optim.momentum: unknown key for optim.name=adamw; it belongs to optim.name=sgd, adafactor or muon {HERE}",
+    ),
     # Files that do not exist.
     (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
     (["optim=adam"], "optim=adam: no such file in configs/optim; did you mean adamw?"),
@@ -385,8 +389,8 @@ def test_a_mistake_gets_its_line(overrides: list[str], line: str, monkeypatch: p
             # A key of the file itself that the chosen group has no use for.
             "vit_l16",
             ["data.root=x", "optim=sgd"],
-            "optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw; leave it out with "
-            "~optim.betas (configs/vit_l16.yaml)",
+            "optim.betas: unknown key for optim.name=sgd; it belongs to optim.name=adamw, lamb, lion, muon or "
+            "adamw8bit; leave it out with ~optim.betas (configs/vit_l16.yaml)",
         ),
     ],
 )
