@@ -24,7 +24,7 @@ from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.parts import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import CATALOGUE, Device, SwitchName
+from pycls_fast.speed import CATALOGUE, MODEL_KINDS, Device, SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
@@ -49,6 +49,7 @@ BASE = {
         ],
     ),
 }
+assert set(BASE) == set(MODEL_KINDS), "each kind of model needs a small experiment"
 # Something is erased and mixed, or moving it between host and device would be tried on nothing.
 COMMON = [
     "data.image_size=16",
