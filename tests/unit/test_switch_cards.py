@@ -81,3 +81,10 @@ def test_cards_of_strategies_name_the_optimizers_that_the_checks_accept() -> Non
     assert named("fairscale_fsdp", r"Optimizers: (.*?)\.") == {name for name, facts in optimizers if facts.flat}
     excepted = {name for name, facts in optimizers if not facts.sends_state}
     assert named("fairscale_sharded_ddp", r"any optimizer except (.*)\.") == excepted
+
+
+def test_the_optimizers_without_a_fused_step_are_named() -> None:
+    (named,) = re.findall(r"Optimizers without a fused step \((.*?);", LEVELS["amp_fp16"].hurts)
+    assert set(named.split(", ")) == {
+        name for name, facts in OPTIMIZERS.items() if "fused" not in facts.implementations
+    }
