@@ -106,8 +106,8 @@ _LEVELS = (
         helps="GPUs without bfloat16, and the accuracy of 11 bits of significand where bfloat16 has 8.",
         hurts="The loss has to be scaled, and a step whose gradients overflow is skipped. Casts as in amp_bf16. "
         "Optimizers without a fused step (lamb, lion, muon, adafactor, adamw8bit; speed.optimizer=loop or foreach) "
-        "wait for the device in every step, to know whether gradients overflowed. On a CPU an order of magnitude slower "
-        "than float32: useful only for checking numbers.",
+        "wait for the device in every step, to know whether gradients overflowed. On a CPU an order of magnitude "
+        "slower than float32: useful only for checking numbers.",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv 1710.03740; torch.amp.GradScaler.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.002 of float32's. CUDA: not run.",
         apex="O1",
