@@ -14,6 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger import clocks, parts, stages, timing
 from pycls_fast.ledger.parts import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.ledger.turn_length import turn_length
+from pycls_fast.ledger.variant import Variant, _products
 from pycls_fast.parallel import ALONE, World
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
         fields |= {"complexity": None, "training_complexity": None}
         fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
-        variant = timing.Variant(**fields)
+        variant = Variant(**fields)
         variant.parts["train"] = Recorded(label, log)
         made.append(variant)
     timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
@@ -134,7 +135,7 @@ def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pyte
     for rest in (0.5, 0.25):
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "config": None}
         fields |= {"complexity": None, "training_complexity": None}
-        variant = timing.Variant(name=str(rest), memory=clocks.DeviceMemory(CPU), **fields)
+        variant = Variant(name=str(rest), memory=clocks.DeviceMemory(CPU), **fields)
         variant.parts["train"] = Slow(rest=rest)
         made.append(variant)
     timing._measure(made, "train", ALONE, steps=1, warmup_steps=3, repeats=2, seconds=2.0)
@@ -150,7 +151,7 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
         fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
         fields |= {"complexity": None, "training_complexity": None}
         fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
-        variant = timing.Variant(**fields)
+        variant = Variant(**fields)
         variant.parts["train"] = Recorded(label, log)
         variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
         made.append(variant)
@@ -162,7 +163,7 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
 def test_tf32_and_float32_have_peaks_of_their_own() -> None:
     configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
     configs["tf32"] = configs["fp32"].with_values(precision={"name": "tf32"})
-    keys = {name: timing._products(config) for name, config in configs.items()}
+    keys = {name: _products(config) for name, config in configs.items()}
     assert keys["fp32"] != keys["tf32"]
     assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]
 
