@@ -11,7 +11,7 @@ IMAGES: tuple[Switch, ...] = (
         requires={},
         note="How JPEGs become crops: the whole image by Pillow, the whole image by simplejpeg with torch's resize, or "
         "only the rows and blocks that the crop needs, resized row by row (region: C, compiled on first use). Pillow "
-        "always decodes other formats and damaged files.",
+        "always decodes other formats and damaged files, which are then resized in the same way.",
         mathematics="Boxes and flips are the same draws. Decoded pixels are the same bits; resized ones differ by a "
         "rounding. 200 ImageNet JPEGs at 224, mean absolute difference from Pillow 13 in grey levels of 255: region "
         "0.031 bilinear and 0.035 bicubic in training (164 of 200 crops are equal to the bit; in the others Pillow "
