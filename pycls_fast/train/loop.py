@@ -305,13 +305,14 @@ class Loop:
     def _compiling(self) -> Iterator[None]:
         """Take a failed compilation after a stop signal for the stop: Ctrl-C has ended the compiler's process, too.
 
-        What was to be compiled has not changed the weights.
+        What was to be compiled has not changed the weights. Only with one rank: others may have compiled, and wait.
         """
         try:
             yield
         except RuntimeError as error:
             # By its name: importing the class would import the compiler.
-            if self.stop and type(error).__module__.startswith("torch._inductor"):
+            alone = self.run.world.size == 1
+            if alone and self.stop and type(error).__module__.startswith("torch._inductor"):
                 raise Stopped from error
             raise
 
