@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,13 @@ def test_a_signal_that_ends_the_compiler_stops_the_run(
     last = 0 if interrupted == "step" else records(run_dir, "train")[-1]["step"]
     assert f"stopped by SIGTERM; everything up to step {last} is saved" in capsys.readouterr().out
     assert train(config) == 0
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(1, Stopped), (2, InductorError)])
+def test_ranks_do_not_stop_one_by_one(ranks: int, error: type[Exception]) -> None:
+    loop: Any = SimpleNamespace(run=SimpleNamespace(world=SimpleNamespace(size=ranks)), stop=True)
+    with pytest.raises(error), Loop._compiling(loop):
+        raise InductorError(CppCompileError(["g++"], "killed"), inspect.currentframe())
 
 
 def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started) -> None:
