@@ -168,6 +168,7 @@ def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
         layer_decay=settings.layer_decay,
         layer_decay_groups=settings.layer_decay_groups,
         split_hidden=OPTIMIZERS[settings.name].needs_units,
+        first_conv_name=network.first_conv_name,
     )
 
 

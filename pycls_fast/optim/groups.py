@@ -1,7 +1,7 @@
 """Parameter groups, decided by a parameter's owning module and its place in the model, never by a part of its name.
 
 Decided are: weight decay (by the owner's type), the layer and with it the learning rate's scale, and which matrices
-are hidden ones (both by the model's units).
+are hidden ones (by the model's units, its convolutions and the one of them that sees the image).
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def parameter_groups(
     layer_decay: float | None = None,
     layer_decay_groups: int | None = None,
     split_hidden: bool = False,
+    first_conv_name: str | None = None,
 ) -> list[Group]:
     """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
 
@@ -74,12 +75,14 @@ def parameter_groups(
         layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
             (`layers`); None: no `lr_scale`.
         layer_decay_groups: see `groups` of `layers`.
-        split_hidden: split the groups by `hidden`, true for the matrices and convolutions inside the units but
-            for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
+        split_hidden: split the groups by `hidden`, true for the matrices inside the units and every convolution
+            behind the first, but for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
+        first_conv_name: the layer that sees the image (`model.first_conv_name`); None: there is not exactly one, so
+            only convolutions inside the units are hidden.
     """
     flags = {"norm": decay.norms, "bias": decay.biases, "embedding": decay.embeddings, "weight": True}
     layer_of = layers(model, units, layer_decay_groups) if layer_decay is not None else {}
-    inside = {p for _, unit in units for p in unit.parameters()} if split_hidden else set()
+    inside = _between_image_and_head(model, units, first_conv_name) if split_hidden else set()
     last = _last_layer(units, layer_decay_groups)
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _parameters(model, kinds):
@@ -102,6 +105,16 @@ def parameter_groups(
             name = f"layer {layer}, {name}"
         groups.append({"name": name, **group})
     return groups
+
+
+def _between_image_and_head(model: nn.Module, units: Units, first_conv_name: str | None) -> set[nn.Parameter]:
+    inside = {p for _, unit in units for p in unit.parameters()}
+    if first_conv_name is None:
+        return inside
+    convs = (
+        module for name, module in model.named_modules() if isinstance(module, nn.Conv2d) and name != first_conv_name
+    )
+    return inside.union(*(conv.parameters() for conv in convs))
 
 
 def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:

@@ -21,7 +21,7 @@ class Optimizer:
         shardable: the implementations that update sharded weights (torch's DTensors); none if it needs whole matrices.
         flat: it computes the same on flattened weights, element by element.
         capturable: the implementations that read the learning rate on the device, as a CUDA graph requires.
-        needs_units: it treats the matrices inside the repeated blocks differently (`parameter_groups`, `split_hidden`).
+        needs_units: it treats hidden matrices differently (`parameter_groups`, `split_hidden`).
         trust_ratio: its steps are in proportion to the weights, so that weights of zero hardly change.
         sends_state: its state can be sent from rank to rank.
         state_keys: its own keys that the shapes of its state depend on; a run cannot change them when it resumes.

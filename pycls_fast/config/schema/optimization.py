@@ -144,7 +144,7 @@ class Adafactor(_Optim):
 
 
 class Muon(_Optim):
-    """Muon (Jordan et al., 2024) for the matrices and convolutions of the blocks, AdamW for the rest.
+    """Muon (Jordan et al., 2024) for the blocks' matrices and all convolutions but the first, AdamW for the rest.
 
     Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate and decay serve both;
     betas and eps are AdamW's.

@@ -242,7 +242,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
     )
 
 
-@pytest.mark.parametrize("name", ["deit_s16", "rsb_a1", "rsb_a3", "torchvision_vit_b16", "vit_p_1gf", "vit_cifar10"])
+@pytest.mark.parametrize("name", ["deit_s16", "rsb_a1", "rsb_a3", "torchvision_vit_b16", "vit_p_1gf"])
 def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -> None:
     """After `augment=none` nothing is left that no note names, and what the notes say takes it away."""
     arguments = ["--config-name", name, "data.root=/nowhere", "augment=none"]
@@ -262,23 +262,36 @@ def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -
     assert calls[0][0].augment == expected.model_copy(update={"rand_augment": calls[0][0].augment.rand_augment})
 
 
-def test_the_policy_that_an_experiment_keeps_is_named(tool: Tool) -> None:
-    arguments = ["--config-name", "vit_cifar10", "data.root=/nowhere", "augment=trivial"]
+# An experiment with a RandAugment of its own.
+OWN_RAND_AUGMENT = """
+defaults: [vit_ti16, _self_]
+augment:
+  interpolation: bicubic
+  policy: rand_augment
+  rand_augment: {library: timm, num_ops: 2, magnitude: 9, magnitude_std: 0.5, increasing: true, probability: 0.5}
+"""
+
+
+def test_the_policy_that_an_experiment_keeps_is_named(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(OWN_RAND_AUGMENT)
+    arguments = ["--config-dir", str(tmp_path), "--config-name", "own", "data.root=/nowhere", "augment=trivial"]
     status, lines, calls = tool(*arguments)
     assert (status, calls[0][0].augment.policy) == (0, "rand_augment")
     (line,) = lines
-    assert line.startswith("note: augment=trivial: interpolation=bicubic, policy=rand_augment: set in configs/vit_cif")
+    kept = "interpolation=bicubic, policy=rand_augment"
+    assert line.startswith(f"note: augment=trivial: {kept}: set in {tmp_path}/own.yaml")
     assert line.endswith(
         "to take that file's values: augment.interpolation=bilinear augment.policy=trivial_augment_wide"
     )
     assert tool(*arguments, "augment.policy=null")[2][-1][0].augment.policy is None
 
 
-@pytest.mark.parametrize(("experiment", "chosen"), [("vit_cifar10", "big_vision"), ("rsb_a3", "timm_ra")])
+@pytest.mark.parametrize(("experiment", "chosen"), [("own", "big_vision"), ("rsb_a3", "timm_ra")])
 def test_the_way_to_another_rand_augment_leaves_nothing_of_the_kept_one(
-    tool: Tool, experiment: str, chosen: str
+    tool: Tool, tmp_path: Path, experiment: str, chosen: str
 ) -> None:
-    arguments = ["--config-name", experiment, "data.root=/nowhere", f"augment={chosen}"]
+    (tmp_path / "own.yaml").write_text(OWN_RAND_AUGMENT)
+    arguments = ["--config-dir", str(tmp_path), "--config-name", experiment, "data.root=/nowhere", f"augment={chosen}"]
     _, lines, _ = tool(*arguments)
     ways = [way for line in lines for way in shlex.split(line.partition("; to take that file's values: ")[2])]
     status, lines, calls = tool(*arguments, *ways)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
+from pycls_fast.network import Network
 from pycls_fast.optim import Decay, Kinds, parameter_groups, set_lr
 from pycls_fast.optim.groups import layers
 
@@ -18,6 +19,13 @@ def vit(classifier: str = "token", positions: str = "learned") -> VisionTransfor
     return VisionTransformer(
         image_size=32, patch_size=16, width=16, depth=12, heads=2, mlp_width=24, num_classes=5,
         classifier=classifier, positions=positions,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def conv_vit() -> VisionTransformer:
+    return VisionTransformer(
+        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, classifier="pooled",
+        stem="conv", stem_widths=(6, 8, 8), stem_strides=(2, 1, 2),
     )  # fmt: skip
 
 
@@ -135,21 +143,34 @@ def test_the_schedule_reaches_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [vit(), ResNet(depth=18, num_classes=5), ResNet(depth=50, num_classes=5)], ids=["vit", "18", "50"]
+    ("model", "stem"),
+    [
+        (vit(), set()),
+        (
+            conv_vit(),
+            {"stem.convs.1.weight", "stem.convs.2.weight", "stem.projection.weight"},
+        ),
+        (ResNet(depth=18, num_classes=5), set()),
+        (ResNet(depth=50, num_classes=5, stem="deep"), {"stem.deep.1.conv.weight", "stem.conv.weight"}),
+    ],
+    ids=["vit", "vit_conv", "18", "50_deep"],
 )
 @pytest.mark.parametrize("layer_decay", [None, 0.7])
-def test_hidden_are_the_matrices_inside_the_units(model: nn.Module, layer_decay: float | None) -> None:
+def test_hidden_are_the_matrices_between_the_image_and_the_head(
+    model: Network, stem: set[str], layer_decay: float | None
+) -> None:
     groups = parameter_groups(
         model,
         Decay(0.3),
         KINDS,
-        units=model.units(),  # type: ignore[operator]
+        units=model.units(),
         layer_decay=layer_decay,
         split_hidden=True,
+        first_conv_name=model.first_conv_name,
     )
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     hidden = {name_of[p] for group in groups if group["hidden"] for p in group["params"]}
-    assert hidden == {
+    assert hidden == stem | {
         name for name, p in model.named_parameters() if p.ndim >= 2 and name.startswith(("blocks.", "stages."))
     }
     assert sum(len(group["params"]) for group in groups) == len(name_of)
