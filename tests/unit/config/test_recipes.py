@@ -315,6 +315,21 @@ def test_what_decays_elsewhere() -> None:
     assert _sizes(build.parameter_groups(config, _network(config)), "weight_decay").keys() == {0.3}
 
 
+@pytest.mark.parametrize(
+    ("name", "fallback"),
+    [
+        ("vit_cifar10", {"stem.convs.0.weight", "positions.value", "head.weight"}),
+        ("resnet_cifar10", {"stem.conv.weight", "head.weight"}),
+    ],
+)
+def test_muon_is_for_the_matrices_between_the_image_and_the_head(name: str, fallback: set[str]) -> None:
+    config = load(name)
+    network = _network(config)
+    hidden = {id(p) for group in build.parameter_groups(config, network) if group["hidden"] for p in group["params"]}
+    rest = {key for key, p in network.named_parameters() if id(p) not in hidden}
+    assert {key for key, p in network.named_parameters() if key in rest and p.ndim > 1} == fallback
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("mae_finetune_b16", 12), ("mae_finetune_l16", 24)])
 def test_layers_learn_as_fast_as_in_mae(name: str, blocks: int) -> None:
     """mae/util/lr_decay.py: layer i of the blocks and two more has the rate times decay ** (blocks + 1 - i)."""
