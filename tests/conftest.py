@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,35 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not is_about_cuda(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+# A slow test's own limit, in seconds; pyproject.toml has that of the others.
+SLOW_LIMIT = 3600
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For CI, which runs a slice of the slow tests at a time."""
+    parser.addoption("--minutes", type=float, help="start no test later than this")
+    parser.addoption("--turn", type=int, default=0, help="which test file begins; those before it come last")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give slow tests their limit, and let the files take turns."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
+    files = list(dict.fromkeys(item.path for item in items))
+    place = {file: (number - config.option.turn) % len(files) for number, file in enumerate(files)}
+    items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin too late."""
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes are over")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_a_rank_that_leaves_with_an_error_prints_it_and_ends(
 ) -> None:
     script = tmp_path / "tool.py"
     script.write_text(SCRIPT.format(wait=300, first=1, error=error))
-    done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1, timeout=100)
+    done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1)
     printed = done.stderr.splitlines()
     for line in lines:
         assert printed.count(line) == 1, done.stderr

@@ -141,7 +141,7 @@ def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
     ]
     for steps in (2, 4):
         training = command(*overrides, f"schedule.max_steps={steps}", config_name="vit_h16")
-        run_process(under_torchrun(training, 2), cwd=tmp_path, timeout=600)
+        run_process(under_torchrun(training, 2), cwd=tmp_path)
     assert [record["step"] for record in records(tmp_path / "run", "train")] == [1, 2, 3, 4]
     (event,) = records(tmp_path / "run", "event")
     assert (event["event"], event["step"]) == ("resumed", 2)

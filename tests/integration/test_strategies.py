@@ -124,7 +124,7 @@ def run_ranks(cases: dict[str, Any], folder: Path, ranks: int) -> Path:
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     worker = [sys.executable, str(ROOT / "tests/integration/strategy_worker.py")]
-    run_process(under_torchrun([*worker, str(folder / "cases.json"), str(folder)], ranks), cwd=folder, timeout=850)
+    run_process(under_torchrun([*worker, str(folder / "cases.json"), str(folder)], ranks), cwd=folder)
     return folder
 
 
