@@ -48,9 +48,7 @@ def command(*overrides: str, tool: str = "train_net", config_name: str | None = 
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *name, *overrides]
 
 
-def run_process(
-    arguments: Sequence[str], *, cwd: Path, expect: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+def run_process(arguments: Sequence[str], *, cwd: Path, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Run to the end; the status has to be the expected one. The test's own limit is the limit here."""
     process = subprocess.Popen(
         list(arguments),

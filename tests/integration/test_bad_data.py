@@ -158,6 +158,7 @@ def test_single_under_torchrun(tmp_path: Path, digits: Path, monkeypatch: pytest
         train(load_config("vit_digits", [*TINY, f"data.root={digits}", "parallel=single"]))
 
 
+@pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
     """Status 2, one line on standard error, no traceback, no file."""
     done = run_process(command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2)
@@ -176,6 +177,7 @@ def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:
     return folder, bad
 
 
+@pytest.mark.slow
 def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, bad = damage(digits, tmp_path / "images", every=90)
     settings = [
@@ -199,6 +201,7 @@ def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, caps
     assert 359 - len(bad) <= counts.pop() < 359
 
 
+@pytest.mark.slow
 def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> None:
     root, bad = damage(digits, tmp_path / "images", every=40)
     settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=5"]

@@ -22,6 +22,7 @@ KEYS = (
 )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_carries_on_what_was_left_out(tmp_path: Path, digits: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     run_process(under_torchrun(command(*KEYS, f"data.root={digits}", f"run_dir={first}"), 2), cwd=tmp_path)

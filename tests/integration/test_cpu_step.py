@@ -23,6 +23,7 @@ sys.modules["cpu_step"] = cpu_step
 _SPEC.loader.exec_module(cpu_step)
 
 
+@pytest.mark.slow
 def test_record_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--models",
@@ -59,6 +60,7 @@ def test_record_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cpu_step.ratio(record, fast["name"], slow["name"]).spread.p50 == pytest.approx(statistics.median(pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_s16", "resnet50"])
 def test_both_sides_have_the_same_network(name: str) -> None:
     """As many parameters as timm's; what is measured has no drop-path, smoothing or mixing."""

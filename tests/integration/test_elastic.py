@@ -49,7 +49,6 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-@pytest.mark.timeout(400)
 def test_a_node_is_gone_and_the_other_goes_on(tmp_path: Path, digits: Path, started: Started) -> None:
     (tmp_path / "seen").mkdir()
     run_dir = tmp_path / "run"
@@ -77,7 +76,6 @@ def test_a_node_is_gone_and_the_other_goes_on(tmp_path: Path, digits: Path, star
     assert_every_image_once(seen(tmp_path))
 
 
-@pytest.mark.timeout(400)
 def test_a_rank_is_gone_and_both_nodes_start_again(tmp_path: Path, digits: Path, started: Started) -> None:
     """Only one of the agents counts this as a failure of its own; the ranks meet nevertheless."""
     (tmp_path / "seen").mkdir()

@@ -23,6 +23,8 @@ from pycls_fast.data.sampling import epoch_order
 from pycls_fast.train import checkpoint
 from tests.integration.runs import ROOT, TINY, assert_same_state, command, environment, newest_checkpoint, records
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH, IMAGES = 44, 64, 1438
 OVERRIDES = (*TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkpoint_every_steps=4")
 
@@ -127,7 +129,6 @@ POINTS = [
 POINTS += ["before publish", "after publish"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "at", ["in files.json", *(pytest.param(at, marks=pytest.mark.slow) for at in ["step", *POINTS])]
 )
@@ -235,8 +236,6 @@ def ranks_of(launch: Launch) -> Sequence[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_killed_ten_times_at_random_moments(
     tmp_path: Path, digits: Path, undisturbed: Launch, strategy: str

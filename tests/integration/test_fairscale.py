@@ -20,9 +20,9 @@ from tests.checkpoints import load_checkpoint
 from tests.integration.runs import assert_same_state
 from tests.integration.test_strategies import run_ranks
 
-# Three launches come first.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.slow
 
+# Three launches come first.
 MODELS = {
     "vit": ["model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"],
     "resnet": ["model.depth=18", "data.image_size=8"],

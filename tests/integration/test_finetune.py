@@ -89,6 +89,7 @@ def finetune(images: Path, run_dir: Path, *overrides: str, name: str = "finetune
     return train(load_config(name, [f"data.root='{images}'", f"run_dir={run_dir}", *TINY, *overrides]))
 
 
+@pytest.mark.slow
 def test_weights_of_the_hub_are_recorded_with_their_commit(
     images: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +155,7 @@ def test_sixty_images_are_enough(images: Path, weights: Path, tmp_path: Path) ->
     assert len(scores["classes"]) == 3
 
 
+@pytest.mark.slow
 def test_goes_on_when_the_weights_are_gone(images: Path, weights: Path, tmp_path: Path) -> None:
     """What they said of mean and deviation is in the checkpoint, for a new folder as well."""
     run, given = tmp_path / "run", tmp_path / "given.safetensors"
@@ -199,6 +201,7 @@ def assert_stopped_early(run: Path) -> None:
     assert (run / "confusion.png").is_file()
 
 
+@pytest.mark.slow
 def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert finetune(images, run, *IMPATIENT) == 0
@@ -215,6 +218,7 @@ def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: py
     assert json.loads((run / "summary.json").read_text())["steps"] == 24
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_together(images: Path, weights: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     given = [f"data.root={images}", f"weights={weights}", *TINY, f"run_dir={run}"]
@@ -223,6 +227,7 @@ def test_two_ranks_stop_together(images: Path, weights: Path, tmp_path: Path) ->
     assert_stopped_early(run)
 
 
+@pytest.mark.slow
 def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: Path, tmp_path: Path) -> None:
     given = [f"data.root={images}", f"weights={weights}", *TINY]
     found = run_process(command(*given, "k=5", "output=knn.json", tool="knn_net", config_name=None), cwd=tmp_path)
@@ -240,6 +245,7 @@ def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["knn.json", "sweep"]
 
 
+@pytest.mark.slow
 def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weights: Path, tmp_path: Path) -> None:
     """Each setting reaches the step: the first losses differ."""
     (tmp_path / "uneven").mkdir()
@@ -256,6 +262,7 @@ def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weig
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -286,6 +293,7 @@ def folder(root: Path, **counts: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
     folder(tmp_path / "one", cat=5)
     given = ["data.root=one", f"weights={weights}", *TINY]
@@ -296,6 +304,7 @@ def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
         finetune(folder(tmp_path / "two", cat=5, dog=1), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_two_images_of_each_class_are_enough(tmp_path: Path) -> None:
     """One of each to train on; batch norm needs two in a batch."""
     images = folder(tmp_path / "few", cat=2, dog=2)

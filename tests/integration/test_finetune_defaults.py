@@ -34,7 +34,6 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_defaults_train_on_a_cpu(tmp_path: Path, photos: Path) -> None:
     """224 px, the preset's switches and number format, automatic epochs and batches; then predict and export."""
     torch.manual_seed(0)

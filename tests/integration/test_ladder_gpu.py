@@ -43,6 +43,7 @@ def ours(rung: Any) -> list[str]:
 
 
 # The other ViTs have the same rungs.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("vit_h16", marks=pytest.mark.slow), "resnet50"])
 def test_the_rungs_are_settings_that_a_gpu_runs(name: str) -> None:
     """Each is accepted by what checks the configuration for a GPU."""
@@ -169,6 +170,7 @@ with open(value["--results-file"], "w") as file:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

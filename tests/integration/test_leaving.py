@@ -12,6 +12,8 @@ import pytest
 
 from tests.integration.runs import run_process, under_torchrun
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import time
 import torch.distributed as dist

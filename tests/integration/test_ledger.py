@@ -16,6 +16,8 @@ import pytest
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.started import Started
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "schedule.epochs=1", "schedule.warmup_epochs=0",
     "runtime.tensorboard=false", "runtime.log_every_steps=4", "data.num_workers=0",
@@ -45,7 +47,6 @@ def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
 
 
 # Some twenty processes, one after the other.
-@pytest.mark.timeout(900)
 def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Path, started: Started) -> None:
     folder = tmp_path / "report"
     arguments = ledger(ladder, digits, f"output={folder}")

@@ -10,6 +10,8 @@ from pycls_fast.config import load_config
 from pycls_fast.train import train
 from tests.integration.runs import TINY, records
 
+pytestmark = pytest.mark.slow
+
 
 def losses(digits: Path, run_dir: Path, *overrides: str) -> list[float]:
     """Of ten steps with drop-path and two microbatches."""

@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path) -> None:
     (here / "my_package").mkdir()
     (here / "my_package" / "nets.py").write_text(MODEL)
@@ -90,6 +91,7 @@ def of_own_model(here: Path, text: str) -> RunConfig:
     return load_config("vit_digits", ["model=timm", f"model.name={name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "words", "output"),
     [
@@ -174,6 +176,7 @@ def test_a_module_that_is_missing_is_one_line(here: Path, name: str, missing: st
         import_modules([name])
 
 
+@pytest.mark.slow
 def test_the_command_reports_a_missing_module(here: Path) -> None:
     done = run_process(command("imports=of_nobody"), cwd=here, expect=2)
     assert done.stderr.count("\n") == 1

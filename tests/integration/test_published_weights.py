@@ -85,6 +85,7 @@ def timm_top1(model: torch.nn.Module, root: Path, about: dict[str, Any]) -> tupl
     return right, torch.nn.functional.cross_entropy(logits, labels).item()
 
 
+@pytest.mark.slow
 def test_a_timm_folder_is_scored_as_timm_scores_it(
     tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert told["loss"] != pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_published_file_is_compared_under_its_experiment(
     tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_published_file_is_compared_under_its_experiment(
     assert published_number("mae_finetune_b16", "mae_finetuned_vit_base.pth", split="train") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("crop", "way"), [("squash", "both sides"), ("border", "long side")])
 def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images: Path, crop: str, way: str) -> None:
     model = timm_folder(tmp_path / "deit", crop_mode=crop)
@@ -155,6 +158,7 @@ def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images
     assert told["preprocessing"].startswith(f"{way} 106 (bicubic), centre 96 x 96, mean 0.5")
 
 
+@pytest.mark.slow
 def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Path) -> None:
     timm_folder(tmp_path / "deit")
     own_size = ["data.image_size=64", "data.exif_orientation=false"]
@@ -171,6 +175,7 @@ def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Pat
     assert told[False].startswith("short side 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
 
 
+@pytest.mark.slow
 def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images: Path) -> None:
     """The error names the way out."""
     timm_folder(tmp_path / "larger", crop_pct=1.15)
@@ -196,6 +201,7 @@ def test_the_tool(tmp_path: Path, images: Path) -> None:
     assert done.stderr.startswith("error: preprocessing: ")
 
 
+@pytest.mark.slow
 def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
     tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,10 @@ COMMON = (
 )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_ranks_equal_one(tmp_path: Path, digits: Path, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"), [("ddp", 2), ("fsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.slow)]
+)
+def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: str, accumulation: int) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
     overrides = [
         *COMMON,
@@ -33,7 +35,7 @@ def test_two_ranks_equal_one(tmp_path: Path, digits: Path, accumulation: int) ->
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("vit_digits", [*overrides, f"run_dir={one}"])) == 0
-    run_process(under_torchrun(command(*overrides, f"run_dir={two}"), 2), cwd=tmp_path)
+    run_process(under_torchrun(command(*overrides, f"parallel={strategy}", f"run_dir={two}"), 2), cwd=tmp_path)
     for name in ("loss", "grad_norm"):
         ours = [record[name] for record in records(two, "train")]
         theirs = [record[name] for record in records(one, "train")]
@@ -47,6 +49,7 @@ def test_two_ranks_equal_one(tmp_path: Path, digits: Path, accumulation: int) ->
     assert json.loads((two / "summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> None:
     """Ranks see other images; what is saved is the mean of their statistics, of the average, too."""
     overrides = [
@@ -69,6 +72,7 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
     assert not torch.equal(ours["model"][first], ours["ema"][first])
 
 
+@pytest.mark.slow
 def test_mistake_under_torchrun_is_told_once(tmp_path: Path, digits: Path) -> None:
     arguments = under_torchrun(command(*COMMON, f"data.root={digits}", "data.global_batch_size=63"), 2)
     done = run_process(arguments, cwd=tmp_path, expect=None)
@@ -94,6 +98,7 @@ command_line(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tool", "config_name"), [("train_net", "vit_digits"), ("test_net", None)])
 def test_weights_that_the_hub_does_not_have_are_one_line(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, tool: str, config_name: str | None
@@ -110,6 +115,7 @@ def test_weights_that_the_hub_does_not_have_are_one_line(
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_mistake_of_one_rank_alone_is_told_by_it(tmp_path: Path) -> None:
     """The first rank of the node hears nothing of it, nor would the user."""
     (tmp_path / "alone.py").write_text(ALONE)
@@ -139,6 +145,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_scoring_may_take_longer_than_the_timeout(tmp_path: Path, digits: Path) -> None:
     """Rank 0 waits for rank 1 for about 4 seconds, in which rank 1 makes progress."""
     (tmp_path / "slow.py").write_text(SLOW)
@@ -165,6 +172,7 @@ command_line(main)
 """
 
 
+@pytest.mark.slow
 def test_shards_and_their_copies_are_as_configured(tmp_path: Path) -> None:
     """Both ranks are on one node, which would be one group of shards by itself."""
     (tmp_path / "grid.py").write_text(GRID)
@@ -174,6 +182,7 @@ def test_shards_and_their_copies_are_as_configured(tmp_path: Path) -> None:
     assert found == {"('replicate', 'shard') [[0], [1]]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16_master", "fp16"])
 def test_ranks_in_half_precision_follow_one(tmp_path: Path, digits: Path, name: str) -> None:
     """Ranks exchange rounded gradients, and skip an overflow together; 6 steps, to what float16 rounds."""

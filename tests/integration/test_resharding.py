@@ -15,6 +15,8 @@ from tests.integration.runs import assert_same_state, command, records, run_proc
 from tests.integration.strategy_worker import run_cases
 from tests.integration.test_strategies import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {
     "single": ["parallel=single"],
     "ddp": ["parallel=ddp"],
@@ -110,8 +112,6 @@ def test_saved_in_four_shards_and_whole_loaded_whole_and_in_three(tmp_path: Path
         assert_goes_on(go_on(tmp_path / f"on{ranks}", origin, ("fsdp", "single"), digits, ranks), origin, losses)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -> None:
     origin = save(tmp_path / "saved", digits, SAVED)
     losses: dict[str, list[float]] = {}
@@ -119,8 +119,6 @@ def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -
         assert_goes_on(go_on(tmp_path / f"on{ranks}", origin, (*SAVED, "single"), digits, ranks), origin, losses)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
     """The experiment as it is, but for 4 blocks and 64 pixels, on synthetic images; 0.6 GB a checkpoint."""
     overrides = [

@@ -113,7 +113,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """A run from beginning to end."""
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    run_process(arguments(run_dir, digits), cwd=run_dir.parent)
+    assert train(load_config("vit_digits", arguments(run_dir, digits)[4:])) == 0
     return run_dir
 
 
@@ -132,6 +132,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterrupted: Path, started: Started) -> None:
     """Twice, the second time in the second epoch, and never at a step that was saved."""
     run_dir = tmp_path / "run"
@@ -143,6 +144,18 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterr
     assert_same_run(run_dir, uninterrupted)
 
 
+def test_eight_steps_are_five_and_three(tmp_path: Path, digits: Path) -> None:
+    for name, steps in (("whole", 8), ("parts", 5), ("parts", 8)):
+        own = ("data.num_workers=0", f"schedule.max_steps={steps}")
+        assert train(load_config("vit_digits", arguments(tmp_path / name, digits, *own)[4:])) == 0
+    whole, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
+    for part in ("model", "ema", "optimizer"):
+        assert_same_state(parts[part], whole[part])
+    losses = [[record["loss"] for record in records(tmp_path / name, "train")] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_says_how_to_go_on(
     tmp_path: Path, digits: Path, uninterrupted: Path, number: signal.Signals, started: Started
@@ -164,6 +177,7 @@ def test_signal_saves_and_says_how_to_go_on(
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", ["step", "evaluation"])
 def test_a_signal_that_ends_the_compiler_stops_the_run(
     interrupted: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -199,6 +213,7 @@ def test_ranks_do_not_stop_one_by_one(ranks: int, error: type[Exception]) -> Non
         raise InductorError(CppCompileError(["g++"], "killed"), inspect.currentframe())
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started) -> None:
     """Ctrl-C of `... | tee log` ends tee first: the training goes on to its save."""
     run_dir = tmp_path / "run"
@@ -215,6 +230,7 @@ def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started)
     assert newest_checkpoint(run_dir)["step"] == event["step"] >= 12
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_before_it_is_shown(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
 
@@ -226,6 +242,7 @@ def test_a_step_is_saved_before_it_is_shown(tmp_path: Path, digits: Path, monkey
     assert train(load_config("vit_digits", arguments(run_dir, digits, *every)[4:])) == 0
 
 
+@pytest.mark.slow
 def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path, started: Started) -> None:
     """torchrun passes the signal on; every rank leaves after the same step, and the run goes on from there."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
@@ -242,6 +259,7 @@ def test_signal_to_ranks_stops_all_at_one_step(tmp_path: Path, digits: Path, sta
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.slow
 def test_truncated_checkpoint_is_passed_over(
     tmp_path: Path, digits: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +280,7 @@ def test_truncated_checkpoint_is_passed_over(
         assert_same_state(ours[name], theirs[name])
 
 
+@pytest.mark.slow
 def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]
     assert train(load_config("vit_digits", overrides)) == 0
@@ -296,6 +315,7 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["optim"]["lr"] == 1e-5
 
 
+@pytest.mark.slow
 def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last evaluation is done again, both halves of it, and stands in the records once."""
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3", "optim.ema_decay=0.5"]
@@ -319,6 +339,7 @@ def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, mo
     assert best.resolve().name == "step_000000003"
 
 
+@pytest.mark.slow
 def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
     overrides = [*TINY, f"data.root={digits}"]
     assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'old'}", "schedule.max_steps=3"])) == 0
@@ -340,6 +361,7 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
     assert len(list((tmp_path / "new" / "checkpoints").glob("set_aside*"))) == 2
 
 
+@pytest.mark.slow
 def test_the_first_evaluation_in_a_new_folder_may_be_the_best(tmp_path: Path, digits: Path) -> None:
     """Then its checkpoint is there."""
     overrides = [*TINY, f"data.root={digits}", "runtime.eval_every_steps=3", "schedule.best_metric=loss"]
@@ -351,6 +373,7 @@ def test_the_first_evaluation_in_a_new_folder_may_be_the_best(tmp_path: Path, di
     assert (tmp_path / "new" / "checkpoints" / "best").resolve().name == "step_000000003"
 
 
+@pytest.mark.slow
 def test_the_command_that_goes_on_resumes_the_folder(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,6 +392,7 @@ def test_the_command_that_goes_on_resumes_the_folder(
         assert how.endswith(f"{environment_command(sys.orig_argv[0])}{added}")
 
 
+@pytest.mark.slow
 def test_the_command_that_goes_on_with_a_run_of_a_sweep(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,6 +454,7 @@ def test_a_mistake_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.glob("runs/*/*"))
 
 
+@pytest.mark.slow
 def test_killed_before_its_first_checkpoint(tmp_path: Path, digits: Path) -> None:
     """It begins anew, and the records do not hold its steps twice."""
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3"]

@@ -11,6 +11,8 @@ from PIL import Image
 
 from tests.integration.runs import ROOT, TINY, run_process, under_torchrun
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, runpy, sys
 sys.argv = [{tool!r}, *sys.argv[1:], *{own!r}[int(os.environ["RANK"])]]

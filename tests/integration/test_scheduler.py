@@ -15,6 +15,8 @@ import pytest
 from tests.integration.runs import TINY, command, environment, records, run_process
 from tests.started import Started
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 LAUNCHER = ("--multirun", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2")
 
@@ -65,7 +67,6 @@ def test_a_crash_of_one_task_fails_and_is_in_its_log(tmp_path: Path) -> None:
     assert f"alone: {script} --config-name vit_digits {' '.join(LAUNCHER)}\n" in out.read_text()
 
 
-@pytest.mark.slow
 def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, started: Started) -> None:
     """One task gets the signal, both leave after the same step, and the job that comes after goes on from it."""
     run = tmp_path / "run"

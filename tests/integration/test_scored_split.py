@@ -64,6 +64,7 @@ def scored(run: Path, split: str, *overrides: str) -> dict[str, Any]:
     return json.loads((run / "scores.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "counts", [{"bird": 5, "cat": 1, "dog": 7}, {"bird": 5, "cat": 4}, {"cat": 4, "dog": 3}, {"dog": 6}]
 )
@@ -79,6 +80,7 @@ def test_all_images_of_a_folder(run: Path, tmp_path: Path, counts: dict[str, int
     assert [row["images"] for row in found["classes"]] == [counts.get(name, 0) for name in NAMES]
 
 
+@pytest.mark.slow
 def test_classes_of_another_name(run: Path, tmp_path: Path) -> None:
     root = write(tmp_path / "mine", cat=4, dog=3)
     (root / "dog").rename(root / "horse")
@@ -97,6 +99,7 @@ def test_splits_that_there_are(run: Path, images: Path, tmp_path: Path) -> None:
         scored(run, "all", f"data.root={tmp_path / 'both'}")
 
 
+@pytest.mark.slow
 def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, part = (
         "the random split is not the one that",
@@ -121,6 +124,7 @@ def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys:
     assert notes() == [True, False]
 
 
+@pytest.mark.slow
 def test_other_images_are_not_resumed_with(
     run: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
     assert all(own == found["folder"] for own in found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "kinds"), [((32, 32), ("png", "raw", "cifar")), ((40, 24), ("png", "raw"))])
 def test_arrays_train_like_the_files_that_hold_the_same_pixels(
     size: tuple[int, int], kinds: tuple[str, ...], tmp_path: Path
@@ -77,6 +78,7 @@ def test_arrays_train_like_the_files_that_hold_the_same_pixels(
     assert all(own == found["png"] for own in found.values()), found
 
 
+@pytest.mark.slow
 def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     root = LAYOUTS["tar"](tmp_path / "tar", CONTENT)
     full = run(tmp_path / "full", root)
@@ -136,6 +138,7 @@ def damaged(tmp_path: Path, digits: Path) -> tuple[Path, dict[str, str], list[Pa
     return root, said, odd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_image_in_a_hundred_is_damaged(
     tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], workers: int
@@ -153,6 +156,7 @@ def test_one_image_in_a_hundred_is_damaged(
         run(tmp_path / "few", root, *overrides, "data.max_damaged=3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one", "a class"])
 def test_files_that_vanish_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, how: str) -> None:
     """What was not yet read is reported, nothing hangs, and the run goes on as long as the limit allows."""
@@ -235,6 +239,7 @@ def test_packing_takes_every_option(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {key: about[key] for key in given} == given
 
 
+@pytest.mark.slow
 def test_verify_lists_the_damaged(
     tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +283,7 @@ def test_a_signal_while_preparing(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_preparing_as_a_process(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "folder", CONTENT)
     arguments = ("pack", f"data.root={root}", "output=packed", "data.num_workers=1", "split=val")
@@ -305,6 +311,7 @@ def test_mistakes_of_preparing(
         prepare(*arguments, f"data.root={root}", capsys=capsys)
 
 
+@pytest.mark.slow
 def test_further_evaluation_sets(tmp_path: Path) -> None:
     """Scored as published, and written down with the preprocessing; ReaL from the validation images."""
     content = make_content(train=(8, 10, 7), val=(3, 2, 4))

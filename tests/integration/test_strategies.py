@@ -15,8 +15,8 @@ import torch
 from pycls_fast.speed import OPTIMIZERS
 from tests.integration.runs import ROOT, run_process, under_torchrun
 
-# One launch has all cases of a number of ranks.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
@@ -59,8 +59,6 @@ CASES = [
     # FairScale's ShardedDDP has no place for weights that are apart from the network's (`config/checks/`).
     if (chosen[0], chosen[2]) != ("oss", "bf16_params")
 ]
-# What fits the time of every change: the strategies on as few ranks as show them, with what adds up microbatches.
-QUICK = [chosen for chosen in CASES if chosen[3] == 4]
 # Largest difference of what is learned, as a share of the whole change; bfloat16 rounds to 4e-3. In float32 no single
 # value differs by more than 1e-5 either.
 BAND = {"fp32": 1e-5, "bf16_params": 1e-2}
@@ -143,15 +141,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return folder / "x"
 
 
-def _ranks(
-    chosen: list[tuple[Any, ...]],
-    ranks: int,
-    factory: pytest.TempPathFactory,
-    digits: Path,
-    more: dict[str, Any] | None = None,
-) -> Path:
+def _ranks(chosen: list[tuple[Any, ...]], ranks: int, factory: pytest.TempPathFactory, digits: Path) -> Path:
     cases = {case_name(*parts): case(STRATEGIES[parts[0]], *parts[1:], digits) for parts in chosen}
-    return run_ranks({**cases, **(more or {})}, factory.mktemp("ranks") / str(ranks), ranks)
+    return run_ranks(cases, factory.mktemp("ranks") / str(ranks), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +152,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         name: case([*STRATEGIES[strategy], *keys], "vit", None, 2, digits)
         for name, (strategy, keys, _) in PARTS.items()
     }
-    return _ranks([c for c in QUICK if c[0] != "hsdp"], 2, tmp_path_factory, digits, parts)
-
-
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    return _ranks([c for c in QUICK if c[0] == "hsdp"], 4, tmp_path_factory, digits)
+    return run_ranks(parts, tmp_path_factory.mktemp("ranks") / "parts", 2)
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +165,10 @@ def all_on_four(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return _ranks(CASES, 4, tmp_path_factory, digits)
 
 
-@pytest.mark.parametrize("chosen", QUICK, ids=lambda chosen: case_name(*chosen))
-def test_ranks_equal_one_process(chosen: tuple[Any, ...], alone: Path, request: pytest.FixtureRequest) -> None:
-    """Ten steps at the same global batch: weights, statistics, average, losses, norms, evaluations."""
-    compare(chosen, request.getfixturevalue("grid" if chosen[0] == "hsdp" else "two"), alone)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: case_name(*chosen))
 def test_the_whole_table(chosen: tuple[Any, ...], ranks: int, alone: Path, request: pytest.FixtureRequest) -> None:
+    """Ten steps at the same global batch: weights, statistics, average, losses, norms, evaluations."""
     if chosen[0] == "hsdp" and ranks == 2:
         pytest.skip("a grid of 2 x 2 takes four ranks")
     compare(chosen, request.getfixturevalue("all_on_two" if ranks == 2 else "all_on_four"), alone)
@@ -215,7 +196,6 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
         assert max(compressed[:9]) < 1e-5 < compressed[9]
 
 
-@pytest.mark.slow
 def test_compiled_shards_equal_one_process(tmp_path: Path, digits: Path) -> None:
     """Blocks, the whole model, and the update, each compiled."""
     update = [*ADAMW, "speed.optimizer=loop"]
@@ -233,7 +213,6 @@ def test_compiled_shards_equal_one_process(tmp_path: Path, digits: Path) -> None
         compare_learned(torch.load(ours / f"{name}.pt"), torch.load(theirs / f"{name}.pt"), 1e-4)
 
 
-@pytest.mark.slow
 def test_compiled_replicas_equal_uncompiled_ones(tmp_path: Path, digits: Path) -> None:
     """Blocks of more than DDP's first bucket (1 MiB), with drop-path, whose rate is one number for both branches."""
     wide = ["model.width=256", "model.mlp_width=512", "model.depth=3", "model.drop_path=0.2", "schedule.max_steps=3"]
@@ -245,7 +224,6 @@ def test_compiled_replicas_equal_uncompiled_ones(tmp_path: Path, digits: Path) -
     compare_learned(torch.load(ends / "blocks.pt"), torch.load(ends / "off.pt"), 1e-4)
 
 
-@pytest.mark.slow
 def test_compiled_replicas_equal_one_process(tmp_path: Path, digits: Path) -> None:
     """torch cuts a compiled model where DDP sends a bucket."""
     few = "schedule.max_steps=3"

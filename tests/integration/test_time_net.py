@@ -96,6 +96,7 @@ def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, mo
     assert built == [True]
 
 
+@pytest.mark.slow
 def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     file = tmp_path / "folder" / "timing.json"
     names = [
@@ -130,6 +131,7 @@ def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     assert "speed-up" in done.stdout
 
 
+@pytest.mark.slow
 def test_model_is_timed_without_data(tmp_path: Path) -> None:
     small = ("model.width=32", "model.depth=1", "model.heads=2", "model.mlp_width=32", "data.image_size=32")
     arguments = [*small, "data.global_batch_size=4", *QUICK, "mode=model"]
@@ -143,6 +145,7 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
     assert record["command"].endswith("output=timing.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -182,6 +185,7 @@ def test_what_cannot_be_timed_is_told(digits: Path, overrides: list[str], output
         time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_training_is_timed_and_counted_at_its_own_size(
     tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +206,7 @@ def test_training_is_timed_and_counted_at_its_own_size(
     assert "in training 8 px" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size"), [("[]", 16), ("[[0,8]]", 8), ("[[1,8]]", 16)])
 def test_the_step_that_is_timed_has_images_of_the_first_epoch(
     schedule: str, size: int, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch

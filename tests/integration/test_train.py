@@ -75,7 +75,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
     assert str(tmp_path) in printed
 
 
-@pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
+@pytest.mark.parametrize("config_name", ["vit_digits", pytest.param("resnet_digits", marks=pytest.mark.slow)])
 def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss falls far below that of guessing (ln 10) and most of the unseen digits are recognised."""
     lean = [] if config_name == "resnet_digits" else list(TINY[:5])
@@ -139,7 +139,9 @@ BANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(BANDS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "amp_bf16" else [pytest.mark.slow]) for name in BANDS]
+)
 def test_precisions_follow_float32(tmp_path: Path, digits: Path, float32_losses: list[float], name: str) -> None:
     """A narrower format rounds, so its losses stay near float32's, and are not the same; checkpoints are float32."""
     own = []
@@ -161,6 +163,7 @@ def test_precisions_follow_float32(tmp_path: Path, digits: Path, float32_losses:
     assert state_dtypes == {torch.float32}
 
 
+@pytest.mark.slow
 def test_each_microbatch_is_added_to_the_masters(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: two of them added up in the network would be rounded."""
     calls = []
@@ -170,6 +173,7 @@ def test_each_microbatch_is_added_to_the_masters(tmp_path: Path, digits: Path, m
     assert len(calls) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16_master", "fp16", "bf16_params"])
 def test_half_precision_goes_on_with_the_same_bits(tmp_path: Path, digits: Path, name: str) -> None:
     common = ("optim.ema_decay=0.9", f"precision={name}", "runtime.checkpoint_every_steps=5")
@@ -186,6 +190,7 @@ def test_half_precision_goes_on_with_the_same_bits(tmp_path: Path, digits: Path,
     assert 0 < step < 0.01
 
 
+@pytest.mark.slow
 def test_scores_in_half_precision(tmp_path: Path, digits: Path) -> None:
     """What was trained with float16 weights is scored with float16 weights, from float32 ones in the file."""
     run(tmp_path, digits, "schedule.max_steps=3", "precision=fp16_master")
@@ -195,6 +200,7 @@ def test_scores_in_half_precision(tmp_path: Path, digits: Path) -> None:
     assert json.loads((tmp_path / "scores.json").read_text())["loss"] == pytest.approx(evaluation["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Path) -> None:
     run(tmp_path, digits, "schedule.max_steps=5", "schedule.warmup_epochs=0", "optim.lr=0.01", "precision=amp_bf16")
     (evaluation,) = records(tmp_path, "eval")
@@ -209,6 +215,7 @@ def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Pat
     assert losses[1] != pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16_master", "fp16"])
 def test_a_constant_loss_scale_that_is_too_high_stops_with_advice(tmp_path: Path, digits: Path, name: str) -> None:
     overrides = [f"precision={name}", "precision.loss_scale=1e30", "runtime.watchdog=true"]
@@ -227,12 +234,14 @@ def test_watchdog_names_the_module(tmp_path: Path, digits: Path) -> None:
         run(tmp_path, digits, "optim.lr=1e30", "schedule.warmup_epochs=0", "runtime.watchdog=true")
 
 
+@pytest.mark.slow
 def test_watchdog_changes_nothing(tmp_path: Path, digits: Path) -> None:
     for name in ("true", "false"):
         run(tmp_path / name, digits, "schedule.max_steps=3", f"runtime.watchdog={name}")
     assert_same_state(newest_checkpoint(tmp_path / "true")["model"], newest_checkpoint(tmp_path / "false")["model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16_master", "fp16"])
 def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Path, name: str) -> None:
     run(tmp_path, digits, f"precision={name}", "precision.loss_scale_start=1e30", "schedule.max_steps=4")
@@ -255,6 +264,7 @@ def _time(config: RunConfig, output: str) -> int:
     return time_variants(variants, mode="train", steps=1, warmup_steps=1, repeats=1, matmul_size=64, output=output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [
@@ -286,6 +296,7 @@ def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16"])
 def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     tmp_path: Path, digits: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -302,6 +313,7 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 19))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_not_worth_saving_is_made_up_for(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +327,7 @@ def test_a_checkpoint_that_was_not_worth_saving_is_made_up_for(
     assert [record["step"] for record in records(tmp_path, "checkpoint")] == [5, 8, 9]
 
 
+@pytest.mark.slow
 def test_the_step_that_diverged_may_be_saved_and_a_line_names_the_one_before(tmp_path: Path, digits: Path) -> None:
     common = ["precision=amp_fp16", "schedule.epochs=4", "runtime.checkpoint_every_steps=1"]
     run(tmp_path, digits, *common, "schedule.max_steps=3")
@@ -343,6 +356,7 @@ def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_max_steps_leaves_the_curve(tmp_path: Path, digits: Path) -> None:
     run(tmp_path / "whole", digits, "schedule.epochs=1", "schedule.warmup_epochs=0.5")
     run(tmp_path / "part", digits, "schedule.epochs=1", "schedule.warmup_epochs=0.5", "schedule.max_steps=7")
@@ -361,6 +375,7 @@ def test_same_seed_same_run_and_another_seed_another(tmp_path: Path, digits: Pat
     assert losses["a"] != losses["c"]
 
 
+@pytest.mark.slow
 def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     """tools/test_net.py finds the run's configuration and best checkpoint, with the average in it, by itself."""
     run(tmp_path / "run", digits, "optim.ema_decay=0.9")
@@ -384,6 +399,7 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     assert done.stderr == "error: split: the data has train, val, all; got tset\n"
 
 
+@pytest.mark.slow
 def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "first", digits)
     run(tmp_path / "second", digits, f"weights={tmp_path / 'first'}", "schedule.max_steps=1")
@@ -399,6 +415,7 @@ def test_starts_from_weights(tmp_path: Path, digits: Path, capsys: pytest.Captur
     assert caught.value.lines[0].endswith(f"belongs to another model; {own} builds it")
 
 
+@pytest.mark.slow
 def test_a_tensor_that_weights_allow_names_may_be_missing_in_the_model(tmp_path: Path, digits: Path) -> None:
     run(tmp_path / "first", digits, "schedule.max_steps=1")
     state = newest_checkpoint(tmp_path / "first")["model"]

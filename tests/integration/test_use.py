@@ -13,6 +13,8 @@ from pycls_fast.train.evaluation import Predictions
 from tests.integration.runs import TINY, command, environment, run_process
 from tests.run_configs import load_run_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path, Path]:

@@ -76,6 +76,7 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     assert theirs.pretrained_cfg["crop_pct"] == 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head", "first"),
     [
@@ -124,6 +125,7 @@ def test_timm_opens_models_of_other_channels(tmp_path: Path, channels: int) -> N
         torch.testing.assert_close(theirs(batch), model(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, resnet, lambda num_classes: TimmNetwork(name="regnety_002", num_classes=5)])
 def test_timm_opens_models_with_more_outputs_than_classes(tmp_path: Path, build: Any) -> None:
     model = build(num_classes=5).float().eval()
@@ -135,6 +137,7 @@ def test_timm_opens_models_with_more_outputs_than_classes(tmp_path: Path, build:
     assert theirs.pretrained_cfg["label_names"] == [*ABOUT.classes, "output 3", "output 4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit-norms", "vit-map", "resnet18d", "regnet"])
 def test_safetensors_come_back(tmp_path: Path, name: str) -> None:
     model, other = MODELS[name](), MODELS[name]()
@@ -157,6 +160,7 @@ EXPORTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_torch_export(tmp_path: Path, name: str) -> None:
     model = MODELS[name]()
@@ -171,6 +175,7 @@ def test_torch_export(tmp_path: Path, name: str) -> None:
         model.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_onnx_runtime(tmp_path: Path, name: str) -> None:
     runtime = pytest.importorskip("onnxruntime")

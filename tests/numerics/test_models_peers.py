@@ -55,7 +55,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, convert: Convert) 
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("size", ["tiny", *(pytest.param(size, marks=pytest.mark.slow) for size in ("small", "base"))])
 def test_timm_vit(size: str, attention: str) -> None:
     theirs = randomise(timm.create_model(f"vit_{size}_patch16_224")).eval()
     ours = vit(size, attention=attention).double().eval()
@@ -168,6 +168,9 @@ RESNETS: list[tuple[str, dict[str, Any]]] = [
     ("resnext50d_32x4d", {"depth": 50, "stem": "deep", "shortcut": "pool", "groups": 32, "width_per_group": 4}),
 ]
 
+# What `make test` compares; the other sizes are slow tests.
+LIGHT = re.compile("tiny|small|gap|resnet26|resnet18d")
+
 
 def like(theirs: Any, **kwargs: Any) -> VisionTransformer:
     """Ours with the sizes of timm's vision transformer."""
@@ -185,7 +188,11 @@ def like(theirs: Any, **kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**sizes | kwargs)
 
 
-@pytest.mark.parametrize(("name", "theirs_kwargs", "ours_kwargs"), VITS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "theirs_kwargs", "ours_kwargs"),
+    [pytest.param(*row, marks=[] if LIGHT.search(row[0]) else [pytest.mark.slow]) for row in VITS],
+    ids=str,
+)
 def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any]) -> None:
     side = int(re.search(r"patch(\d+)", name)[1]) if "patch" in name else 16  # type: ignore[index]
     depth = 1 if re.search("large|huge|giant", name) else 2
@@ -200,7 +207,10 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "kwargs"), RESNETS, ids=[name for name, _ in RESNETS])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [pytest.param(*row, id=row[0], marks=[] if LIGHT.search(row[0]) else [pytest.mark.slow]) for row in RESNETS],
+)
 def test_timm_resnets(name: str, kwargs: dict[str, Any]) -> None:
     theirs = randomise(timm.create_model(name)).eval()
     ours = ResNet(num_classes=1000, **kwargs).double().eval()
@@ -214,6 +224,7 @@ def test_timm_resnets(name: str, kwargs: dict[str, Any]) -> None:
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patch_size", "width", "heads"), [(32, 768, 12), (16, 1024, 16), (32, 1024, 16), (14, 1280, 16)]
 )
@@ -236,6 +247,7 @@ def test_torchvision_vits(patch_size: int, width: int, heads: int) -> None:
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
 
 
+@pytest.mark.slow
 def test_torchvision_vit_b_16() -> None:
     theirs = randomise(torchvision.models.vit_b_16()).eval()
     ours = vit("base").double().eval()
@@ -246,7 +258,7 @@ def test_torchvision_vit_b_16() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("depth", [18, 34, 50])
+@pytest.mark.parametrize("depth", [18, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (34, 50))])
 def test_torchvision_resnet(depth: Any, training: bool) -> None:
     theirs = randomise(getattr(torchvision.models, f"resnet{depth}")()).train(training)
     ours = ResNet(depth=depth, num_classes=1000).double().train(training)

@@ -80,6 +80,7 @@ def test_timm_safetensors(tmp_path: Path) -> None:
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_torchvision_files_of_today_and_of_before_0_13(tmp_path: Path) -> None:
     theirs = torchvision.models.VisionTransformer(SIZE, PATCH, DEPTH, HEADS, WIDTH, 4 * WIDTH, num_classes=CLASSES)
     randomise(theirs).eval()
@@ -443,6 +444,7 @@ def test_pycls_vit_pyth_of_other_branches(tmp_path: Path, branch: str, token: bo
     assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
 
 
+@pytest.mark.slow
 def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     theirs = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
 
@@ -497,6 +499,7 @@ def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     assert_same(ours, lambda batch: theirs(batch.flip(1)), 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [CLASSES, 3])
 @pytest.mark.parametrize(
     ("theirs", "needed", "model"),
@@ -517,6 +520,7 @@ def test_the_other_shortcut_is_told(
     assert set(fitted.fresh) == (set() if classes == CLASSES else {"head.weight", "head.bias"})
 
 
+@pytest.mark.slow
 def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
     into_timms = TimmNetwork(name="resnetblur18", num_classes=CLASSES)
@@ -645,6 +649,7 @@ def test_the_names_of_torchs_wrappers_in_safetensors(tmp_path: Path, prefix: str
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_torchvisions_checkpoint_with_an_average(tmp_path: Path, parallel: bool) -> None:
     """As torchvision's train.py saves it with --model-ema: `AveragedModel`, which counts its updates."""
@@ -767,6 +772,7 @@ def test_positions_of_tokens_that_one_side_has_alone(
     assert not ours.positions.value[has_token:extra].any()
 
 
+@pytest.mark.slow
 def test_weights_for_gray_images_take_rgb(tmp_path: Path) -> None:
     gray = torch.randn(3, 1, SIZE, SIZE, dtype=torch.float64)
     theirs = small_timm(in_chans=1)
@@ -929,6 +935,7 @@ def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
     assert {*fitted.loaded, *fitted.fresh} == set(ours.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
 def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str) -> None:
     """Filters of timm's raise what they like on another model's file."""

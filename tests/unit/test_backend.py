@@ -34,6 +34,7 @@ def settings_as_before() -> Iterator[None]:
     torch.set_float32_matmul_precision(products)
 
 
+@pytest.mark.slow
 def test_torch_does_not_report_a_cuda_home_without_cuda(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +72,7 @@ def test_threads_that_no_run_chose_stay() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "environment", "threads"),
     [

@@ -260,6 +260,7 @@ class TestData:
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
             build.steps_per_epoch(vit("data.global_batch_size=8"), 7)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("ranks", "overrides", "says"),
         [

@@ -64,6 +64,7 @@ def test_without_control_groups(tmp_path: Path) -> None:
     assert cpu_cores.cpu_limit(tmp_path, tmp_path / "missing") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quota", "cores"), [(None, 12), (4, 4), (64, 12)])
 def test_the_smaller_of_both_counts(monkeypatch: pytest.MonkeyPatch, quota: int | None, cores: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))

@@ -29,6 +29,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_configurations_are_installed_with_the_package(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     clone, site, elsewhere = (tmp_path / name for name in ("clone", "site", "elsewhere"))

@@ -32,6 +32,7 @@ def test_all_that_training_takes_is_handed_on(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_import_is_imported_where_it_is_used() -> None:
     late = ("timm", "matplotlib", "torch.utils.tensorboard")
     command = (

@@ -18,6 +18,7 @@ OURS = re.compile(r"Result: (?:.*measured here: )?(\d+\.\d)\b")
 ENTRY = {"top1": 79.81, "hardware": "8 H200", "date": "2027-01-02", "command": "python tools/train_net.py"}
 
 
+@pytest.mark.slow
 def test_the_page_in_the_repository_is_what_the_tables_say() -> None:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(measured), "run: python tools/model_zoo.py"
@@ -29,6 +30,7 @@ def table(text: str) -> dict[str, list[str]]:
     return {row.split("`")[1]: [cell.strip() for cell in row.split("|")] for row in rows if "weights=" not in row}
 
 
+@pytest.mark.slow
 def test_a_number_is_either_published_or_measured() -> None:
     rows = {
         row.split("`")[1]: [cell.strip() for cell in row.split("|")] for row in page([]).splitlines() if "| `" in row
@@ -61,6 +63,7 @@ def test_a_number_in_the_header_of_an_experiment_is_that_of_the_page() -> None:
     assert told == {entry["experiment"]: f"{entry['top1']:.1f}" for entry in measured if "experiment" in entry}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", published.EXPERIMENTS)
 def test_the_hours_in_the_header_of_an_experiment_are_those_of_the_page(name: str) -> None:
     config = load_config(name, ["data.root=/nowhere"])

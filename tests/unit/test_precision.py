@@ -117,6 +117,7 @@ class TestLossScale:
         skipped = [self.step(scaler, weight, factor) for factor in (1.0, float("nan"), 1.0)]
         assert (skipped, scaler.get_scale(), weight.item()) == ([False, True, False], 128.0, 0.0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", list(LEVELS))
     def test_as_configured(self, name: Name) -> None:
         for value, kind in (("dynamic", RanksScaler), ("512", ConstantScaler)):
@@ -202,6 +203,7 @@ class TestFloat8:
             value.data.add_(torch.randn_like(value) * 0.1)
         return network
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
     def test_what_is_replaced_and_how_much_it_rounds(self, recipe: str) -> None:
         from torchao.float8.float8_linear import Float8Linear
@@ -229,6 +231,7 @@ class TestFloat8:
         network = self.network("tensorwise", skip=skip, depth=11)
         return {name for name, module in network.named_modules() if isinstance(module, Float8Linear)}
 
+    @pytest.mark.slow
     def test_a_skipped_name_is_that_of_one_module_and_a_pattern_of_several(self) -> None:
         everything = self.replaced("head,pooling")
         assert {name.split(".")[1] for name in everything} == {str(block) for block in range(11)}
@@ -238,6 +241,7 @@ class TestFloat8:
         projections = {name for name in everything if name.endswith("attention.projection")}
         assert everything - self.replaced("head,*.projection") == projections
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("given", "suggested"), [("haed", "head"), ("blocks.99", "blocks.9")])
     def test_a_skipped_name_that_is_not_there_is_refused(self, given: str, suggested: str) -> None:
         with pytest.raises(
@@ -245,6 +249,7 @@ class TestFloat8:
         ):
             self.replaced(given)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
     def test_any_number_of_tokens(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The weights' gradient is a product over the tokens, 3 images of 17 here, and CUDA wants multiples of 16."""

@@ -36,6 +36,7 @@ def check(count: int, limit: float, *overrides: str, ranks: int = 1) -> None:
     check_shard_cache(config, Shards(count), world(size=ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "ranks", "overrides", "needed"),
     [

@@ -88,6 +88,7 @@ def test_the_precision_decides_what_is_fast_on_a_cpu(precision: str, linear: str
     assert build.switches(config, torch.device("cpu"))[SwitchName.LINEAR] == linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "compiled"),
     [

@@ -110,6 +110,7 @@ def test_the_configuration_asks_for_its_optimizer() -> None:
         build.switches(wrong, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"adamw8bit"}))
 def test_settings_arrive(name: str) -> None:
     """Each key that an optimizer has of its own changes what is built."""

@@ -169,7 +169,6 @@ def compiles(in_force: Mapping[SwitchName, str]) -> bool:
 
 @pytest.mark.slow
 # Compiling for a CPU takes minutes on a busy machine.
-@pytest.mark.timeout(900)
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("experiment", "company", "chosen"), arms())
@@ -203,6 +202,7 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: False)
     compiled = {SwitchName(name) for name in ("compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu")}
@@ -225,6 +225,7 @@ def test_every_rounding_switch_of_a_cpu_has_a_curve() -> None:
     assert there - tried == set()
 
 
+@pytest.mark.slow
 def test_a_curve_is_of_the_switch_that_it_names() -> None:
     assert {experiment for experiment, *_ in arms()} == set(SIZES_OF)
     for experiment, company, chosen in arms():

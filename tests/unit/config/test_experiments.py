@@ -25,6 +25,8 @@ from pycls_fast.parallel import ALONE
 from tools.model_zoo import MEASURED
 
 EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+# Those that the README shows; the others are built by the slow tests.
+SHOWN = ("vit_digits", "vit_h16", "resnet50", "finetune", "linear_probe")
 # `ladder` holds ladders of switches for the ledger, no group.
 GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
 HEADER = ("Command", "Hardware", "Time", "Result", "Source")
@@ -66,7 +68,9 @@ def training_images(name: str) -> int:
     return {"imagenet": 1_281_167, "digits": 1_437}.get(chosen_data(name), 10_000)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHOWN else [pytest.mark.slow]) for name in EXPERIMENTS]
+)
 def test_an_experiment_builds(name: str) -> None:
     images = training_images(name)
     config = build.resolve_auto(load(name), images, ALONE)
@@ -145,6 +149,7 @@ def test_every_experiment_names_every_group_once() -> None:
         assert {key for entry in defaults[:-1] for key in entry} == groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "name"), GROUP_FILES)
 def test_a_group_file_holds_known_keys_and_can_be_chosen(group: str, name: str) -> None:
     values = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -310,6 +315,7 @@ FAMILY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_model_file_is_the_published_model(name: str) -> None:
     assert_has_size(f"model={name}", *FAMILY[name])
@@ -322,6 +328,7 @@ def test_every_model_file_has_a_published_size() -> None:
     assert files - set(FAMILY) - set(PARAMETERS) == without
 
 
+@pytest.mark.slow
 def test_vit_g14_with_timms_class_token_is_timms() -> None:
     """timm, results/benchmark-infer-amp-nchw-pt240-cu124-rtx4090.csv: without the attention pooling of the paper."""
     assert_has_size("model=vit_g14 model.classifier=token", 1012.6, 267.18)

@@ -39,6 +39,7 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
@@ -118,6 +119,7 @@ def test_help_of_words(tool: Tool) -> None:
     ], [])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tool", "page"), [("model_zoo", "MODEL_ZOO.md"), ("switch_cards", "switches.md")])
 def test_help_of_a_tool_that_writes_a_page_writes_nothing(tmp_path: Path, tool: str, page: str) -> None:
     before = (ROOT / "docs" / page).stat().st_mtime_ns
@@ -127,6 +129,7 @@ def test_help_of_a_tool_that_writes_a_page_writes_nothing(tmp_path: Path, tool: 
     assert (ROOT / "docs" / page).stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["train_net", "predict"])
 def test_a_reader_who_has_seen_enough_of_help_is_no_fault(tmp_path: Path, tool: str) -> None:
     reading, writing = os.pipe()

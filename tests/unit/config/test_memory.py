@@ -38,6 +38,7 @@ IMPOSSIBLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "line"), IMPOSSIBLE, ids=[" ".join(case[0]) for case in IMPOSSIBLE])
 def test_an_impossible_combination_gets_its_line_and_its_way_out_works(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -411,6 +411,7 @@ def test_the_way_out_that_a_line_names_works(monkeypatch: pytest.MonkeyPatch) ->
     load_config("vit_digits", ["augment.mix_mode=pair", "data.global_batch_size=15"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -444,6 +445,7 @@ def test_settings_of_files_are_not_noted() -> None:
     assert list(in_vain(check(composed, Purpose()), composed)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides", "ways"),
     [

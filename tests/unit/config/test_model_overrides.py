@@ -11,6 +11,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.model_overrides import model_overrides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -43,6 +43,7 @@ def home(tmp_path: Path, config: RunConfig) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "source"),
     [
@@ -112,6 +113,7 @@ def test_an_experiment_that_is_named_is_taken(tool: Tool, home: Path, monkeypatc
     assert (status, calls[0][0].config_name) == (0, "resnet_digits")
 
 
+@pytest.mark.slow
 def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "other").mkdir()
     (home / "other" / "net.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")

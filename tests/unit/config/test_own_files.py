@@ -17,6 +17,7 @@ from tools.train_net import table_of
 TRAINING = Purpose(trains=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -176,6 +177,7 @@ def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: To
         assert tool(*arguments, needs_data=lambda options: options.steps == 4)[0] == status
 
 
+@pytest.mark.slow
 def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> None:
     line = "error: weights: not set; give what to fine-tune as weights=SOURCE ({} or the command line)"
     arguments = ("--config-name", "mae_finetune_l16", "data.root=/nowhere")
@@ -187,6 +189,7 @@ def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> N
     assert tool("optim.trainable=head", purpose=TRAINING)[:2] == (2, [line.format("configs/vit_digits.yaml")])
 
 
+@pytest.mark.slow
 def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
     line = (
         "error: model.init: jax begins the head with zeros, which optim=lamb hardly changes: its steps are in "
@@ -202,6 +205,7 @@ def test_lamb_is_not_trained_from_a_head_of_zeros(tool: Tool) -> None:
     assert tool("optim=lamb", "weights=RUN", purpose=TRAINING)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["decay_norms", "decay_biases"])
 def test_lamb_has_no_trust_ratio_for_what_begins_with_zeros(tool: Tool, key: str) -> None:
     arguments = ("--config-name", "resnet_digits", "optim=lamb", f"optim.{key}=true")
@@ -214,6 +218,7 @@ def test_lamb_has_no_trust_ratio_for_what_begins_with_zeros(tool: Tool, key: str
     assert tool(*arguments)[0] == 0
 
 
+@pytest.mark.slow
 def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool, tmp_path: Path) -> None:
     """Its learning rate is one for the optimizer that it names."""
     arguments = ["--config-name", "vit_s16", "data.root=/nowhere", "optim=lion"]
@@ -242,6 +247,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_s16", "rsb_a1", "rsb_a3", "torchvision_vit_b16", "vit_p_1gf"])
 def test_augmentation_that_an_experiment_keeps_is_named(tool: Tool, name: str) -> None:
     """After `augment=none` nothing is left that no note names, and what the notes say takes it away."""
@@ -286,6 +292,7 @@ def test_the_policy_that_an_experiment_keeps_is_named(tool: Tool, tmp_path: Path
     assert tool(*arguments, "augment.policy=null")[2][-1][0].augment.policy is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "chosen"), [("own", "big_vision"), ("rsb_a3", "timm_ra")])
 def test_the_way_to_another_rand_augment_leaves_nothing_of_the_kept_one(
     tool: Tool, tmp_path: Path, experiment: str, chosen: str
@@ -311,6 +318,7 @@ def test_rand_augment_without_a_policy_is_noted(tool: Tool, tmp_path: Path, own:
     assert (status, lines) == (0, [line] if noted else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "own", "named", "still"),
     [
@@ -330,6 +338,7 @@ def test_what_an_own_file_keeps_for_a_group_that_it_chooses_is_named(
         assert (status, [line.split(": ")[2] for line in lines]) == (0, keys)
 
 
+@pytest.mark.slow
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
     status, lines, calls = tool("--multirun", "seed=1,2", "optim=adamw,sgd", "~optim.clip_norm")
     assert (status, {line.split(":")[0] for line in lines}) == (0, {"note"})
@@ -342,6 +351,7 @@ def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_bad_run_of_several_is_told_and_the_others_run(tool: Tool) -> None:
     status, lines, calls = tool("-m", "seed=1,-2,3")
     assert (status, lines) == (2, ["error: seed: must be at least 0; got -2 (the command line)"])
@@ -353,6 +363,7 @@ def test_one_rank_of_a_node_speaks(tool: Tool, monkeypatch: pytest.MonkeyPatch) 
     assert tool("seed=-1")[:2] == (2, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [ValueError("ours"), KeyError("ours"), TypeError("ours")])
 def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception
@@ -382,6 +393,7 @@ def test_the_status_of_the_tool_is_the_status_of_the_process(monkeypatch: pytest
     assert stopped.value.code == 3
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     status, lines, calls = tool("--multirun", "seed=1,2", "run_dir=out")
     assert (status, calls) == (2, [])
@@ -396,6 +408,7 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["a", "b"])
 
 
+@pytest.mark.slow
 def test_a_sweep_may_end_with_a_note(tool: Tool) -> None:
     assert tool("--multirun", "seed=1,2", after_sweep=lambda: "the end")[:2] == (0, ["note: the end"])
     assert tool("--multirun", "seed=1,2", after_sweep=lambda: None)[1] == []
@@ -428,6 +441,7 @@ def test_the_table_of_a_sweep_has_its_runs_only(
     assert table_of([]) is None
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
     """Its command makes its configuration, whatever Hydra alone knew of it."""
     seen: list[list[str] | None] = []
@@ -446,6 +460,7 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
     assert seen[2:] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [

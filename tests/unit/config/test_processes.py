@@ -76,6 +76,7 @@ def test_a_mistake_ends_the_process_with_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_switch_that_the_device_cannot_run_leaves_nothing_on_disk(tmp_path: Path) -> None:
     done = tool("train_net", "runtime.device=cpu", "speed.input_copy=prefetch", cwd=tmp_path)
     assert done.returncode == 2
@@ -85,6 +86,7 @@ def test_a_switch_that_the_device_cannot_run_leaves_nothing_on_disk(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
     done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="9", LOCAL_RANK="1")
     assert (done.returncode, done.stderr, done.stdout) == (2, "", "")
@@ -93,6 +95,7 @@ def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "status", "said"),
     [("return 3", 3, ""), ("raise KeyboardInterrupt", 130, "interrupted: Ctrl-C ended this at once\n")],
@@ -119,6 +122,7 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, s
     assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "tools").glob("*.py")))
 def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path, name: str) -> None:
     """Also if the import swallows exceptions."""
@@ -145,6 +149,7 @@ def test_ctrl_c_while_importing_after_the_terminal_is_gone(tmp_path: Path) -> No
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["command_line(lambda config, _: main(config))", "options_line(main, Keys)"])
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIG_IGN", 3)])
 def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int, reads: str) -> None:
@@ -178,6 +183,7 @@ def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, 
         assert (done.returncode, done.stdout, done.stderr) == (status, printed, said)
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
     """The runs after it are started; the status is that of the crash, whatever theirs."""
     script = tmp_path / "tool.py"
@@ -203,6 +209,7 @@ def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
     assert (lines[0], lines[1][:9], lines[-2:]) == ("seed 0", "Traceback", ["ValueError: broken", "seed 1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prints", "unbuffered", "returns"),
     [
@@ -217,6 +224,7 @@ def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, unbu
     assert (done.returncode, done.stderr) == (returns, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prints", ["print('x')", "print('x' * 10**6)"])
 def test_an_output_on_a_full_disk_is_one_line(tmp_path: Path, prints: str) -> None:
     done = printing(tmp_path, prints, ">/dev/full", "")
@@ -300,6 +308,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="fake", node={"_target_
 """
 
 
+@pytest.mark.slow
 def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "fake.py").write_text(SWEEPER)

@@ -51,6 +51,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, 
     return stopped.value.code, configs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", list(trainings()))
 def test_a_command_composes(
     typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

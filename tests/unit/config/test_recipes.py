@@ -195,6 +195,7 @@ def resolved(config: RunConfig) -> Facts:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTS)
 def test_a_recipe_is_its_source(name: str) -> None:
     found = resolved(load(name))
@@ -265,6 +266,7 @@ def _network(config: RunConfig) -> nn.Module:
     return build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "theirs"),
     [
@@ -290,6 +292,7 @@ def test_as_many_weights_decay_as_timm_lets(name: str, theirs: str) -> None:
         assert found == theirs_sizes
 
 
+@pytest.mark.slow
 def test_what_decays_elsewhere() -> None:
     """torchvision: all of it, or all but norms; FFCV: all but norms; pycls' ViTs: all but norms and biases.
 
@@ -386,6 +389,7 @@ def test_the_augmentation_is_timms(name: str, policy: str) -> None:
         assert ours._erasing.scale == (0.02, pytest.approx(erasing[0].max_area, abs=0.01))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_s16", "deit3_s16", "deit3_l16_224", "mae_finetune_b16", "rsb_a1", "rsb_a2"])
 @pytest.mark.parametrize("lam", [1.0, 0.93, 0.5, 0.1])
 def test_the_target_and_loss_are_timms(name: str, lam: float) -> None:

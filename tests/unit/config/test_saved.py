@@ -42,6 +42,7 @@ def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) ->
     assert changed.model == config.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
@@ -95,6 +96,7 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
     assert caught.value.lines == (f'seed: must be a whole number; got "five" ({file})',)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     [
@@ -132,6 +134,7 @@ def test_several_values_are_no_value(run_dir: Path) -> None:
         load_run_config(run_dir, ["~optim.nope"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("name", "overrides"),

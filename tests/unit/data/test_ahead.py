@@ -273,6 +273,7 @@ def loader_of(source: Source, workers: int) -> ImageLoader:
     return make_loader(dataset, sampler, num_workers=workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_any_other_source(
     address: str, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_epochs_together_visit_all_images() -> None:
     assert seen == set(range(120))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(0, 9))
 def test_any_labels(labels: list[int], power: float, epoch: int) -> None:

@@ -68,6 +68,7 @@ def _write_together(folder: Path, barrier: multiprocessing.synchronize.Barrier) 
     assert sum(1 for _ in folder.rglob("*.png")) == 1797
 
 
+@pytest.mark.slow
 def test_many_processes_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(3)
@@ -80,6 +81,7 @@ def test_many_processes_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"], "a draft was left behind"
 
 
+@pytest.mark.slow
 def test_the_users_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:

@@ -86,6 +86,7 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
         assert batch.damaged == other.damaged
 
 
+@pytest.mark.slow
 def test_any_number_of_workers(damaged_folder: FileSource) -> None:
     """Across two epoch borders, with damaged files; and again the same in a second iteration."""
     torch.manual_seed(1)
@@ -314,6 +315,7 @@ def test_programming_errors_are_not_hidden() -> None:
         ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
@@ -449,6 +451,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_program_can_end_while_workers_run() -> None:
     """At exit multiprocessing waits for its children for ever, and ours ignore its SIGTERM."""
     run = subprocess.run([sys.executable, "-c", LEFT_RUNNING], timeout=60, capture_output=True, text=True)

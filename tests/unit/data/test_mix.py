@@ -103,6 +103,7 @@ def test_probabilities() -> None:
     assert cut / (count - untouched) == pytest.approx(0.3, abs=5 * math.sqrt(0.21 / (count - untouched)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
 def test_lam_is_beta_distributed(alpha: float) -> None:
     mixer = Mixer(mixup_alpha=alpha)

@@ -42,6 +42,7 @@ def test_images_have_the_shares_of_the_targets(mode: Any, seed: int) -> None:
         assert len(mixed.lam_B.unique()) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_distribution_is_timm_s(mode: Any, mixup: float, cutmix: float) -> None:

@@ -76,6 +76,7 @@ def test_tiffs_are_turned_in_any_case(photo: Image.Image, orientation: int) -> N
         np.testing.assert_array_equal(decode(data, upright=upright), as_seen(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_DECODERS)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("orientation", EIGHT)
@@ -184,6 +185,7 @@ def turned_content(photo: Image.Image) -> dict[str, list[Sample]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
 def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, kind: str) -> None:
     """By the decoder of the key; without the key they are not, and a worker gets a copy of the decoder."""

@@ -111,6 +111,7 @@ def test_the_images_are_not_mapped(tmp_path: Path) -> None:
             read(3)
 
 
+@pytest.mark.slow
 def test_several_processes_write_the_same(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_SECONDS_WITHOUT", 0.0)
     source = scan_classes(folder / "train")
@@ -124,6 +125,7 @@ def position_and_processes(source: Any, index: int) -> tuple[int, int, int]:
     return source[index], os.getpid(), os.getppid()
 
 
+@pytest.mark.slow
 def test_few_images_start_no_processes_and_splits_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = range(100)
     found = list(workers.map_images(source, position_and_processes, start=2, workers=2))
@@ -139,6 +141,7 @@ def test_few_images_start_no_processes_and_splits_share_a_server(monkeypatch: py
     assert os.getpid() not in servers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_is_one_line(tmp_path: Path, number: signal.Signals, started: Started) -> None:
@@ -407,7 +410,6 @@ def descendants(process: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_kill_9_again_and_again(tmp_path: Path, digits: Path, started: Started) -> None:
     tool = (
         "import runpy; from pycls_fast.data.packing import workers; workers._SECONDS_WITHOUT = 0.0; "

@@ -304,6 +304,7 @@ class TestCompiling:
         monkeypatch.setattr(native, "_compile", None)
         assert native.jpeg_size(encode(photo)) == (213, 320)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("content", [b"", b"of another libjpeg"])
     def test_a_home_shared_with_another_system(
         self, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, photo: Image.Image

@@ -114,6 +114,7 @@ def test_evaluation_is_not_mixed() -> None:
     assert host(raw(), 1).mixed is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "workers", "mode"),
     [

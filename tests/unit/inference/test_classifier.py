@@ -39,6 +39,7 @@ def by_hand(pixels: np.ndarray, *overrides: str, sign: int = 1, config_name: str
         return network(((torch.from_numpy(pixels).double() / 255 - mean) / std).permute(0, 3, 1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_name", ["vit_digits", "resnet_digits"])
 def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_name: str) -> None:
     wanted = by_hand(pixels, config_name=config_name)
@@ -118,6 +119,7 @@ def test_the_eval_transform_of_the_run(tmp_path: Path) -> None:
     assert classifier.preprocessing.startswith("short side 10 (bilinear), centre 8 x 8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("exported", [False, True])
 def test_photographs_are_turned_as_in_training(
@@ -176,6 +178,7 @@ def test_more_outputs_than_classes(tmp_path: Path, pixels: np.ndarray) -> None:
     assert (names[9], names[11]) == ("class [9]", "output 11")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("amp_bf16", 0.1), ("bf16", 0.1), ("fp16", 0.02)])
 def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance: float) -> None:
     classifier = pycls_fast.load(run_dir, precision=precision)

@@ -124,6 +124,7 @@ def test_an_error_of_the_loader_is_not_reported_as_one_of_the_output(
         run_tool("predict", run_dir, folder, "format=csv", f"output={tmp_path / 'x.csv'}")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_rows(run_dir: Path, folder: Path) -> None:
     command = [sys.executable, str(TOOLS / "predict.py"), str(run_dir), str(folder), "format=csv"]
     reading, writing = os.pipe()
@@ -279,6 +280,7 @@ def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["images"][0]["image"] == str(odd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])
 @pytest.mark.parametrize("to_file", [True, False])
 def test_names_that_are_no_utf_8(
@@ -323,6 +325,7 @@ def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, n
         read_options([f"run={name}", "topk=[1"], tool["Options"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_name", "kind", "columns"),
     [

@@ -176,6 +176,7 @@ def test_the_same_run_twice(a: Path) -> None:
     assert record["images"]["only_a"] == record["images"]["only_b"] == []
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_one(a: Path, tmp_path: Path, digits: Path) -> None:
     worse = make_run(tmp_path / "worse", digits, dict.fromkeys(range(0, 60, 2), (5, 2.0)))
     record = comparison(read_run_files(str(worse)), read_run_files(str(a)), 24)
@@ -221,6 +222,7 @@ def ran_with(run: Path, torch: str, commit: str, processor: str, cores: int = 2)
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_other_versions_and_machines_are_told(a: Path, b: Path, tmp_path: Path) -> None:
     said = "The runs had different machines or numbers of cores or threads: their speeds are not comparable."
     ran_with(a, "2.11.0", "0123", "one processor")
@@ -258,6 +260,7 @@ def reason(a: Path, b: Path) -> str:
     return record["not_paired"] or ""
 
 
+@pytest.mark.slow
 def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) -> None:
     other = make_run(tmp_path / "other", digits, {}, "data.split_seed=1")
     assert " where B has " in reason(a, other)
@@ -294,6 +297,7 @@ def test_a_table_of_relative_and_absolute_paths_is_compared(
     assert reason(a, b) == ""
 
 
+@pytest.mark.slow
 def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name in (b"caf\xe9", b"tea"):
@@ -308,6 +312,7 @@ def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path)
     assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", [False, True])
 def test_pictures_are_turned_as_in_the_runs(a: Path, b: Path, tmp_path: Path, follows: bool) -> None:
     exif = Image.Exif()
@@ -327,6 +332,7 @@ def test_pictures_are_turned_as_in_the_runs(a: Path, b: Path, tmp_path: Path, fo
     assert found[0].size == ((20, 30) if follows else (30, 20))
 
 
+@pytest.mark.slow
 def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     for run in (a, b):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -344,6 +350,7 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     assert "the true class differs for" in reason(a, b)
 
 
+@pytest.mark.slow
 def test_data_that_has_changed(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
     """Positions no longer tell which images were evaluated."""
     data = tmp_path / "data"
@@ -383,6 +390,7 @@ def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
 
 
+@pytest.mark.slow
 def test_runs_on_their_way(tmp_path: Path, a: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     going = make_run(tmp_path / "going", digits, {}, finished=False)
     assert reason(a, going) == ""
@@ -417,6 +425,7 @@ def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
     assert page.text.count("none (-)") == 3
 
 
+@pytest.mark.slow
 def test_runs_of_a_ledger_have_places_of_their_own(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +439,7 @@ def test_runs_of_a_ledger_have_places_of_their_own(
     assert made == ["mine_plain_seed_0--mine_quick_seed_0", "mine_plain_seed_0--other_plain_seed_0"]
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_name_have_places_of_their_own(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_recorded_step_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, digits: Path) -> None:
     arguments = [
         "mode=gradients",

@@ -73,6 +73,7 @@ def made(folder: Path) -> set[str]:
     return {file.relative_to(folder).with_suffix("").as_posix().replace("/", "-") for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "unpaired"),
     [

@@ -228,6 +228,7 @@ def test_the_environment_is_of_no_arm(tmp_path: Path) -> None:
     assert not {"device", "world_size"} & set(record["environment"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_what_is_done(
@@ -361,6 +362,7 @@ def test_without_the_references_training_no_other_one_starts(tmp_path: Path, fak
     assert sum(any(a.startswith("run_dir=") for a in arguments) for arguments in fake.started) == 1
 
 
+@pytest.mark.slow
 def test_a_report_without_the_references_training_is_no_success(
     tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -439,6 +441,7 @@ def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[s
     return Ledger(ladder, settings, [], typed, device, LedgerFolder(folder, say=_no), Path("tools"), say=_no)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path, fake: type[FakeProcess]) -> None:
     """Rounding is measured by one process, whatever the arm, or the experiment, sets for several."""
@@ -488,6 +491,7 @@ def test_what_one_process_cannot_have_is_no_rounding_of_its_own(
 REFUSED = {"switches": {"convolution products"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path) -> None:
     """What a dry run lists and counts; it starts none of the rungs."""
@@ -504,6 +508,7 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
         assert config.parallel.name != "fairscale_fsdp"
 
 
+@pytest.mark.slow
 def test_every_value_of_every_switch_is_a_rung_of_a_ladder_that_ships() -> None:
     """No switch exists unmeasured: the ledger can be asked for each by its name, and what it needs comes along."""
     (file,) = (file for file in SHIPPED if file.stem == "switches")
@@ -731,6 +736,7 @@ def test_a_tree_that_is_not_a_checkout_is_refused_before_anything_is_measured(
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.slow
 def test_a_rung_runs_the_code_of_its_checkout(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -876,6 +882,7 @@ def dry_run(tmp_path: Path, ladder: Ladder, capsys: pytest.CaptureFixture[str], 
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
 def test_a_dry_run_counts_what_can_run(
     mode: str,
@@ -897,6 +904,7 @@ def test_a_dry_run_counts_what_can_run(
     assert ("C: not run, c needs a package" in without) == (mode == "leave_one_out")
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_out_what_its_folder_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And refuses the folder if the work itself would."""
     settings = {**SETTINGS, "rounds": 30, "seconds": 0.0}
@@ -920,6 +928,7 @@ def test_a_dry_run_leaves_out_what_its_folder_has(tmp_path: Path, capsys: pytest
         run("optim.lr=0.5", dry_run=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time"])
 def test_a_dry_run_rules_out_what_the_experiment_cannot_have(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -941,6 +950,7 @@ def trainable(overrides: Sequence[str]) -> RunConfig:
     return load_config("vit_digits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
 def test_what_training_would_refuse_is_not_timed(
     mode: Mode,

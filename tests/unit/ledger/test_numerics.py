@@ -37,6 +37,7 @@ def measured(tmp_path: Path, digits: Path, *overrides: str, name: str = "vit_dig
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "low", "high"),
     [("fp32", 1e-8, 1e-5), ("amp_bf16", 1e-4, 5e-2), ("bf16_params", 1e-4, 5e-2), ("bf16", 1e-3, 5e-2)],
@@ -51,6 +52,7 @@ def test_errors_are_of_the_formats_size(
         assert low / 10 < each["logit_error"] < high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16_params", "bf16"])
 def test_a_wrong_backward_pass_is_seen_before_training(
     precision: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,11 +109,13 @@ def test_frozen_parts_are_no_error(tmp_path: Path, digits: Path) -> None:
     assert all(1e-8 < each["gradient_error"] < 1e-5 for each in found)
 
 
+@pytest.mark.slow
 def test_loss_scaling_is_taken_out_again(tmp_path: Path, digits: Path) -> None:
     found = measured(tmp_path, digits, "precision=fp16_master", "precision.loss_scale=512", name="resnet_digits")
     assert all(each["gradient_error"] < 2e-2 for each in found)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
     """The compiler's own rounding, and kernels that are in compiled code alone, belong to the setting."""
     ran = []
@@ -139,6 +143,7 @@ def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
     assert found["gradient_error"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loss"), [("vit_digits", "loss.class_weights=balanced"), ("resnet_digits", "loss=bce")]
 )

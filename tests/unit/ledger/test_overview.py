@@ -82,6 +82,7 @@ def test_runs_that_differ_in_their_seed_alone_share_a_row(tmp_path: Path, capsys
     assert "30.0 min" in said
 
 
+@pytest.mark.slow
 def test_folds_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
     for fold, best in enumerate((80.0, 84.0, 82.0)):
@@ -121,6 +122,7 @@ def test_what_is_not_finished_or_done_again_has_a_row_of_its_own(tmp_path: Path)
     assert [row["best_top1_half"] for row in found] == [0.0, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "state"),
     [("finished", "finished"), ("stopped", "stopped"), ("killed", "running or killed"), ("failed", "failed")],
@@ -300,6 +302,7 @@ def test_the_same_as_csv(tmp_path: Path) -> None:
     assert (joined["seed"], joined["count"], float(joined["best_top1"])) == ("0;1", "2", 80.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", ["best_top1", "images_per_second", "epoch"])
 def test_the_largest_comes_first_and_what_has_no_number_last(tmp_path: Path, sort: str) -> None:
     make_run(tmp_path / "a", "optim.lr=1e-3", top1=(80.0,), ends="killed")

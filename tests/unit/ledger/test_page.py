@@ -124,6 +124,7 @@ class Tags(HTMLParser):
             assert name != "src"
 
 
+@pytest.mark.slow
 def test_the_page(record: Record, tmp_path: Path) -> None:
     write_page(record, tmp_path)
     parser = Tags()
@@ -143,6 +144,7 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in (tmp_path / "charts").iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_record_gives_the_same_page(record: Record, tmp_path: Path) -> None:
     texts = []
     for name in ("a", "b"):
@@ -204,6 +206,7 @@ def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
     assert {look(line) for line in chart.figure.axes[0].lines} <= set(explained)
 
 
+@pytest.mark.slow
 def test_every_image_size_is_named(record: Record) -> None:
     def caption() -> str:
         return next(chart.caption for chart in charts(record) if chart.name == "epoch")
@@ -251,6 +254,7 @@ def test_differences_show_interval_margin_and_seeds(record: Record) -> None:
     assert "accepted 0.2 points" in chart.caption
 
 
+@pytest.mark.slow
 def test_rungs_that_add_up_are_also_compared_with_the_one_before(record: Record) -> None:
     assert "difference_before" not in {chart.name for chart in charts(record)}
     record["arms"][2] |= {"before": "quick", "training": training(88.0, "loses")}
@@ -411,6 +415,7 @@ def test_one_timed_rung_is_a_page(record: Record, tmp_path: Path) -> None:
     assert (tmp_path / "charts" / "throughput.png").is_file()
 
 
+@pytest.mark.slow
 def test_many_rungs_leave_room_for_what_is_drawn(record: Record) -> None:
     """Signs run out, and names are longer than the plot is high; what squeezes it to nothing is a warning."""
     rungs = [

@@ -139,6 +139,7 @@ def test_a_batch_is_scaled_from_the_experiments() -> None:
 TOGETHER = sorted(file for file in (CONFIGS / "ladder").glob("*.yaml") if file.stem != "switches")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
 @pytest.mark.parametrize("file", TOGETHER, ids=lambda file: file.stem)
 def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:

@@ -61,6 +61,7 @@ def test_no_time_is_named_that_is_not_known() -> None:
     assert after(600.0, training=True) == "about 15 min left"
 
 
+@pytest.mark.slow
 def test_each_start_names_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_report_is_beside_its_record_or_elsewhere(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(inside, (*at, number))
 
 
+@pytest.mark.slow
 def test_whatever_is_missing_is_left_out_or_refused(tmp_path: Path) -> None:
     """Each key by itself, once for all rungs and seeds."""
     whole, file = small(), tmp_path / "ledger.json"

@@ -45,6 +45,7 @@ def test_weights_that_are_not_there(measure: Measure, tmp_path: Path, digits: Pa
         measure(configured(digits, f"weights={tmp_path / 'nowhere'}"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [gradients, numerics, learning_rate])
 def test_damaged_images_are_named(
     measure: Measure, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]

@@ -148,6 +148,7 @@ def test_lack_of_memory_by_itself_is(tmp_path: Path) -> None:
     assert (list(work.untrained), len(work.started)) == (["a"], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "seen"), [(None, ("0", "1", "2", "3")), ("4,5,6,7", ("4", "5", "6", "7")), ("GPU-a,9", ("GPU-a", "9"))]
 )
@@ -166,6 +167,7 @@ def test_a_process_sees_its_slice_of_the_devices(
         assert log.read_text() == f"{expected}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize(
     ("ranks", "line"),

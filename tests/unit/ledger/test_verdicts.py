@@ -110,6 +110,7 @@ def test_every_verdict_has_its_difference_and_interval(differences: tuple[float,
     assert verdict.text == text.format(verdict.more_seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rungs", "loss"), [(1, 0.0), (4, 0.0), (4, 0.4)])
 def test_the_advised_seeds_settle_most_comparisons(rungs: int, loss: float) -> None:
     """Each first rung is judged again with as many seeds as its verdict asked for."""
@@ -209,6 +210,7 @@ def null_report(rng: np.random.Generator, rungs: int, seeds: int) -> list[list[C
     return report(rng.normal(scale=0.2, size=(rungs + 1, seeds)))
 
 
+@pytest.mark.slow
 def test_adding_seeds_until_all_is_settled_accuses_innocents_no_more_often_than_stated() -> None:
     """Each report is followed by one with the smallest number of seeds that it asked for."""
     rng = np.random.default_rng(0)
@@ -228,6 +230,7 @@ def test_adding_seeds_until_all_is_settled_accuses_innocents_no_more_often_than_
     assert accused <= stats.binom.ppf(0.99, 200, 0.025)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rungs", "seeds"), [(4, 3), (2, 5)])
 def test_a_report_accuses_innocents_no_more_often_than_stated(rungs: int, seeds: int) -> None:
     rng = np.random.default_rng(rungs)
@@ -268,6 +271,7 @@ def simulated(rng: np.random.Generator, rungs: int, seeds: int, loss: float) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 4])
 def test_innocents_on_images_are_accused_no_more_often_than_stated(seeds: int) -> None:
     rng = np.random.default_rng(seeds)
@@ -276,6 +280,7 @@ def test_innocents_on_images_are_accused_no_more_often_than_stated(seeds: int) -
     assert accused <= stats.binom.ppf(0.999, 200, 0.025)
 
 
+@pytest.mark.slow
 def test_a_planted_loss_is_found_with_enough_seeds_and_said_to_need_more_with_too_few() -> None:
     """A change that gets 1% of the right answers wrong."""
     rng = np.random.default_rng(0)

@@ -69,6 +69,7 @@ def test_kernels_written_as_products_are_counted_alike(qkv: str) -> None:
     assert complexity(made, image_size=224) == by_hand("S", 16, token=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "weights"),
     [
@@ -129,6 +130,7 @@ EARLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gigaflops", "parameters", "activations"),
     # Xiao et al. 2021, arXiv 2106.14881, table 2; its operations are cut off behind the first digit, not rounded.
@@ -157,6 +159,7 @@ def test_early_convolutions_publishes_the_same(
     assert found.activations / 1e6 == pytest.approx(activations, rel=0.01, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "weights"),
     [
@@ -173,6 +176,7 @@ def test_torchvision_publishes_the_same_for_grouped_and_wide(kwargs: dict[str, A
     assert found.forward_flops / 2e9 == pytest.approx(weights.meta["_ops"], abs=6e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "peer"),
     [
@@ -190,6 +194,7 @@ def test_timms_models_count_the_same(build: Any, peer: str) -> None:
     assert complexity(build, image_size=224) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters", "flops", "activations"),
     # pycls, dev/model_complexity.json, configs/dds_baselines.

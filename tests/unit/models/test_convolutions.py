@@ -161,6 +161,7 @@ def gradients(model: nn.Module, compiled: bool = False) -> dict[str, Any]:
     return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [{"depth": 18, "stem": "small"}, {"depth": 50}, {"depth": 50, "groups": 4, "width_per_group": 16}],
@@ -176,6 +177,7 @@ def test_the_whole_model_in_float64(choices: dict[str, Any]) -> None:
         torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
 
 
+@pytest.mark.slow
 def test_initial_weights_and_operations_are_torch_s() -> None:
     """Images of either memory format, for the counting may meet both."""
     made = [resnet(50, convolution=kernel) for kernel in ("torch", "products")]
@@ -193,6 +195,7 @@ def test_initial_weights_and_operations_are_torch_s() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_selective_recomputation_keeps_them() -> None:
     """Nothing that counts as an operation runs twice."""
     counts = []
@@ -205,6 +208,7 @@ def test_selective_recomputation_keeps_them() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("recompute", "repeated"), [("off", 0), ("full", 3), ("selective", 0)])
 def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, repeated: int) -> None:

@@ -51,6 +51,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max((((a - b).norm() / b.norm().clamp_min(1e-3)).item()) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
 @pytest.mark.parametrize("count", [1, 2, 12])
 def test_equal_in_float64(count: int, layout: str) -> None:
@@ -61,6 +62,7 @@ def test_equal_in_float64(count: int, layout: str) -> None:
         assert distance(skipped, multiplied) < 1e-12
 
 
+@pytest.mark.slow
 def test_rounding_is_no_worse_in_float32_and_autocast() -> None:
     exact = run(vit("multiply"), torch.float64)
     for amp, floor in ((False, 1e-6), (True, 1e-2)):

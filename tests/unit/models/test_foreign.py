@@ -45,6 +45,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Convert, Convert]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_there_and_back(name: str) -> None:
     build, to_theirs, to_ours = PAIRS[name]

@@ -90,6 +90,7 @@ def test_head_name_is_the_last_layer(name: str) -> None:
     assert logits_BK.shape == (2, 7)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_the_others(name: str) -> None:
     model = fill_random(MODELS[name]().double()).eval()
     images = draw_images(3)
@@ -113,6 +114,7 @@ def test_every_parameter_and_pixel_counts(name: str) -> None:
         assert key.endswith("key.bias") or parameter.grad.any(), key
 
 
+@pytest.mark.slow
 def test_channels_last_images_and_weights_give_the_same(name: str) -> None:
     model = fill_random(MODELS[name]().double()).eval()
     images = draw_images(2)
@@ -123,6 +125,7 @@ def test_channels_last_images_and_weights_give_the_same(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_autocast_is_near_and_float32_stays_whole(name: str) -> None:
     model: Any = fill_random(MODELS[name]()).eval()
     images = draw_images(2, dtype=torch.float32)
@@ -172,6 +175,7 @@ def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
     assert set(model.state_dict()) == expected
 
 
+@pytest.mark.slow
 def test_traced_whole_by_dynamo() -> None:
     """No graph break and no recompilation reason in the models: the graph is traced, not compiled."""
     for key in ("vit", "vit-pooled-sincos2d", "resnet18"):
@@ -181,6 +185,7 @@ def test_traced_whole_by_dynamo() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_drop_path_reaches_the_models() -> None:
     for key in ("vit", "resnet18"):
         model = fill_random(MODELS[key](drop_path=0.5).double())

@@ -102,6 +102,7 @@ def test_batch_norms_of_all_ranks_begin_like_those_of_one(name: str) -> None:
         assert torch.equal(everything(converted)[key], tensor), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_initialise_again_draws_new_values_and_keeps_the_parameters(name: str) -> None:
     model = MODELS[name]()

@@ -214,6 +214,7 @@ def copies(depth: int, **kwargs: Any) -> int:
     return sum(torch.Size(shape).numel() >= features for shape in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "layout", "qkv"), COPIES)
 def test_copies_of_features_in_a_training_step(attention: str, layout: str, qkv: str) -> None:
     for classifier in ("token", "pooled"):

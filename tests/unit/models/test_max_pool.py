@@ -25,7 +25,9 @@ def pooled(pool: Any, maps: Tensor) -> tuple[Tensor, Tensor]:
 
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
 def test_is_torch_s_to_the_bit(compiled: bool, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     generator = torch.Generator().manual_seed(0)
     maps = torch.randn(2, 8, 13, 10, generator=generator).to(dtype).contiguous(memory_format=memory_format)
@@ -38,6 +40,7 @@ def test_is_torch_s_to_the_bit(compiled: bool, dtype: torch.dtype, memory_format
         assert mine.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.slow
 def test_compiled_code_calls_the_operator() -> None:
     pool = torch.compile(nn.Sequential(nn.ReLU(), MaxPool2d(3, stride=2, padding=1)))
     maps = torch.randn(2, 8, 12, 12, requires_grad=True)

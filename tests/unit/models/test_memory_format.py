@@ -59,6 +59,7 @@ class Training:
         self.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: str) -> None:
@@ -94,6 +95,7 @@ def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format
 COPIES = {"resnet18-small": 0, "resnet50": 0, "vit": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_of_maps_in_a_channels_last_step(name: str) -> None:
     training = Training(name, "channels_last")
@@ -129,6 +131,7 @@ def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor
     return torch.cat([tensor.detach().double().reshape(-1) for tensor in (logits_BK, *found)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_channels_last_rounds_no_more_than_four_times_as_contiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 against float64. A ReLU that rounding turns over would be a thousand times the error of all else."""

@@ -52,6 +52,7 @@ def test_linear_is_torch_s_in_float64(inputs: int, outputs: int, shape: tuple[in
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @WIDTHS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_linear_in_compiled_code(inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -198,6 +199,7 @@ print("bfloat16 in oneDNN:", torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
 def test_bfloat16_on_processors_for_which_onednn_has_none() -> None:
     found = subprocess.run(
@@ -256,6 +258,7 @@ def test_without_gradients_nothing_is_kept(grad: bool) -> None:
     torch.testing.assert_close(out, F.linear(features, weight, bias), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_linear_errs_as_rounding_does(dtype: torch.dtype) -> None:
     """The compiler takes the layer as it is, in bfloat16 as well, where the eager one has an operator of its own."""

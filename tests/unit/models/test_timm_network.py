@@ -26,6 +26,7 @@ def make(name: str, **kwargs: Any) -> TimmNetwork:
     return TimmNetwork(**{"name": name, "num_classes": 5, "image_size": 64, **kwargs})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "first", "last"),
     [
@@ -53,6 +54,7 @@ def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, la
     assert head.out_features == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -148,6 +150,7 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
         make(name, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -191,6 +194,7 @@ def test_sizes_that_change(overrides: list[str]) -> None:
         assert build.model(config, 5, build.switches(config, CPU)).image_size == 224
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "attention"),
     [
@@ -229,6 +233,7 @@ def test_tokens_and_positions_are_not_decayed_and_layer_scale_counts_as_a_norm()
     assert "pooling.attention.query.weight" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["convnext_atto", "convnext_atto_rms", "beit_base_patch16_224", "deit3_small_patch16_224", "swinv2_cr_tiny_ns_224",

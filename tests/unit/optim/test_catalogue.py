@@ -76,6 +76,7 @@ def test_what_is_shardable_updates_dtensors(name: str, implementation: str) -> N
         torch.testing.assert_close(one.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implementation"), FLAT)
 def test_what_is_flat_computes_the_same_on_flattened_weights(name: str, implementation: str) -> None:
     def flattened(each: list[Tensor]) -> list[Tensor]:

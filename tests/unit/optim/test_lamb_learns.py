@@ -69,6 +69,7 @@ def test_a_head_that_weights_do_not_fill_is_refused(tmp_path: Path, use: Callabl
         use(config)
 
 
+@pytest.mark.slow
 def test_a_head_of_zeros_is_refused_whoever_made_it(tmp_path: Path) -> None:
     """timm's mixers begin with one, and weights for other classes leave the head as it was."""
     mixer = ["model=timm", "model.name=mixer_s32_224", "data.image_size=224", "model.drop_path=0.0"]

@@ -120,6 +120,7 @@ def test_a_resnet_under_muon_and_adafactor() -> None:
         there_and_back(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
     """Other groups number the parameters in another order."""
@@ -227,6 +228,7 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
     assert weights[1].tolist() == [0.625, 0.625]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch 2.11's import of its compiler
 def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]

@@ -43,6 +43,7 @@ def page_faults(*words: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_a_step_gets_the_pages_of_the_step_before_it() -> None:
     # 3 tensors of 40 MiB are 30,720 pages of 4 KiB.
     default, kept, again = page_faults("default", "keep", "keep")

@@ -46,6 +46,7 @@ def wrapped(world: World, *overrides: str, config_name: str = "vit_digits") -> t
     return config, plain, build.wrap(config, network, world, switches)
 
 
+@pytest.mark.slow
 def test_every_group_has_the_timeout_of_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts, new_group = [], dist.new_group
 

@@ -77,6 +77,7 @@ def test_one_process_holds_what_the_table_says(overrides: tuple[str, ...]) -> No
     assert_held(ALONE, *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -116,6 +117,7 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("average", ["null", "0.9"])
 def test_a_rank_of_oss_holds_what_the_table_says(eight: World, average: str, accumulation: int) -> None:

@@ -28,6 +28,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return ask
 
 
+@pytest.mark.slow
 def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
     told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
     assert told(2, "the disk") == []
 
 
+@pytest.mark.slow
 def test_without_a_store_each_rank_speaks(told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody listens there.
     monkeypatch.setenv("MASTER_PORT", "1")

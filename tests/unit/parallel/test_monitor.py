@@ -35,6 +35,7 @@ def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
         yield made
 
 
+@pytest.mark.slow
 def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(3, timeout=0.6) as (first, second, third):
         for rank in (first, third):
@@ -50,6 +51,7 @@ def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[
     assert ": waiting for the data of step 7, in " in lines[2]
 
 
+@pytest.mark.slow
 def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=1.5) as both:
         for step in range(20):
@@ -74,6 +76,7 @@ def wait_for_others(rank: Rank, seconds: float) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """A tool that never says where it is, and whose ranks meet in a collective late."""
     with ranks(2, timeout=1.5) as (first, second):
@@ -86,6 +89,7 @@ def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.6) as (first, second):
         wait_for_others(first, 60)
@@ -94,6 +98,7 @@ def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFix
     assert "starting, in all_reduce (torch/distributed/waits.py:3), waiting for other ranks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.6) as (first, second):
         first.monitor.at("evaluating: 3 batches done")
@@ -106,6 +111,7 @@ def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.4) as both:
         for rank in both:
@@ -116,6 +122,7 @@ def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytes
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.4) as (first, second):
         # Stopped as a whole (SIGSTOP, a machine that is gone): its monitor beats no more.
@@ -146,6 +153,7 @@ class Unreliable:
         self.store.set(key, value)
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_opened_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Then the heartbeats of this rank continue; if it cannot be opened again, the rank says so."""
     store = dist.HashStore()

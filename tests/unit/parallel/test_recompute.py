@@ -19,6 +19,7 @@ SELECTIVE: dict[str, Any] = {"recompute": "selective"}
 ALL_WAYS = pytest.mark.parametrize("way", [FULL, EVERY_SECOND, SELECTIVE], ids=["full", "every 2", "selective"])
 
 
+@pytest.mark.slow
 @ALL_WAYS
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
@@ -55,6 +56,7 @@ def test_the_second_run_must_draw_what_the_first_drew() -> None:
     assert distance(gradients(vit(), seed=7), gradients(vit(), seed=8)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_what_is_held_between_the_passes(attention: str, amp: bool) -> None:

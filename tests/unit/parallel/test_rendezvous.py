@@ -38,6 +38,7 @@ def test_each_round_has_its_own_name(store: dist.TCPStore) -> None:
     assert len(set.union(*rounds)) == 5
 
 
+@pytest.mark.slow
 def test_a_round_that_ranks_of_an_earlier_attempt_did_not_finish_is_left(store: dist.TCPStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         # Rank 2 died before it came.
@@ -49,6 +50,7 @@ def test_a_round_that_ranks_of_an_earlier_attempt_did_not_finish_is_left(store: 
     assert name != old.decode()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_says_so(store: dist.TCPStore) -> None:
     all_meet(store, 2)
     with pytest.raises(dist.DistStoreError, match=r"waited 1 s for the other ranks"):

@@ -22,6 +22,7 @@ OFFLOAD: dict[str, Any] = {"activation_offload": "cpu"}
 COMPRESS: dict[str, Any] = {"activation_compression": "8bit"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("way", [OFFLOAD, {**OFFLOAD, "recompute": "full"}], ids=["alone", "with recomputation"])
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
@@ -33,6 +34,7 @@ def test_offloading_changes_no_bit(kind: str, way: dict[str, Any], amp: bool) ->
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_the_error_of_compressed_gradients_against_float64(kind: str) -> None:
     """The forward pass is exact; gradients are off by percents, not by rounding and not by much more."""
@@ -71,6 +73,7 @@ def test_what_compression_holds(amp: bool) -> None:
     assert held(saving(vit(**sizes), **COMPRESS), amp=amp) <= limit * held(vit(**sizes), amp=amp)
 
 
+@pytest.mark.slow
 def test_what_compression_holds_of_a_resnet() -> None:
     assert held(saving(resnet(), **COMPRESS), amp=False) <= 0.3 * held(resnet(), amp=False)
 
@@ -223,6 +226,7 @@ def test_compressed_and_on_the_host_is_compressed() -> None:
     assert all(torch.equal(together[name], value) for name, value in gradients(saving(vit(), **COMPRESS)).items())
 
 
+@pytest.mark.slow
 def test_a_short_training_on_digits_follows_the_exact_one() -> None:
     """A hundred and twenty steps: both learn, and the losses stay together."""
     digits = load_digits()

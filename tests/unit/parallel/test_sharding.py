@@ -59,6 +59,7 @@ def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usabl
     assert degrees(4, shard=usable[0], replicate=usable[1], ranks_per_node=4) == usable[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "overrides"),
     [
@@ -182,6 +183,7 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
     assert cut() == {True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     ("experiment", "overrides"),

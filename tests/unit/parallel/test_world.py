@@ -54,6 +54,7 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
     assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_a_node_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int

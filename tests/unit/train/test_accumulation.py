@@ -78,6 +78,7 @@ def watched(network: nn.Module) -> Iterator[dict[str, list[tuple[int, Tensor]]]]
 SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["reference", "fast"])
 def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
     step, network, batches = made("vit_digits", f"speed={preset}", *SMALL)
@@ -98,6 +99,7 @@ def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
             torch.testing.assert_close(added * MICROBATCHES, gradient, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_other_memory_of_the_gradients_size_is_left_between_microbatches() -> None:
     """Counted: storages alive after each backward pass, beyond weights, gradients and the batch."""
     # Other tests' tensors may be of kinds that cannot even be asked for their memory.

@@ -91,6 +91,7 @@ def test_neighbouring_classes_share_a_cell() -> None:
     assert np.array_equal(_shares(sparse(counts_KK), 5, 1), of_one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "most_cells"), [(2, 1500), (30, 1500), (300, 1500), (300, 70)])
 def test_any_number_of_classes_of_any_name_is_drawn(
     count: int, most_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "intervals", "ends", "key"),
     [

@@ -222,6 +222,7 @@ def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     assert config["crop_pct"] == 1.0
 
 
+@pytest.mark.slow
 def test_only_exported_files_of_a_folder_are_overwritten(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +337,7 @@ def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:
     assert (tmp_path / "net.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.slow
 def test_the_command_line(run_dir: Path) -> None:
     """Without an experiment or an installed package; a mistake is status 2 without a traceback."""
     command = [sys.executable, str(ROOT / "tools" / "export_net.py"), f"weights={run_dir}", "output=net.pt"]

@@ -111,6 +111,7 @@ def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, f
     return numbers, {**state, **{f"average of {name}": value.clone() for name, value in step.ema.values.items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -161,6 +162,7 @@ def test_the_host_reads_nothing_and_what_the_graph_reads_stays_where_it_is() -> 
     assert float(step.optimizer.param_groups[0]["lr"]) == pytest.approx(step.schedule(STEPS - 1))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused() -> None:
     step, _, _ = made("vit", "augment.mixup_alpha=0", "augment.cutmix_alpha=0", graphed=True)
     metrics = TrainMetrics(CPU)

@@ -108,6 +108,7 @@ def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
 HOST_STAGES = [SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON]
 
 
+@pytest.mark.slow
 def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
     """Each value that a CPU runs without a compiler, alone."""
     counted = {}

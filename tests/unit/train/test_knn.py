@@ -68,6 +68,7 @@ def test_single_precision_votes_as_double_does(temperature: float) -> None:
     assert 0.5 < single.isfinite().float().mean() < 1.0
 
 
+@pytest.mark.slow
 def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digits: Path) -> None:
     """Features that drop-path would change."""
     images = tmp_path / "images"

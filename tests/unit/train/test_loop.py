@@ -44,6 +44,7 @@ def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
 
@@ -60,6 +61,7 @@ def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypat
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add, reports = RunFolder.add_record, []
 
@@ -76,6 +78,7 @@ def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monke
     assert reports == [3, 6]
 
 
+@pytest.mark.slow
 def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 3 s that wait 1 s for their data; checkpoints and evaluations take long, and are not counted."""
     now = 0.0
@@ -113,6 +116,7 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
     assert rates == [pytest.approx((4.0, 16.0, 0.25))] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["step", "interval"])
 def test_the_numbers_are_read_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     found = []
@@ -126,6 +130,7 @@ def test_the_numbers_are_read_as_configured(tmp_path: Path, monkeypatch: pytest.
     assert found == [{"read": value}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
 def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) -> None:
     """Predictions have that of a softmax in any case. Probabilities are sigmoids after a training with them."""
@@ -139,6 +144,7 @@ def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) 
     assert softmax == likely == (loss == "cross_entropy")
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +229,7 @@ def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monke
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [UserError("no space left"), RuntimeError("a rank is lost")])
 def test_the_first_error_counts_if_the_last_checkpoint_fails(
     failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +274,7 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = run(tmp_path, "schedule.best_metric=class_top1", "schedule.max_steps=1")
     (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
@@ -335,6 +343,7 @@ def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.
     assert drawn == [0.0, 109.5]
 
 
+@pytest.mark.slow
 def test_evaluation_copies_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes, resolve = [], build.switches
 

@@ -96,6 +96,7 @@ def test_a_sweep_compiles_what_is_asked_for(
     assert chosen == [compiled]
 
 
+@pytest.mark.slow
 def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

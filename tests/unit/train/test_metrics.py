@@ -13,6 +13,7 @@ from tests.unit.train.test_graphs import batch, made
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "fp16_master"])
 def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> None:
     found: list[tuple[list[dict[str, float]], dict[str, Tensor]]] = []

@@ -134,6 +134,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
         run(str(tmp_path / "new/a.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_numbers_come_with_the_environment(tool: str, tmp_path: Path, digits: Path) -> None:
     base = [

@@ -157,6 +157,7 @@ def of_kind(kind: str, settings: dict[str, Any], classes: int) -> tuple[Network,
     return build.model(config, classes, build.switches(config, torch.device("cpu"))), config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "classes"),
     [*((key, AB) for key in OTHERS), *((key, other) for key in ("heads", "classifier_norm") for other in (AC, ABC))],
@@ -294,6 +295,7 @@ def saved_with(weights: str | None) -> Any:
     return SimpleNamespace(plain={"config": {"weights": weights}})
 
 
+@pytest.mark.slow
 def test_a_run_has_the_commit_in_its_configuration(hub: Hub) -> None:
     for source, commit in (("hf:me/cats", "b"), ("hf:me/cats@v1", "a"), (f"hf:me/cats@{'a' * 40}", "a")):
         assert pin_weights(of_source(source), ALONE).weights == f"hf:me/cats@{commit * 40}"

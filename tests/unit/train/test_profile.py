@@ -11,6 +11,7 @@ import pytest
 from tests.unit.train.test_loop import run
 
 
+@pytest.mark.slow
 def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "runtime.profile_step=2", "speed=reference")
     out = capsys.readouterr().out
@@ -23,6 +24,7 @@ def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(updates) == 3
 
 
+@pytest.mark.slow
 def test_a_profile_that_the_end_cuts_off_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "cut", "runtime.profile_step=2", "schedule.max_steps=3")
     assert not (tmp_path / "cut" / "profile").exists()

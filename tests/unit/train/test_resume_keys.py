@@ -174,6 +174,7 @@ def test_what_ranks_and_switches_change_is_told() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", TOLD)
 def test_each_of_them_is_told(key: str) -> None:
     (line,) = go_on(changed=(key, TOLD[key]))
@@ -184,6 +185,7 @@ def test_every_key_that_is_told_has_a_case() -> None:
     assert set(TOLD) == set(_AFFECTS_RESULT)
 
 
+@pytest.mark.slow
 def test_the_order_depends_on_the_storage() -> None:
     config, shards = load_config("vit_digits"), Shards(3, 7)
     order = build.order_name(config, shards)  # type: ignore[arg-type]

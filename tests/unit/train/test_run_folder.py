@@ -290,6 +290,7 @@ def test_a_command_with_a_newline_is_one_comment(tmp_path: Path, monkeypatch: py
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with _hold(tmp_path) as first:
         assert first.stdout is not None
@@ -324,6 +325,7 @@ def test_a_folder_that_cannot_be_kept_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_run_that_another_process_began_meanwhile_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
@@ -355,6 +357,7 @@ def test_a_run_that_another_process_began_meanwhile_is_left_alone(
     assert [record["step"] for record in RunFolder(path).records()] == [5]
 
 
+@pytest.mark.slow
 def test_who_leaves_lets_in_who_waits(tmp_path: Path) -> None:
     with _hold(tmp_path) as first:
         assert first.stdout is not None
@@ -381,6 +384,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
     assert not Path("mine").exists()
 
 
+@pytest.mark.slow
 def test_who_waits_is_told_once_for_whom(tmp_path: Path) -> None:
     with _hold(tmp_path) as first:
         assert first.stdout is not None

@@ -95,6 +95,7 @@ def test_a_precision_of_another_device(tool: str, config: RunConfig) -> None:
         TOOLS[tool](config.with_values(precision={"name": "tf32"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("limit", "message"),

@@ -164,6 +164,7 @@ def run(service: Service, run_dir: Path, *overrides: str) -> int:
     return train(load_config("vit_digits", given))
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_path: Path) -> None:
     assert run(service, tmp_path / "one", "schedule.max_steps=3", "runtime.tracker_project=mine") == 0
     assert run(service, tmp_path / "one") == 0
@@ -185,6 +186,7 @@ def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_pat
     assert seen.settings["speed.attention"] == "sdpa"
 
 
+@pytest.mark.slow
 def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
@@ -204,6 +206,7 @@ def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: py
     assert consequence in ("the run continues without it", "not everything was sent")
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +225,7 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
     assert re.search(f"warning: {line}.*; (the run continues without it|not everything)", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_start_that_hangs_ends_a_new_run_but_not_a_resumed_one(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +298,7 @@ def test_another_run_creates_the_experiment_at_the_same_time(
     assert [seen.project for seen in service.runs.values()] == ["shared"]
 
 
+@pytest.mark.slow
 def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     after_step = Loop._after_step
 
@@ -424,6 +429,7 @@ def test_a_start_that_fails_at_last_ends_the_wait_for_it() -> None:
     assert warnings == [what]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_finished_run_that_waits_for_its_tracker(service: Service, tmp_path: Path) -> None:
     service.on_end = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

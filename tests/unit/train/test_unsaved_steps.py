@@ -36,6 +36,7 @@ def run(tmp_path: Path, *overrides: str, status: int = 0) -> list[tuple[str, int
     return [(record["kind"], record["step"]) for record in records if record["kind"] in ("eval", "checkpoint")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous: str) -> None:
     found = run(tmp_path, f"runtime.checkpoint_async={asynchronous}", "runtime.checkpoint_every_steps=2")
@@ -45,6 +46,7 @@ def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
 
 
+@pytest.mark.slow
 def test_buffers_are_averaged_before_a_step_without_a_checkpoint_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_a_step_whose_evaluation_is_stopped_is_saved(
     assert "everything up to step 3 is saved" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_after_which_the_run_stops_early_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Evaluations._take
 
@@ -84,6 +87,7 @@ def test_a_step_after_which_the_run_stops_early_is_saved(tmp_path: Path, monkeyp
     assert run(tmp_path) == [("eval", 3), ("checkpoint", 3)]
 
 
+@pytest.mark.slow
 def test_a_step_with_the_weights_of_the_last_checkpoint_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
