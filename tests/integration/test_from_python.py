@@ -23,6 +23,7 @@ def small(digits: Path) -> list[str]:
     return [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "runtime.threads=1"]
 
 
+@pytest.mark.slow
 def test_an_own_experiment_is_trained_and_loaded(
     small: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def run(run_dir: Path, root: Path | str, *overrides: str) -> list[tuple[str, flo
     return losses + [("eval", record["loss"]) for record in records(run_dir, "eval")]
 
 
+@pytest.mark.slow
 def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
     """The same bits, whatever the layout."""
     found = {}

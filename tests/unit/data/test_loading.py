@@ -331,6 +331,7 @@ def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
         list(train_loader(HookedSource(20, die), 2))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_is_needed() -> None:
     """Not in the middle of the step: there it would be a traceback, and a save would be cut off."""
     batches = iter(train_loader(SyntheticSource(40, 20, 3, seed=1), 1))
