@@ -56,11 +56,11 @@ def test_a_node_is_gone_and_the_other_goes_on(tmp_path: Path, digits: Path, star
     training = command(*overrides)[2:]
     port = free_port()
     first, second = (agent(started, tmp_path, port, *training, is_host=is_host) for is_host in (True, False))
-    wait_for_step(tmp_path, 6)
+    wait_for_step(tmp_path, 6, first)
     # The node with its agent and its rank, at once.
     for pid in (*children(second.pid), second.pid):
         os.kill(pid, signal.SIGKILL)
-    out, _ = first.communicate(timeout=200)
+    out, _ = first.communicate()
     assert first.returncode == 0, out
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, STEPS + 1))
@@ -82,10 +82,10 @@ def test_a_rank_is_gone_and_both_nodes_start_again(tmp_path: Path, digits: Path,
     overrides = (*OVERRIDES, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", "runtime.checkpoint_every_steps=1")
     training, port = command(*overrides)[2:], free_port()
     first, second = (agent(started, tmp_path, port, *training, is_host=is_host) for is_host in (True, False))
-    wait_for_step(tmp_path, 6)
+    wait_for_step(tmp_path, 6, first)
     (rank,) = children(second.pid)
     os.kill(rank, signal.SIGKILL)
-    out, _ = first.communicate(timeout=200)
+    out, _ = first.communicate()
     assert first.returncode == 0, out
     assert "resumed from" in out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2

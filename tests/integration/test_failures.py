@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ class Launch:
             stderr=subprocess.STDOUT,
         )
 
-    def end(self, expect: int = 0, timeout: float = 250) -> str:
+    def end(self, expect: int = 0) -> str:
         """Wait for the end; what was printed."""
         try:
-            out, _ = self.process.communicate(timeout=timeout)
+            out, _ = self.process.communicate()
         finally:
             self.process.kill()
         assert self.process.returncode == expect, out
@@ -129,9 +129,7 @@ POINTS = [
 POINTS += ["before publish", "after publish"]
 
 
-@pytest.mark.parametrize(
-    "at", ["in files.json", *(pytest.param(at, marks=pytest.mark.slow) for at in ["step", *POINTS])]
-)
+@pytest.mark.parametrize("at", ["in files.json", "step", *POINTS])
 def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: str) -> None:
     """In a step, and at every point of a save; no run_dir is given, and the run finds its folder again."""
     launch = Launch(tmp_path, digits, kind="die", at=at, step=12, rank=0)
@@ -196,9 +194,9 @@ def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> 
     """In the middle of an epoch: the same epoch goes on, every image once."""
     run_dir = tmp_path / "run"
     first = Launch(tmp_path, digits, f"run_dir={run_dir}")
-    wait_for_step(tmp_path, 10)
+    wait_for_step(tmp_path, 10, first.process)
     first.process.send_signal(signal.SIGTERM)
-    first.process.communicate(timeout=100)
+    first.process.communicate()
     stopped = newest_checkpoint(run_dir)["step"]
     assert 8 <= stopped < STEPS
     for file in (tmp_path / "seen").glob("*.jsonl"):
@@ -210,9 +208,8 @@ def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> 
     assert_every_image_once(seen(tmp_path))
 
 
-def wait_for_step(folder: Path, step: int, processes: Callable[[], bool] = lambda: True) -> None:
-    deadline = time.monotonic() + 150
-    while time.monotonic() < deadline and processes():
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
         if len(seen_steps(folder)) >= step:
             return
         time.sleep(0.02)
@@ -261,7 +258,7 @@ def test_a_rank_killed_ten_times_at_random_moments(
         except ProcessLookupError:
             break
         kills += 1
-    out = launch.end(timeout=600)
+    out = launch.end()
     assert kills == 10, out
     assert_whole(launch)
     if strategy == "ddp":

@@ -95,13 +95,11 @@ def start_and_interrupt(
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
-    deadline = time.monotonic() + 120
     while steps_done(run_dir) < at_step:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.01)
     interrupt(process)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     return process.returncode, out or "", err
 
 

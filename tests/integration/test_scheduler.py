@@ -74,13 +74,12 @@ def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, s
     process = started(
         command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+    metrics = run / "metrics.jsonl"
     while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.01)
     os.kill(int((run / ".lock").read_text().split()[1]), signal.SIGUSR2)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate()
     assert process.returncode == 0, (out, err)
     stopped, resumed = records(run, "event")
     assert (stopped["event"], stopped["signal"], resumed["event"]) == ("stopped", "SIGUSR2", "resumed")

@@ -50,7 +50,7 @@ def test_predictions_are_those_of_the_evaluation(runs: tuple[Path, Path], digits
         import subprocess
 
         with listing.open() as stdin:
-            subprocess.run(arguments, cwd=tmp_path, env=environment(), stdin=stdin, check=True, timeout=200)
+            subprocess.run(arguments, cwd=tmp_path, env=environment(), stdin=stdin, check=True)
         found.append(json.loads((tmp_path / "out.json").read_text()))
     labels = [row["label"] for row in found[0]["images"]]
     assert labels == scored.predicted_N.tolist()

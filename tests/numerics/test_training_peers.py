@@ -148,7 +148,6 @@ def timm_parts(case: Case, config: RunConfig, model: nn.Module) -> tuple[Any, An
     return optimizer, schedule
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "rsb" else []) for name in CASES]
 )

@@ -59,7 +59,6 @@ class Training:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: str) -> None:

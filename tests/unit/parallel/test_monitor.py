@@ -89,7 +89,6 @@ def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.slow
 def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.6) as (first, second):
         wait_for_others(first, 60)

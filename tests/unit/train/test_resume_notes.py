@@ -15,7 +15,6 @@ from pycls_fast.train.resume_notes import resume_notes as notes_of
 TYPED = "-u tools/train_net.py --config-name vit_digits"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("python", ["python", ".venv/bin/python", "/opt/my python/bin/python3"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_interpreter_stays_as_typed_and_torchrun_takes_its_place(
