@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 from pycls_fast.data.sampling import epoch_order
 from pycls_fast.train import checkpoint
 from tests.integration.runs import ROOT, TINY, assert_same_state, command, environment, newest_checkpoint, records
+from tests.started import Started
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +33,15 @@ OVERRIDES = (*TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkp
 class Launch:
     """torchrun around faulty_train.py, in a folder of its own: `seen/` for the records, `runs/` as by default."""
 
+    started = Started()
+
     def __init__(self, folder: Path, digits: Path, *overrides: str, ranks: int = 2, restarts: int = 3, **fault: Any):
         self.folder = folder
         (folder / "seen").mkdir(parents=True, exist_ok=True)
         training = command(*OVERRIDES, f"data.root={digits}", *overrides)
         training[1] = str(ROOT / "tests" / "integration" / "faulty_train.py")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        self.process = subprocess.Popen(
+        self.process = self.started(
             [*launcher, "--max-restarts", str(restarts), *training[1:]],
             cwd=folder,
             env={**environment(), "SEEN": str(folder / "seen"), "FAULT": json.dumps(fault)},
@@ -49,10 +52,7 @@ class Launch:
 
     def end(self, expect: int = 0) -> str:
         """Wait for the end; what was printed."""
-        try:
-            out, _ = self.process.communicate()
-        finally:
-            self.process.kill()
+        out, _ = self.process.communicate()
         assert self.process.returncode == expect, out
         return out
 
@@ -97,6 +97,14 @@ def assert_whole(launch: Launch) -> None:
     # Whatever was killed when, what has a name is whole.
     for path in checkpoint.checkpoints(launch.run_dir / "checkpoints"):
         assert checkpoint.open_checkpoint(path).plain["step"] == checkpoint.step_of(path)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """No launch outlives its test."""
+    yield
+    Launch.started.end()
+    Launch.started = Started()
 
 
 @pytest.fixture(scope="module")

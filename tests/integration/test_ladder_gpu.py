@@ -44,7 +44,7 @@ def ours(rung: Any) -> list[str]:
 
 # The other ViTs have the same rungs.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("vit_h16", marks=pytest.mark.slow), "resnet50"])
+@pytest.mark.parametrize("name", ["vit_h16", "resnet50"])
 def test_the_rungs_are_settings_that_a_gpu_runs(name: str) -> None:
     """Each is accepted by what checks the configuration for a GPU."""
     refused = []
