@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Format = Literal["float32", "float16", "bfloat16"]
-Name = Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"]
+Name = Literal["auto", "fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,16 @@ class Level:
 
 
 _LEVELS = (
+    Level(
+        "auto",
+        "The fastest that keeps float32 weights: amp_bf16 on CUDA from Ampere on, amp_fp16 before it; on a CPU whichever "
+        "of fp32 and amp_bf16 multiplies faster there, found by a race at the model's own shapes.",
+        helps="The default. CPUs differ by a factor of 100: with AMX bfloat16 is three times as fast as float32 "
+        "(docs/results/cpu_step.md), without any units for it 40 times slower.",
+        hurts="Two machines may compute in different formats; the run's config.yaml says which one it was.",
+        source="pycls_fast/build/race.py.",
+        ran="CPU (torch 2.15). CUDA: not run.",
+    ),
     Level(
         "fp32",
         "Everything in float32.",

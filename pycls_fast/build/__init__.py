@@ -3,7 +3,7 @@
 models, data, optim and parallel never see a configuration.
 """
 
-from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch
+from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch, total_steps
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores, cores_per_rank
 from pycls_fast.build.data import (
@@ -48,6 +48,7 @@ from pycls_fast.build.optimization import (
     peak_lr,
     schedule,
 )
+from pycls_fast.build.race import Race, compile_if_it_pays, cuda_precision, race, shared_race
 from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import (
     check_shard_cache,
@@ -61,17 +62,20 @@ from pycls_fast.build.sources import (
 from pycls_fast.build.switch_values import has_decoder, switches
 
 __all__ = [
+    "Race",
     "Switches",
     "apply_precision",
     "autocast",
     "check_mixing",
     "check_shard_cache",
     "class_counts",
+    "compile_if_it_pays",
     "compute_dtype",
     "cores",
     "cores_per_rank",
     "counted_model",
     "criterion",
+    "cuda_precision",
     "device_kind",
     "draw_on_device",
     "ema",
@@ -99,14 +103,17 @@ __all__ = [
     "prepare",
     "prepare_on_host",
     "preprocessing",
+    "race",
     "resolve_auto",
     "save_activation_memory",
     "schedule",
     "set_backend",
+    "shared_race",
     "sources",
     "steps_per_epoch",
     "strategy",
     "switches",
+    "total_steps",
     "train_loader",
     "with_preprocessing",
     "world",

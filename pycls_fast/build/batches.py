@@ -77,3 +77,9 @@ def check_mixing(config: RunConfig, world: World) -> None:
             f"augment.mix_mode: pair needs an even number of images in a microbatch; data.global_batch_size={batch} "
             f"leaves {images} to each of {parts}; use batch or elem"
         )
+
+
+def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """The length of the run in steps, if it does not stop early."""
+    whole, most = config.schedule.epochs * steps_per_epoch, config.schedule.max_steps
+    return whole if most is None else min(whole, most)

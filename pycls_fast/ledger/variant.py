@@ -28,6 +28,7 @@ from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
+from pycls_fast.train.resolving import with_precision
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
@@ -83,6 +84,7 @@ def build_variant(
         # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
         # somewhere, and the record says from where.
         config = config.with_values(data={"source": "synthetic"})
+    config = with_precision(config, world)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world)

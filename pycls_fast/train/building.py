@@ -66,6 +66,8 @@ def build_parts(
     check_same_data(sources, world)
     build.check_shard_cache(config, sources["train"], world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
+    steps = build.total_steps(config, steps_per_epoch)
+    switches = build.compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
     classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)

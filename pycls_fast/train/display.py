@@ -79,10 +79,11 @@ class Display:
         """Print a warning."""
         self.console.print(f"warning: {text}", style="yellow", markup=False)
 
-    def begin_training(self, step: int, total_steps: int) -> None:
-        """Show the run's bar, at the step it starts from."""
+    def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
+        """Show the run's bar, at the step it starts from; until the first numbers it may say that it `compiles`."""
+        doing = "compiling" if compiles else "train"
         if self._bar is not None:
-            self._training = self._bar.add_task("train", total=total_steps, completed=step, numbers="")
+            self._training = self._bar.add_task(doing, total=total_steps, completed=step, numbers="")
 
     def advance(self, step: int) -> None:
         """Set the bar to the number of steps done so far."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycls_fast import build
-from pycls_fast.parallel import Copies, footprint
+from pycls_fast.parallel import Copies, World, footprint
 from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
 from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # A GPU is seldom busy with fewer.
 _FEW_IMAGES = 16
+_MUCH_SLOWER = 2.0
 
 
 def introduce(run: Run) -> None:
@@ -53,7 +54,8 @@ def introduce(run: Run) -> None:
         ("memory per rank", f"{human(memory_per_rank(run), 'B')} for weights, gradients and optimizer"),
         (
             "device",
-            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {config.precision.name}",
+            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {_threads(world)}"
+            f"{_precision(run)}",
         ),
         ("switches", chosen or "all at their reference"),
         ("run folder", str(run.folder.path)),
@@ -63,6 +65,33 @@ def introduce(run: Run) -> None:
         run.display.note(note)
 
 
+def _threads(world: World) -> str:
+    count = torch.get_num_threads()
+    return "" if world.device.type == "cuda" else f"{count} thread{'s' if count > 1 else ''}, "
+
+
+def _precision(run: Run) -> str:
+    """The precision and, on a CPU, why it was chosen: how fast bfloat16 is here."""
+    name = run.config.precision.name
+    if run.world.device.type == "cuda" or not run.world.is_main:
+        return name
+    return f"{name} (products in bfloat16 take {1 / build.race(run.config).ratio:.2g} times as long as in float32)"
+
+
+def _slow_precision(run: Run) -> Iterator[str]:
+    """A note if the precision is more than twice slower than another one here."""
+    if run.world.device.type == "cuda" or not run.world.is_main or build.level(run.config).float8:
+        return
+    ratio, compute = build.race(run.config).ratio, build.compute_dtype(run.config)
+    slower = {torch.bfloat16: 1 / ratio, torch.float32: ratio}.get(compute, 0.0)
+    if slower > _MUCH_SLOWER:
+        faster = "amp_bf16" if compute == torch.float32 else "fp32"
+        yield (
+            f"precision: products take {slower:.2g} times as long as with precision={faster} on this CPU; "
+            "precision=auto takes the faster one"
+        )
+
+
 def _notes(run: Run) -> Iterator[str]:
     world, images = run.world, build.microbatch_size(run.config, run.world)
     if world.device.type == "cuda" and world.size > 1 and images < _FEW_IMAGES:
@@ -70,6 +99,7 @@ def _notes(run: Run) -> Iterator[str]:
             f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
             "less accumulation, or a larger batch with a higher optim.lr"
         )
+    yield from _slow_precision(run)
     if _emulates_bfloat16(run.config, world.device):
         yield (
             f"precision: {run.config.precision.name} is slow on this GPU, which has no units for bfloat16; "
@@ -82,7 +112,7 @@ def _notes(run: Run) -> Iterator[str]:
             "all; use precision=amp_bf16 or fp32"
         )
     if run.switches[SwitchName.COMPILE] != "off":
-        yield "speed.compile: the first step compiles the network, which takes 20 to 100 s"
+        yield "compiling the network in the first step, which takes 20 to 100 s (speed.compile=off: not at all)"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
         yield (
             "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "

@@ -125,7 +125,8 @@ class Loop:
             if self.evaluations.stop_early(step):
                 # An earlier process had stopped early, and nothing has changed since.
                 run.total_steps = step
-            run.display.begin_training(step, run.total_steps)
+            compiles = run.switches[SwitchName.COMPILE] != "off"
+            run.display.begin_training(step, run.total_steps, compiles=compiles)
             with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):

@@ -5,6 +5,7 @@ The order matters: `weights` is pinned to a commit before anything is read from 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from pycls_fast import build
@@ -17,7 +18,9 @@ from pycls_fast.train.pinning import pin_weights
 
 
 def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
-    """The configuration with the commit of `weights`, and with the global batch of the checkpoint; all ranks call this.
+    """The configuration with the commit of `weights`, its precision, and the global batch of the checkpoint.
+
+    All ranks call this.
 
     Args:
         config: the user's.
@@ -27,7 +30,31 @@ def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None
     Raises:
         UserError: see `pin_weights`.
     """
-    return pin_weights(with_saved_batch(config, resumed_from), world, resumed_from)
+    config = pin_weights(with_saved_batch(config, resumed_from), world, resumed_from)
+    return with_precision(config, world, resumed_from)
+
+
+def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+    """The configuration with a precision in place of `auto`, and with the number of threads; all ranks call this.
+
+    A run that resumes keeps its own, so that it computes the same bits.
+    """
+    precision, threads = config.precision.name, config.runtime.threads
+    if resumed_from is not None:
+        saved = resumed_from.plain["config"]
+        if precision == "auto":
+            precision = saved["precision"]["name"]
+        if threads is None and "OMP_NUM_THREADS" not in os.environ:
+            threads = saved["runtime"]["threads"]
+            threads = None if threads is None else min(threads, build.cores_per_rank())
+        return config.with_values(precision={"name": precision}, runtime={"threads": threads})
+    if world.device.type == "cuda":
+        chosen = build.cuda_precision(world.device)
+    else:
+        race = build.shared_race(config, world)
+        chosen, threads = race.format, threads or race.threads
+    precision = chosen if precision == "auto" else precision
+    return config.with_values(precision={"name": precision}, runtime={"threads": threads})
 
 
 def after_data(

@@ -242,14 +242,13 @@ def _build(
     if opened is None:
         check_head(config, parts.network, world)
     config = parts.config
-    whole = config.schedule.epochs * parts.steps_per_epoch
     saver = Saver(
         folder.checkpoints,
         world,
         keep=config.runtime.keep_checkpoints,
         asynchronous=config.runtime.checkpoint_async,
     )
-    total_steps = min(whole, config.schedule.max_steps or whole)
+    total_steps = build.total_steps(config, parts.steps_per_epoch)
     return Run(**vars(parts), world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
 
 

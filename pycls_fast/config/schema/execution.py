@@ -26,7 +26,9 @@ class Precision(Section):
     The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
     """
 
-    name: Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"] = "fp32"
+    name: Literal[
+        "auto", "fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"
+    ] = "auto"
     """The level: the formats of weights, products and gradients (docs/switches.md)."""
     loss_scale: LossScale = "dynamic"
     """The factor on the loss: changed as gradients overflow or not, or a constant."""

@@ -1,0 +1,209 @@
+"""Which number format multiplies faster on this CPU, and with how many threads, at the model's own shapes.
+
+No table of CPUs can say it: bfloat16 products run at 3 times the rate of float32 with AMX, at half of it on some CPUs
+with AVX-512 BF16, and at a fortieth without either; and two threads on a core that another process keeps busy are
+slower than one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.build.conflicts import Switches
+from pycls_fast.build.cpu_cores import cores_per_rank
+from pycls_fast.build.network import counted_model
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.models.complexity import complexity
+from pycls_fast.parallel import World
+from pycls_fast.speed import SwitchName
+
+Format = Literal["fp32", "amp_bf16"]
+
+# Images of a race: as many as this number of operations allows. A step of float32 then takes a fraction of a second.
+_FLOPS = 2e9
+_MOST_IMAGES = 16
+_REPEATS, _SECONDS_EACH = 3, 0.03
+# A format that is so many times slower after the largest products is not tried on the rest.
+_HOPELESS = 4.0
+# Ops between products gain little from 16 bits, and casts take time.
+_CLEARLY_FASTER = 1.15
+_MOST_PRODUCTS = 12
+# The number of products by which threads are compared.
+_FEW = 3
+# Fewer threads are only chosen if the cores are busy: sums are split among threads, and so are their last bits.
+_THREADS_GAIN = 1.5
+
+# ViT-S/16 and ResNet-50 in bfloat16 on a CPU (docs/results/cpu_step.md) take 20 to 100 s to compile and then save at
+# least a quarter of the products' time.
+_COMPILED_SAVES, _COMPILING_SECONDS = 0.25, 60.0
+
+
+@dataclass(frozen=True)
+class Race:
+    """The outcome.
+
+    Attributes:
+        format: the faster one.
+        ratio: float32's time divided by bfloat16's; above 1 if bfloat16 is faster.
+        threads: the number of threads to use; None if it was given (`runtime.threads`, `OMP_NUM_THREADS`).
+        seconds_per_image: of the products of a training step, forwards and backwards, in the faster format.
+    """
+
+    format: Format
+    ratio: float
+    threads: int | None
+    seconds_per_image: float
+
+
+@dataclass(frozen=True)
+class _Product:
+    layer: nn.Module
+    input_shape: tuple[int, ...]
+    count: int
+
+
+def race(config: RunConfig) -> Race:
+    """Multiply in both formats for a fraction of a second; once in a process for each model and image size."""
+    key = (config.model.model_dump_json(), config.data.image_size, config.runtime.threads)
+    if key not in _races:
+        _races[key] = _run(config)
+    return _races[key]
+
+
+_races: dict[tuple[str, int, int | None], Race] = {}
+
+
+def compile_if_it_pays(config: RunConfig, chosen: Switches, world: World, *, images: int) -> Switches:
+    """The switches, without a compilation for a CPU that the preset chose and that takes longer than it saves.
+
+    Args:
+        images: that the run trains on, in all.
+    """
+    if world.device.type == "cuda" or config.speed.compile is not None or chosen[SwitchName.COMPILE] == "off":
+        return chosen
+    if shared_race(config, world).seconds_per_image * images * _COMPILED_SAVES > _COMPILING_SECONDS:
+        return chosen
+    # What is for compiled code only goes with it, as in `switches`.
+    gelu = config.speed.gelu or "torch"
+    return {**chosen, SwitchName.COMPILE: "off", SwitchName.GELU: gelu}
+
+
+def cuda_precision(device: torch.device) -> Literal["amp_bf16", "amp_fp16"]:
+    """The fastest precision with float32 weights: tensor cores compute bfloat16 from Ampere on, float16 before it."""
+    return "amp_bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "amp_fp16"
+
+
+def shared_race(config: RunConfig, world: World) -> Race:
+    """The main rank's race, on all ranks: they must compute in the same format."""
+    return world.from_main(race(config) if world.is_main else None)
+
+
+def _run(config: RunConfig) -> Race:
+    products, images = _products(config)
+    free = config.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ
+    before = torch.get_num_threads()
+    threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
+    try:
+        # First: beside another process, the times of too many threads say nothing.
+        threads = _number_of_threads(products, threads) if free else threads
+        torch.set_num_threads(threads)
+        fp32, bf16, seconds = _both(products)
+    finally:
+        torch.set_num_threads(before)
+    chosen: Format = "amp_bf16" if fp32 > bf16 * _CLEARLY_FASTER else "fp32"
+    return Race(chosen, fp32 / bf16, threads if free else None, seconds / images)
+
+
+def _number_of_threads(products: Sequence[_Product], most: int) -> int:
+    best, least = most, float("inf")
+    for threads in sorted({most, most // 2, 1} - {0}, reverse=True):
+        torch.set_num_threads(threads)
+        seconds = sum(_seconds(product, "fp32") for product in products[:_FEW])
+        if seconds * _THREADS_GAIN < least:
+            best, least = threads, seconds
+    return best
+
+
+def _products(config: RunConfig) -> tuple[list[_Product], int]:
+    """The linear layers and convolutions of different shapes, largest first, on the CPU; and the number of images."""
+    image_size = config.data.image_size
+    network = counted_model(config, config.model.num_classes or 10, {})
+    flops = complexity(network, image_size=image_size).forward_flops
+    images = int(min(max(_FLOPS // flops, 1), _MOST_IMAGES))
+    counts: Counter[Any] = Counter()
+    layers: dict[Any, tuple[nn.Module, tuple[int, ...]]] = {}
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        shape = tuple(inputs[0].shape)
+        key = (shape, tuple(layer.weight.shape), getattr(layer, "stride", None), getattr(layer, "groups", None))
+        counts[key] += 1
+        layers[key] = layer, shape
+
+    for layer in network.modules():
+        if type(layer) in (nn.Linear, nn.Conv2d):
+            layer.register_forward_pre_hook(note)
+    network.eval().requires_grad_(False)
+    with torch.no_grad():
+        network(torch.empty(images, 3, image_size, image_size, device="meta"))
+    largest = sorted(layers, key=lambda key: -counts[key] * _size(*layers[key]))
+    return [_Product(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest[:_MOST_PRODUCTS]], images
+
+
+def _size(layer: nn.Module, shape: tuple[int, ...]) -> float:
+    """Operations of a product, up to a common factor."""
+    pixels = 1
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    for side in shape[:-1] if isinstance(layer, nn.Linear) else (shape[0], *shape[2:]):
+        pixels *= side
+    stride = layer.stride[0] ** 2 if isinstance(layer, nn.Conv2d) else 1
+    return layer.weight.numel() * pixels / stride
+
+
+def _filled(layer: nn.Module) -> nn.Module:
+    # Hooks would be copied with it.
+    layer._forward_pre_hooks.clear()
+    copy = layer.to_empty(device="cpu").requires_grad_(True)
+    for parameter in copy.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return copy
+
+
+def _both(products: Sequence[_Product]) -> tuple[float, float, float]:
+    """Seconds in float32 and in bfloat16, of the first products if these settle it, and of all in the faster one."""
+    fp32 = bf16 = rest = 0.0
+    for product in products:
+        if max(fp32, bf16) > _HOPELESS * min(fp32, bf16):
+            rest += product.count * _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16")
+        else:
+            fp32 += product.count * _seconds(product, "fp32")
+            bf16 += product.count * _seconds(product, "amp_bf16")
+    return fp32, bf16, min(fp32, bf16) + rest
+
+
+def _seconds(product: _Product, form: Format) -> float:
+    """The fastest of a few passes forwards and backwards."""
+    inputs = torch.randn(product.input_shape)
+    if inputs.ndim == 4:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    inputs.requires_grad_(True)
+    best, start = float("inf"), time.perf_counter()
+    # The first pass also prepares the kernels.
+    for _ in range(1 + _REPEATS):
+        began = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=form == "amp_bf16"):
+            out = product.layer(inputs)
+        out.backward(out.detach())
+        ended = time.perf_counter()
+        best = min(best, ended - began)
+        if ended - start > _SECONDS_EACH and best < float("inf"):
+            break
+    return best
