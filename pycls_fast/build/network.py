@@ -153,7 +153,7 @@ def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]
             lines.append(f"speed.compile: blocks {works} speed.compile=model")
     if not network.layers():
         works = f"works on repeated blocks, {has_none}"
-        if config.optim.layer_decay is not None:
+        if isinstance(config.optim.layer_decay, float):
             # A rate for the last of many layers is too large for all of them.
             way_out = "optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
             lines.append(f"optim.layer_decay: {config.optim.layer_decay:g} {works} {way_out}")
@@ -172,12 +172,14 @@ def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:
 
 
 def freeze(config: RunConfig, network: Network) -> None:
-    """Freeze everything that `optim.trainable` does not name, in place.
+    """Freeze everything that `optim.trainable` does not name, and batch norm's statistics if configured, in place.
 
     Raises:
         UserError: the network does not have a name.
     """
     optim.freeze(network, config.optim.trainable, head=network.head_name)
+    if config.optim.batch_norm == "frozen":
+        optim.keep_statistics(network)
 
 
 def draw_on_device(network: Network) -> None:

@@ -149,6 +149,8 @@ def optimizer(
 def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
     """The optimizer's groups of the network's parameters."""
     settings = config.optim
+    # `resolve_auto` has replaced it.
+    assert settings.layer_decay != "auto"
     kinds = optim.Kinds(
         embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
         embedding_names=network.embedding_names(),

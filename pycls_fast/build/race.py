@@ -37,7 +37,7 @@ _HOPELESS = 4.0
 _CLEARLY_FASTER = 1.15
 _MOST_PRODUCTS = 12
 # The number of products by which threads are compared.
-_FEW = 3
+_FEW, _ROUNDS = 3, 3
 # Fewer threads are only chosen if the cores are busy: sums are split among threads, and so are their last bits.
 _THREADS_GAIN = 1.5
 
@@ -123,13 +123,16 @@ def _run(config: RunConfig) -> Race:
 
 
 def _number_of_threads(products: Sequence[_Product], most: int) -> int:
-    best, least = most, float("inf")
-    for threads in sorted({most, most // 2, 1} - {0}, reverse=True):
-        torch.set_num_threads(threads)
-        seconds = sum(_seconds(product, "fp32") for product in products[:_FEW])
-        if seconds * _THREADS_GAIN < least:
-            best, least = threads, seconds
-    return best
+    """All cores, or half of them or one if that is much faster in each of a few rounds."""
+    candidates = sorted({most, most // 2, 1} - {0}, reverse=True)
+    least = dict.fromkeys(candidates, float("inf"))
+    for _ in range(_ROUNDS if len(candidates) > 1 else 0):
+        for threads in candidates:
+            torch.set_num_threads(threads)
+            seconds = sum(_seconds(product, "fp32") for product in products[:_FEW])
+            least[threads] = min(least[threads], seconds)
+    fastest = min(candidates, key=least.__getitem__)
+    return fastest if least[fastest] * _THREADS_GAIN < least[most] else most
 
 
 def _products(config: RunConfig) -> tuple[list[_Product], int]:

@@ -1,7 +1,7 @@
 """Parameter groups, schedules, optimizers, loss scaling and the exponential moving average of the weights."""
 
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.freeze import freeze
+from pycls_fast.optim.freeze import freeze, keep_statistics
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Decay, Group, Kinds, by_name, parameter_groups
 from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
@@ -47,6 +47,7 @@ __all__ = [
     "freeze",
     "lamb",
     "lion",
+    "keep_statistics",
     "load_named_state",
     "local",
     "local_slices",

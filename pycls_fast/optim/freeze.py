@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from pycls_fast.named_parts import HEAD, is_inside, named_parts, unknown_part
+from pycls_fast.optim.groups import BATCH_NORM
 
 
 def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
@@ -41,9 +42,23 @@ def freeze(network: nn.Module, trainable: Sequence[str], *, head: str) -> None:
     for module in list(network.modules()):
         inside = list(module.parameters())
         if inside and not any(parameter.requires_grad for parameter in inside):
-            module.eval()
-            # Set on the object: the network's `train()` calls that of each of its modules.
-            module.train = partial(_stay, module)  # type: ignore[method-assign]
+            _keep_evaluating(module)
+
+
+def keep_statistics(network: nn.Module) -> None:
+    """Let batch norm normalise with its running statistics in training, too, and keep them, in place.
+
+    Its scales and shifts are trained like everything else.
+    """
+    for module in network.modules():
+        if isinstance(module, BATCH_NORM):
+            _keep_evaluating(module)
+
+
+def _keep_evaluating(module: nn.Module) -> None:
+    module.eval()
+    # Set on the object: the network's `train()` calls that of each of its modules.
+    module.train = partial(_stay, module)  # type: ignore[method-assign]
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -40,6 +40,8 @@ class TrainingParts:
     largest_unit: int
     """Parameters of the largest block, which sharded strategies gather whole."""
     steps_per_epoch: int
+    new_head: bool
+    """Whether the weights left the head without values."""
 
 
 def build_parts(
@@ -72,11 +74,14 @@ def build_parts(
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
+    new_head = False
+
     def load(flat: FlatShards | None = None) -> None:
+        nonlocal new_head
         if config.weights is not None and resumed_from is None:
             # A network that was flattened no longer has its names and shapes.
             shaped = network if flat is None else build.model(config, classes, switches, empty=True)
-            _load_initial(config, shaped, sources["train"].classes, world, display, into=flat)
+            new_head = _load_initial(config, shaped, sources["train"].classes, world, display, into=flat)
 
     if not sharded:
         load()
@@ -86,7 +91,7 @@ def build_parts(
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch)
+    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch, new_head)
 
 
 def _load_initial(
@@ -97,16 +102,25 @@ def _load_initial(
     display: Display,
     *,
     into: FlatShards | None,
-) -> None:
-    """Load what `weights` names, and report what was done to make it fit; see `load_weights`."""
+) -> bool:
+    """Load what `weights` names, and report what was done to make it fit; returns whether the head is new."""
     assert config.weights is not None
-    origin = load_weights(network, config.weights, classes=classes, allow=config.weights_allow, world=world, into=into)
+    origin = load_weights(
+        network,
+        config.weights,
+        classes=classes,
+        allow=config.weights_allow,
+        new_head="zero" if config.head == "zero" else "small",
+        world=world,
+        into=into,
+    )
     display.table("weights", origin.fitted.table())
     if origin.image_size not in (None, config.data.image_size):
         display.note(
             f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
             f"data.image_size={origin.image_size} keeps that size"
         )
+    return f"{network.head_name}.weight" in origin.fitted.fresh
 
 
 def check_head(config: RunConfig, network: Network, world: World) -> None:

@@ -110,18 +110,22 @@ class Display:
     def begin_evaluation(self, split: str, images: int) -> None:
         """Show a second bar while a split is scored."""
         if self._bar is not None:
-            self._evaluating = self._bar.add_task(f"evaluate {split}", total=images, numbers="")
+            self._evaluating = self._bar.add_task(split if " " in split else f"evaluate {split}", total=images, numbers="")
 
     def advance_evaluation(self, images: int) -> None:
         """Advance the second bar by the images scored since the last call."""
         if self._bar is not None and self._evaluating is not None:
             self._bar.advance(self._evaluating, images)
 
-    def end_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Remove the second bar and print the result of the split."""
+    def end_features(self) -> None:
+        """Remove the second bar."""
         if self._bar is not None and self._evaluating is not None:
             self._bar.remove_task(self._evaluating)
             self._evaluating = None
+
+    def end_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Remove the second bar and print the result of the split."""
+        self.end_features()
         by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from pycls_fast.data import Batch
+from pycls_fast.errors import UserError
 from pycls_fast.network import Network
+from pycls_fast.parallel import World
+from pycls_fast.train.damage import noting_damage, report_damage
+from pycls_fast.train.display import Display
+from pycls_fast.train.evaluation import with_progress
 
 
 @contextmanager
@@ -19,3 +26,55 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
+
+
+@torch.no_grad()
+def collect_features(
+    network: Network,
+    forward: Callable[[Batch], None],
+    batches: Iterable[Batch],
+    world: World,
+    display: Display,
+    *,
+    split: str,
+    images: int,
+    max_damaged: int,
+    after_batch: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
+
+    Args:
+        network: in evaluation mode.
+        forward: a forward pass of a batch on this rank; may do nothing with an empty one.
+        batches: this rank's.
+        world: the ranks, which all call this.
+        display: shows the progress.
+        split: the images' name.
+        images: their number.
+        max_damaged: `data.max_damaged`.
+        after_batch: called after each batch; may raise to stop.
+
+    Raises:
+        UserError: more damaged images than `max_damaged`, or no other.
+    """
+    labels: list[Tensor] = []
+    damaged: dict[str, str] = {}
+    display.begin_evaluation(f"features of {split}", images)
+    with head_inputs(network) as seen:
+        for batch in with_progress(noting_damage(batches, damaged), f"features of {split}", world, display, after_batch):
+            before = len(seen)
+            forward(batch)
+            if len(batch.labels_B):
+                labels.append(batch.labels_B.cpu())
+            else:
+                # Some strategies run an image of zeros instead.
+                del seen[before:]
+    display.end_features()
+    report_damage(damaged, max_damaged, world, display, outcome="not counted")
+    # Gathered in host memory, which is larger.
+    mine = (torch.cat(seen), torch.cat(labels)) if seen else None
+    found = [part for part in world.gather(mine) if part is not None]
+    if not found:
+        raise UserError(f"split: {split} has no image that can be read")
+    features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    return features_ND, labels_N

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pycls_fast import build
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # A GPU is seldom busy with fewer.
 _FEW_IMAGES = 16
 _MUCH_SLOWER = 2.0
+_UNBALANCED = 3
 
 
 def introduce(run: Run) -> None:
@@ -92,6 +94,19 @@ def _slow_precision(run: Run) -> Iterator[str]:
         )
 
 
+def _unbalanced(run: Run) -> Iterator[str]:
+    config = run.config
+    counts = getattr(run.sources["train"], "labels", None)
+    if counts is None or config.data.sampling != "uniform" or config.loss.class_weights != "none":
+        return
+    counts = np.bincount(counts, minlength=len(run.sources["train"].classes))
+    if counts.max() > _UNBALANCED * max(counts.min(), 1):
+        yield (
+            f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "
+            "schedule.best_metric=class_top1 judges by all alike"
+        )
+
+
 def _notes(run: Run) -> Iterator[str]:
     world, images = run.world, build.microbatch_size(run.config, run.world)
     if world.device.type == "cuda" and world.size > 1 and images < _FEW_IMAGES:
@@ -100,6 +115,7 @@ def _notes(run: Run) -> Iterator[str]:
             "less accumulation, or a larger batch with a higher optim.lr"
         )
     yield from _slow_precision(run)
+    yield from _unbalanced(run)
     if _emulates_bfloat16(run.config, world.device):
         yield (
             f"precision: {run.config.precision.name} is slow on this GPU, which has no units for bfloat16; "

@@ -15,17 +15,15 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source
+from pycls_fast.data import Batch, Source
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.network import Network
 from pycls_fast.train.building import load_network
-from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
 from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.evaluation import with_progress
-from pycls_fast.train.features import head_inputs
+from pycls_fast.train.features import collect_features
 from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.scoring import Setup, set_up
 from pycls_fast.train.weights import Loaded
@@ -165,27 +163,25 @@ def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any], w
     )
 
 
-@torch.no_grad()
 def _features(setup: Setup, network: Network, source: Source, split: str) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
-    config, world, switches, display = setup.config, setup.world, setup.switches, setup.display
+    config, world, switches = setup.config, setup.world, setup.switches
     network.eval()
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
-    labels: list[Tensor] = []
-    damaged: dict[str, str] = {}
-    display.begin_evaluation(split, len(source))
-    batches = noting_damage(build.eval_batches(config, source, world, switches), damaged)
-    with head_inputs(network) as seen:
-        for batch in with_progress(batches, f"features of {split}", world, display):
-            if len(batch.labels_B):
-                with autocast():
-                    network(prepare(batch))
-                labels.append(batch.labels_B)
-    report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
-    # Gathered in host memory, which is larger.
-    mine = (torch.cat(seen).cpu(), torch.cat(labels).cpu()) if seen else None
-    found = [part for part in world.gather(mine) if part is not None]
-    if not found:
-        raise UserError(f"split: {split} has no image that can be read")
-    features_ND, labels_N = (torch.cat(tensors).to(world.device) for tensors in zip(*found, strict=True))
-    return features_ND, labels_N
+
+    def forward(batch: Batch) -> None:
+        if len(batch.labels_B):
+            with autocast():
+                network(prepare(batch))
+
+    features_ND, labels_N = collect_features(
+        network,
+        forward,
+        build.eval_batches(config, source, world, switches),
+        world,
+        setup.display,
+        split=split,
+        images=len(source),
+        max_damaged=config.data.max_damaged,
+    )
+    return features_ND.to(world.device), labels_N.to(world.device)

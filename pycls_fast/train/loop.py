@@ -21,6 +21,7 @@ from pycls_fast.train.damage import DamagedImages, too_many_damaged
 from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.enough import enough_to_train
+from pycls_fast.train.head import fit_head
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
@@ -121,6 +122,8 @@ class Loop:
         run = self.run
         step = run.start_step
         try:
+            if run.begins_with_probe and run.new_head and run.saved_step is None:
+                fit_head(run, self._stop_if_asked)
             self._evaluate_if_left_out(step)
             if self.evaluations.stop_early(step):
                 # An earlier process had stopped early, and nothing has changed since.

@@ -47,7 +47,9 @@ class Evaluations:
         """Whether an evaluation is due after this many steps."""
         runtime = self.run.config.runtime
         every = runtime.eval_every_steps or self.run.steps_per_epoch * runtime.eval_every_epochs
-        return done > 0 and (done % every == 0 or done == self.run.total_steps)
+        if done == 0:
+            return self.run.begins_with_probe
+        return done % every == 0 or done == self.run.total_steps
 
     def has(self, step: int) -> bool:
         """Whether the records of this step's evaluation are complete; the same on all ranks."""

@@ -8,7 +8,7 @@ subjects as the modules here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,6 +47,9 @@ class RunConfig(Section):
     torchvision:NAME or hf:ORG/NAME[@REVISION], which a run records with the commit."""
     weights_allow: tuple[Text, ...] = ()
     """Tensors, with * for any part of a name, that may be missing, unexpected or of another shape in the weights."""
+    head: Literal["probe", "zero", "small"] = "small"
+    """How a head begins that the weights do not fill: fitted to their features (logistic regression, before the first
+    step), with zeros, or with small random values. A ViT's own values count as small."""
     needs_weights: bool = False
     """Training does not start without weights: the recipe is for fine-tuning."""
     imports: ModuleNames = ()

@@ -12,6 +12,7 @@ from pycls_fast.config.schema.values import (
     EpochsOrAuto,
     ModuleNames,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PositiveIntOrAuto,
@@ -54,8 +55,9 @@ class _Optim(Section):
     """Decay positions, class and register tokens, too."""
     clip_norm: PositiveFloat | None = None
     """Scale the gradients down to this norm over all parameters; null: no clipping."""
-    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """A layer's learning rate divided by the next layer's (BEiT, MAE); null: one rate for all."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = None
+    """A layer's learning rate divided by the next layer's (BEiT, MAE); null: one rate for all; auto: 0.75 for networks
+    of blocks without batch norm, else null."""
     layer_decay_groups: PositiveInt | None = None
     """The most layers of layer_decay: more blocks than that are joined into groups of consecutive ones (ConvNeXt);
     null: each block is a layer."""
@@ -65,6 +67,9 @@ class _Optim(Section):
     """What is trained: all, head, or a list of head and names of modules or parameters, with * for any part ([head,
     norm, "blocks.1*"]). The rest has no gradient and no optimizer state, and modules that are frozen as a whole stay in
     evaluation mode, so that batch norm keeps its statistics and nothing is dropped."""
+    batch_norm: Literal["auto", "train", "frozen"] = "train"
+    """What batch norm normalises with in training: each batch's statistics, or those of the weights, which are kept;
+    auto: frozen with fewer than 20,000 images."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Keep a moving average of the weights with this decay per step, whatever ema_every_steps is; null: none."""
     ema_warmup: bool = True
@@ -185,9 +190,10 @@ class Schedule(Section):
     """The curve: cosine and linear fall to final_factor, step is multiplied by step_factor after every step_epochs
     epochs."""
     epochs: PositiveIntOrAuto = 100
-    """The length of the run; auto: by the number of training images, 10 to 50."""
-    max_steps: PositiveInt | None = None
-    """Stop after so many steps, without changing the curve; null: at the end of the epochs."""
+    """The length of the run; auto: 160 steps, but 10 to 50 epochs."""
+    max_steps: NonNegativeInt | None = None
+    """Stop after so many steps, without changing the curve; null: at the end of the epochs; 0: only fit the head and
+    evaluate (head=probe)."""
     warmup_epochs: EpochsOrAuto = 5.0
     """The length of the warm-up; auto: a tenth of the epochs, at most 2."""
     warmup_start_factor: Probability = 0.0
