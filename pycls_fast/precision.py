@@ -69,8 +69,8 @@ class Level:
 _LEVELS = (
     Level(
         "auto",
-        "The fastest that keeps float32 weights: amp_bf16 on CUDA from Ampere on, amp_fp16 before it; on a CPU whichever "
-        "of fp32 and amp_bf16 multiplies faster there, found by a race at the model's own shapes.",
+        "The fastest with float32 weights: amp_bf16 on CUDA from Ampere on, amp_fp16 before it; on a CPU fp32 "
+        "or amp_bf16, whichever wins a race at the model's own shapes.",
         helps="The default. CPUs differ by a factor of 100: with AMX bfloat16 is three times as fast as float32 "
         "(docs/results/cpu_step.md), without any units for it 40 times slower.",
         hurts="Two machines may compute in different formats; the run's config.yaml says which one it was.",

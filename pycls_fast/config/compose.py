@@ -27,6 +27,7 @@ from pycls_fast.config.explain import (
     without_interpolation,
 )
 from pycls_fast.config.locations import CONFIGS, shown_path
+from pycls_fast.config.model_names import OF_WEIGHTS, model_of_weights, timm_written_out
 from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
@@ -72,7 +73,10 @@ class Composed:
             choices={str(k): str(v) for k, v in hydra_config.runtime.choices.items()},
             folders=tuple(sources),
         )
-        return dataclasses.replace(composed, values=composed.resolve(config))
+        values = composed.resolve(config)
+        if composed.choices.get("model") == OF_WEIGHTS:
+            values["model"] = model_of_weights(values, composed)
+        return dataclasses.replace(composed, values=values)
 
     def resolve(self, config: Any) -> dict[str, Any]:
         """Plain values of an OmegaConf configuration, without Hydra's own.
@@ -269,7 +273,8 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
         UserError: a group is set to something other than a name.
     """
     names = groups(folders)
-    return [_as_hydra_override(override, names, folders) for override in overrides]
+    written_out = [part for override in overrides for part in timm_written_out(override, folders)]
+    return [_as_hydra_override(override, names, folders) for override in written_out]
 
 
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:

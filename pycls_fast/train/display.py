@@ -110,7 +110,8 @@ class Display:
     def begin_evaluation(self, split: str, images: int) -> None:
         """Show a second bar while a split is scored."""
         if self._bar is not None:
-            self._evaluating = self._bar.add_task(split if " " in split else f"evaluate {split}", total=images, numbers="")
+            doing = split if split.startswith("features") else f"evaluate {split}"
+            self._evaluating = self._bar.add_task(doing, total=images, numbers="")
 
     def advance_evaluation(self, images: int) -> None:
         """Advance the second bar by the images scored since the last call."""

@@ -59,9 +59,10 @@ def collect_features(
     """
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
-    display.begin_evaluation(f"features of {split}", images)
+    doing = f"features of {split}"
+    display.begin_evaluation(doing, images)
     with head_inputs(network) as seen:
-        for batch in with_progress(noting_damage(batches, damaged), f"features of {split}", world, display, after_batch):
+        for batch in with_progress(noting_damage(batches, damaged), doing, world, display, after_batch):
             before = len(seen)
             forward(batch)
             if len(batch.labels_B):

@@ -150,18 +150,16 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     features_ND, labels_N = _features(run, train, "train", after_batch)
     held_ND, held_N = _features(run, val, "val", after_batch)
     head = None
-    if run.world.is_main:
-        if len(labels_N.unique()) > 1:
-            head = fit_logistic(features_ND, labels_N, last.out_features)
-            knn = _knn_top1(features_ND, labels_N, held_ND, held_N, last.out_features)
-            run.display.note(
-                f"head: fitted to the features of {len(labels_N):,} images, {100 * head.accuracy:.2f}% of held-out "
-                f"ones right; {_NEIGHBOURS} nearest neighbours: val top-1 {knn:.2f}%"
-            )
-            run.folder.add_record(
-                "event", 0, 0.0, event="head fitted", penalty=head.penalty, held_out_top1=100 * head.accuracy,
-                knn_top1=knn, images=len(labels_N),
-            )  # fmt: skip
+    if run.world.is_main and len(labels_N.unique()) > 1:
+        head = fit_logistic(features_ND, labels_N, last.out_features)
+        knn = _knn_top1(features_ND, labels_N, held_ND, held_N, last.out_features)
+        held_out = 100.0 * head.accuracy
+        run.display.note(
+            f"head: fitted to the features of {len(labels_N):,} images, {held_out:.2f}% of held-out ones right; "
+            f"{_NEIGHBOURS} nearest neighbours: val top-1 {knn:.2f}%"
+        )
+        numbers = {"penalty": head.penalty, "held_out_top1": held_out, "knn_top1": knn, "images": len(labels_N)}
+        run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
     head = run.world.from_main(head)
     if head is None:
         return

@@ -73,11 +73,11 @@ def _threads(world: World) -> str:
 
 
 def _precision(run: Run) -> str:
-    """The precision and, on a CPU, why it was chosen: how fast bfloat16 is here."""
+    """The precision and, on a CPU, why it was chosen."""
     name = run.config.precision.name
     if run.world.device.type == "cuda" or not run.world.is_main:
         return name
-    return f"{name} (products in bfloat16 take {1 / build.race(run.config).ratio:.2g} times as long as in float32)"
+    return f"{name} (bfloat16 products: {build.race(run.config).ratio:.2g} times the rate of float32)"
 
 
 def _slow_precision(run: Run) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.checks.helpers import default_of
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.schema import RunConfig, TimmModel
 from pycls_fast.models import foreign
 from pycls_fast.models.foreign.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
@@ -38,8 +38,10 @@ def resolve_normalization(
     if resumed_from is not None:
         found: Statistics | None = _of_config(resumed_from.plain["config"])
     else:
-        found = None if config.weights is None else statistics(config.weights, world)
+        found = None if config.weights is None else statistics(config.weights, world, model=timm_name(config))
     if found is not None:
+        if resumed_from is None:
+            note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {config.weights}")
         update |= {"mean": found[0], "std": found[1]}
     elif config.weights is not None and all(
         getattr(config.data, key) == default_of(config.data, key) for key in ("mean", "std")
@@ -51,11 +53,21 @@ def resolve_normalization(
     return config.with_values(data=update)
 
 
-def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
+def _text(values: tuple[float, float, float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def timm_name(config: RunConfig) -> str | None:
+    """timm's name of the model, if it is timm's."""
+    return config.model.name if isinstance(config.model, TimmModel) else None
+
+
+def statistics(source: str | Path, world: World = ALONE, *, model: str | None = None) -> Statistics | None:
     """Mean and standard deviation, for pixels in [0, 1], with which these weights were trained.
 
     Our runs and files record them, timm and torchvision know those of their hubs, timm's folders have them in
-    `config.json`, and Google's `.npz` files all use the same. None for any other file.
+    `config.json`, and Google's `.npz` files all use the same. Any other file has those that timm knows of its `model`;
+    None without one.
 
     Raises:
         UserError: no such weights.
@@ -67,7 +79,7 @@ def statistics(source: str | Path, world: World = ALONE) -> Statistics | None:
     ours = opened(found, world)
     if ours is not None and ours.config is not None:
         return _of_config(ours.config)
-    about = foreign.described(found, for_scoring=False)
+    about = foreign.described(found, model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 

@@ -13,8 +13,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.parallel import World
 from pycls_fast.train.display import Display
+from pycls_fast.train.normalization import timm_name
 from pycls_fast.train.resolving import after_data, before_data
-from pycls_fast.train.weights import find_weights
+from pycls_fast.train.weights import find_weights, opened
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         config = before_data(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        about = foreign.described(found) if own_preprocessing else None
+        ours = opened(found, world)
+        if own_preprocessing and (ours is None or ours.config is None):
+            about = foreign.described(found, model=timm_name(config))
+        else:
+            about = None
         if about is not None:
             config = build.with_preprocessing(config, about)
         switches = build.switches(config, world.device)

@@ -23,7 +23,6 @@ from pycls_fast.train.checkpoint_tensors import Spec
 from pycls_fast.train.pretrained import fit_weights, mismatch_lines, other_class
 from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
 
-
 # The standard deviation of a new head's weights.
 _SMALL = 0.01
 
@@ -156,6 +155,7 @@ def _image_size(found: Path | str, ours: Weights | None) -> int | None:
 def find_weights(source: str | Path) -> Path | str:
     """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
+    A file with the name of timm's or torchvision's weights in the current folder comes first.
     `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json`
     beside `model.safetensors`).
 
@@ -164,6 +164,9 @@ def find_weights(source: str | Path) -> Path | str:
     """
     if str(source).startswith(foreign.HUGGING_FACE):
         return foreign.download(str(source))
+    beside = foreign.local_file(str(source))
+    if beside is not None:
+        return beside
     return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 

@@ -2,7 +2,7 @@
 
 from pycls_fast.models.foreign.files import own_metadata
 from pycls_fast.models.foreign.fit import Fitted, Mismatch, UnknownKind, fit
-from pycls_fast.models.foreign.hubs import HUGGING_FACE, download, is_hub, pinned
+from pycls_fast.models.foreign.hubs import HUGGING_FACE, download, is_hub, local_file, pinned
 from pycls_fast.models.foreign.preprocessing import Preprocessing, described
 from pycls_fast.models.foreign.read import OURS, NormPlace, ReadWeights, read_weights
 from pycls_fast.models.foreign.timm import to_timm_vit
@@ -21,6 +21,7 @@ __all__ = [
     "download",
     "fit",
     "is_hub",
+    "local_file",
     "own_metadata",
     "pinned",
     "read_weights",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -16,6 +19,7 @@ from pycls_fast.models.foreign.traits import traits_from_timm, traits_from_torch
 Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
+_REACH_SECONDS = 3.0
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face repository begins with."""
 
@@ -23,6 +27,13 @@ HUGGING_FACE = "hf:"
 def is_hub(source: str) -> bool:
     """Whether a source is a name of timm or torchvision, which `read_weights` downloads."""
     return source.startswith(_HUBS)
+
+
+def local_file(source: str) -> Path | None:
+    """A file of the name, without its project, in the current folder: timm:NAME is taken from NAME.safetensors."""
+    name = source.partition(":")[2]
+    files = (Path(f"{name}{suffix}") for suffix in (".safetensors", ".pth", ".npz"))
+    return next((file for file in files if is_hub(source) and file.is_file()), None)
 
 
 def download(source: str) -> Path:
@@ -95,11 +106,25 @@ def from_torchvision_hub(name: str) -> Contents:
         return Contents(state, traits=traits_from_torchvision_vit(library.models.get_model(model)))
 
 
+def _only_cached() -> None:
+    """Let Hugging Face's library use only what it has if its hub cannot be reached: it would try for a minute."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    if constants.HF_HUB_OFFLINE or "https" in getproxies():
+        return
+    try:
+        socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
+        _only_cached()
         return fetch()
     except Exception as error:  # hubs and their libraries raise dozens of kinds
         raise UserError(
-            f"weights: {source} could not be downloaded ({first_line(error)}); without a network, download the file "
-            "elsewhere and give its path"
+            f"weights: {source} could not be downloaded ({first_line(error)}); without a network, put "
+            f"the file into this folder as {source.partition(':')[2]}.safetensors, or give its path"
         ) from error

@@ -39,11 +39,12 @@ class Preprocessing:
     trained_size: int | None = None
 
 
-def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing | None:
+def described(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
     """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
 
     Args:
         source: what `read_weights` takes, or a path, beside which the `config.json` lies.
+        model: timm's name of the model, whose preprocessing counts for a file that does not describe its own.
         for_scoring: all of it has to be supported here; else only mean and std.
 
     Returns:
@@ -53,6 +54,8 @@ def described(source: str | Path, *, for_scoring: bool = True) -> Preprocessing 
         UserError: no such weights, or, for scoring, a preprocessing that is not supported here.
     """
     about = _described(str(source))
+    if about is None and model is not None:
+        about = _of_timm_model(model)
     if about is not None and for_scoring and about.unknown:
         raise UserError(f"weights: {source} asks for {about.unknown}; preprocessing=config takes the configuration's")
     return about
@@ -74,6 +77,17 @@ def _described(text: str) -> Preprocessing | None:
     # Other libraries keep a config.json beside their weights, too.
     kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
     return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
+
+
+def _of_timm_model(name: str) -> Preprocessing | None:
+    import timm as library
+
+    try:
+        kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
+    except RuntimeError:  # a tag that the model does not have
+        kept = None
+    # A model of the user's own, registered with timm, has none, or one without weights.
+    return _of_timm(kept.to_dict(), name) if kept is not None and kept.has_weights else None
 
 
 def _of_timm_name(name: str) -> Preprocessing | None:
