@@ -103,7 +103,9 @@ def cuda_precision(device: torch.device) -> Literal["amp_bf16", "amp_fp16"]:
 
 def shared_race(config: RunConfig, world: World) -> Race:
     """The main rank's race, on all ranks: they must compute in the same format."""
-    return world.from_main(race(config) if world.is_main else None)
+    found = world.from_main(race(config) if world.is_main else None)
+    assert found is not None
+    return found
 
 
 def _run(config: RunConfig) -> Race:

@@ -29,7 +29,7 @@ def model_of_weights(values: Mapping[str, Any], composed: _Composed) -> dict[str
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     hub, _, name = weights.partition(":")
-    found = None
+    found: dict[str, Any] | None = None
     if hub == "timm" and name:
         found = {"kind": "timm", "name": name}
     elif hub == "torchvision" and name:
@@ -37,7 +37,8 @@ def model_of_weights(values: Mapping[str, Any], composed: _Composed) -> dict[str
         file = composed.file(f"model/{_TORCHVISION.get(name, name)}")
         found = _read(file).get("model", _read(file)) if file is not None else None
     elif weights and (Path(weights) / "config.yaml").is_file():
-        found = {**_read(Path(weights) / "config.yaml")["model"], "num_classes": None}
+        found = _read(Path(weights) / "config.yaml")["model"]
+        found["num_classes"] = None
     if found is None:
         return given
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in composed.overrides}

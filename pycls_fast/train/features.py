@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,7 +32,7 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 def collect_features(
     network: Network,
     forward: Callable[[Batch], None],
-    batches: Iterable[Batch],
+    batches: Generator[Batch, None, None],
     world: World,
     display: Display,
     *,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
@@ -39,7 +40,8 @@ def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | N
 
     A run that resumes keeps its own, so that it computes the same bits.
     """
-    precision, threads = config.precision.name, config.runtime.threads
+    precision: Any = config.precision.name
+    threads = config.runtime.threads
     if resumed_from is not None:
         saved = resumed_from.plain["config"]
         if precision == "auto":
@@ -49,7 +51,7 @@ def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | N
             threads = None if threads is None else min(threads, build.cores_per_rank())
         return config.with_values(precision={"name": precision}, runtime={"threads": threads})
     if world.device.type == "cuda":
-        chosen = build.cuda_precision(world.device)
+        chosen: str = build.cuda_precision(world.device)
     else:
         race = build.shared_race(config, world)
         chosen, threads = race.format, threads or race.threads

@@ -1,0 +1,222 @@
+"""Fine-tuning by default against simple alternatives: `python benchmarks/finetune.py CIFAR10 WEIGHTS OUT [TASK ...]`.
+
+CIFAR10 holds `train/` and `test/` with class folders of images, WEIGHTS is timm's tf_efficientnet_lite0 as safetensors,
+OUT is a folder: each result is a line of `OUT/results.jsonl`, and what is there is not run again. A task is
+CLASSESxIMAGES@PIXELS, IMAGES of each class for training, or 10x200:20@PIXELS for every other class with 20. An eighth
+as many again, at least 5, are for choosing (the epoch, the plain loop's setting); 100 of each class from `test/` are
+scored. Prints the table of `docs/results/finetune.md`.
+
+Columns: kNN and linear probe on the same features; `finetune` with nothing but data, weights and size given; a plain
+loop (timm's random head, all layers, batch norm trained, 160 steps of 32, cosine) with the best of 8 settings; and that
+loop with the optimizers of torchvision's references (SGD 0.1 x batch / 256, weight decay 1e-4) and of timm's train.py
+(SGD 0.05, weight decay 2e-5).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pycls_fast.train.head import fit_logistic
+from pycls_fast.train.knn import knn_votes, places
+
+ROOT = Path(__file__).resolve().parents[1]
+TASKS = ("2x100@96", "3x20@64", "10x5@64", "10x20@64", "10x200:20@64", "10x100@64")
+STEPS, BATCH = 160, 32
+TUNED = [("adamw", lr) for lr in (1e-4, 3e-4, 1e-3, 3e-3)] + [("sgd", lr) for lr in (1e-3, 3e-3, 1e-2, 3e-2)]
+COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvision's recipe", "timm's defaults")
+
+
+def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]:
+    """(file, label) of train, val and test."""
+    shape, _, _ = task.partition("@")
+    classes, _, each = shape.partition("x")
+    many, _, few = each.partition(":")
+    draw, parts = random.Random(seed), {"train": [], "val": [], "test": []}
+    for label, folder in enumerate(sorted((root / "train").iterdir())[: int(classes)]):
+        count = int(few) if few and label % 2 else int(many)
+        files, held = sorted(folder.iterdir()), max(int(many) // 8, 5)
+        draw.shuffle(files)
+        parts["train"] += [(file, label) for file in files[:count]]
+        parts["val"] += [(file, label) for file in files[count : count + held]]
+        files = sorted((root / "test" / folder.name).iterdir())
+        draw.shuffle(files)
+        parts["test"] += [(file, label) for file in files[:100]]
+    return parts
+
+
+def read(items: list[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
+    """Normalised images (N, 3, size, size), the short side resized to size / 0.875, and labels."""
+    images = []
+    side = round(size / 0.875)
+    edge = (side - size) // 2
+    for file, _ in items:
+        picture = Image.open(file).convert("RGB").resize((side, side), Image.Resampling.BICUBIC)
+        images.append(np.asarray(picture.crop((edge, edge, edge + size, edge + size))))
+    images_NCHW = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return images_NCHW, torch.tensor([label for _, label in items])
+
+
+def network(weights: Path, classes: int) -> nn.Module:
+    """timm's network with timm's own new head."""
+    made = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
+    made.load_state_dict(load_file(weights))
+    made.reset_classifier(classes)
+    return made
+
+
+@torch.no_grad()
+def outputs(net: nn.Module, images_NCHW: Tensor, *, features: bool = False) -> Tensor:
+    net.eval()
+    run = (lambda part: net.forward_head(net.forward_features(part), pre_logits=True)) if features else net
+    return torch.cat([run(part) for part in images_NCHW.split(64)])
+
+
+def top1(scores_NK: Tensor, labels_N: Tensor) -> float:
+    return 100.0 * (scores_NK.argmax(1) == labels_N).double().mean().item()
+
+
+def augmented(images_BCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Crops of half the area or more, and flips, as `configs/augment/finetune.yaml`."""
+    count = len(images_BCHW)
+    side = torch.empty(count).uniform_(0.5, 1.0, generator=generator).sqrt()
+    theta = torch.zeros(count, 2, 3)
+    theta[:, 0, 0] = side * torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
+    theta[:, 1, 1] = side
+    theta[:, :, 2] = (torch.rand(count, 2, generator=generator) * 2 - 1) * (1 - side[:, None])
+    grid = F.affine_grid(theta, list(images_BCHW.shape), align_corners=False)
+    return F.grid_sample(images_BCHW, grid, align_corners=False)
+
+
+def plain_loop(net: nn.Module, images: Tensor, labels: Tensor, name: str, lr: float, decay: float, seed: int) -> None:
+    """What one writes in an afternoon."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=decay)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    net.train()
+    for _ in range(STEPS):
+        rows = torch.randint(len(labels), (min(BATCH, len(labels)),), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(net(augmented(images[rows], generator)), labels[rows]).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seed: int, folder: Path) -> float:
+    """`finetune` with data, weights and size; the best checkpoint scored on the test images."""
+    for name, items in parts.items():
+        for file, _ in items:
+            place = folder / ("tested/val" if name == "test" else f"data/{name}") / file.parent.name
+            place.mkdir(parents=True, exist_ok=True)
+            link = place / file.name
+            if not link.exists():
+                link.symlink_to(file)
+    beside = folder / "tf_efficientnet_lite0.safetensors"
+    if not beside.exists():
+        beside.symlink_to(weights)
+    common = {"cwd": folder, "check": True, "capture_output": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    given = ["weights=timm:tf_efficientnet_lite0", "data.root=data", f"data.image_size={size}"]
+    train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given]
+    subprocess.run([*train, f"seed={seed}", "run_dir=run"], **common)  # type: ignore[call-overload]
+    test = [sys.executable, str(ROOT / "tools/test_net.py"), "weights=run", "data.root=tested", "output=score.json"]
+    subprocess.run([*test, "split=val"], **common)  # type: ignore[call-overload]
+    return float(json.loads((folder / "score.json").read_text())["top1"])
+
+
+def measure(
+    root: Path, weights: Path, task: str, seed: int, folder: Path, done: set[str]
+) -> dict[str, tuple[float, float]]:
+    """Test top-1 and seconds of each column that is not done."""
+    size, parts = int(task.partition("@")[2]), split(root, task, seed)
+    (images, labels), (val, val_labels), (test, test_labels) = (read(parts[name], size) for name in parts)
+    classes = int(labels.max()) + 1
+    found: dict[str, tuple[float, float]] = {}
+
+    def take(column: str, run: Callable[[], float]) -> None:
+        if column not in done:
+            torch.manual_seed(seed)
+            began = time.perf_counter()
+            score = run()
+            found[column] = score, time.perf_counter() - began
+            print(f"{task} seed {seed}: {column} {score:.1f} in {found[column][1]:.0f} s", flush=True)
+
+    def knn() -> float:
+        net = network(weights, classes)
+        seen, held = outputs(net, images, features=True), outputs(net, test, features=True)
+        k = min(20, len(labels))
+        votes = torch.cat(list(knn_votes(held, seen, labels, classes=classes, k=k, temperature=0.07)))
+        return 100.0 * (places(votes, test_labels) < 1).double().mean().item()
+
+    def probe() -> float:
+        net = network(weights, classes)
+        head = fit_logistic(outputs(net, images, features=True), labels, classes)
+        return top1(outputs(net, test, features=True) @ head.weight_KD.T + head.bias_K, test_labels)
+
+    def loop(name: str, lr: float, decay: float) -> tuple[float, float]:
+        net = network(weights, classes)
+        plain_loop(net, images, labels, name, lr, decay, seed)
+        return top1(outputs(net, val), val_labels), top1(outputs(net, test), test_labels)
+
+    def tuned() -> float:
+        scores = [loop(name, lr, 0.05 if name == "adamw" else 1e-4) for name, lr in TUNED]
+        return max(scores, key=lambda pair: pair[0])[1]
+
+    take("kNN", knn)
+    take("linear probe", probe)
+    take("finetune", lambda: ours(parts, weights, size, seed, folder))
+    take("torchvision's recipe", lambda: loop("sgd", 0.1 * BATCH / 256, 1e-4)[1])
+    take("timm's defaults", lambda: loop("sgd", 0.05, 2e-5)[1])
+    take("plain loop, best of 8", tuned)
+    return found
+
+
+def table(lines: list[dict[str, object]]) -> str:
+    """A row for each task, means over seeds; what is missing was not run."""
+    tasks = list(dict.fromkeys(str(line["task"]) for line in lines))
+    text = ["| task | seeds | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for task in tasks:
+        cells = []
+        for column in COLUMNS:
+            of = [line for line in lines if (line["task"], line["column"]) == (task, column)]
+            score, seconds = (float(np.mean([line[key] for line in of])) if of else 0.0 for key in ("top1", "seconds"))
+            cells.append(f"{score:.1f} ({seconds:.0f} s, {len(of)})" if of else "not run")
+        seeds = len({line["seed"] for line in lines if line["task"] == task})
+        text.append(f"| {task} | {seeds} | " + " | ".join(cells) + " |")
+    return "\n".join(text)
+
+
+def main() -> None:
+    root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "results.jsonl"
+    for seed in range(3):
+        for task in sys.argv[4:] or TASKS:
+            lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            done = {str(line["column"]) for line in lines if (line["task"], line["seed"]) == (task, seed)}
+            folder = out / f"{task.replace(':', '-')}_{seed}"
+            for column, (score, seconds) in measure(root, weights, task, seed, folder, done).items():
+                with file.open("a") as results:
+                    row = {"task": task, "seed": seed, "column": column, "top1": score, "seconds": seconds}
+                    results.write(json.dumps(row) + "\n")
+    print(table([json.loads(line) for line in file.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
