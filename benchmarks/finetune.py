@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm
@@ -46,7 +47,8 @@ def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]
     shape, _, _ = task.partition("@")
     classes, _, each = shape.partition("x")
     many, _, few = each.partition(":")
-    draw, parts = random.Random(seed), {"train": [], "val": [], "test": []}
+    draw = random.Random(seed)
+    parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
     for label, folder in enumerate(sorted((root / "train").iterdir())[: int(classes)]):
         count = int(few) if few and label % 2 else int(many)
         files, held = sorted(folder.iterdir()), max(int(many) // 8, 5)
@@ -71,7 +73,7 @@ def read(items: list[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
     return images_NCHW, torch.tensor([label for _, label in items])
 
 
-def network(weights: Path, classes: int) -> nn.Module:
+def network(weights: Path, classes: int) -> Any:
     """timm's network with timm's own new head."""
     made = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
     made.load_state_dict(load_file(weights))
@@ -80,7 +82,7 @@ def network(weights: Path, classes: int) -> nn.Module:
 
 
 @torch.no_grad()
-def outputs(net: nn.Module, images_NCHW: Tensor, *, features: bool = False) -> Tensor:
+def outputs(net: Any, images_NCHW: Tensor, *, features: bool = False) -> Tensor:
     net.eval()
     run = (lambda part: net.forward_head(net.forward_features(part), pre_logits=True)) if features else net
     return torch.cat([run(part) for part in images_NCHW.split(64)])
@@ -123,7 +125,7 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
     """`finetune` with data, weights and size; the best checkpoint scored on the test images."""
     for name, items in parts.items():
         for file, _ in items:
-            place = folder / ("tested/val" if name == "test" else f"data/{name}") / file.parent.name
+            place = folder / ("tested" if name == "test" else f"data/{name}") / file.parent.name
             place.mkdir(parents=True, exist_ok=True)
             link = place / file.name
             if not link.exists():
@@ -136,7 +138,7 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
     train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given]
     subprocess.run([*train, f"seed={seed}", "run_dir=run"], **common)  # type: ignore[call-overload]
     test = [sys.executable, str(ROOT / "tools/test_net.py"), "weights=run", "data.root=tested", "output=score.json"]
-    subprocess.run([*test, "split=val"], **common)  # type: ignore[call-overload]
+    subprocess.run([*test, "split=all"], **common)  # type: ignore[call-overload]
     return float(json.loads((folder / "score.json").read_text())["top1"])
 
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.model_names import OF_WEIGHTS
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 
@@ -28,6 +29,8 @@ def model_overrides(model: Mapping[str, Any]) -> str | None:
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     candidates = []
     for file in (CONFIGS / "model").glob("*.yaml"):
+        if file.stem == OF_WEIGHTS:
+            continue
         own = defaults | yaml.safe_load(file.read_text(encoding="utf-8"))
         if own["kind"] == model["kind"]:
             changed = [key for key, value in model.items() if key not in own or as_typed(value) != as_typed(own[key])]

@@ -128,7 +128,7 @@ def _notes(run: Run) -> Iterator[str]:
             "all; use precision=amp_bf16 or fp32"
         )
     if run.switches[SwitchName.COMPILE] != "off":
-        yield "compiling the network in the first step, which takes 20 to 100 s (speed.compile=off: not at all)"
+        yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
         yield (
             "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "

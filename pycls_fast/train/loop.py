@@ -122,7 +122,7 @@ class Loop:
         run = self.run
         step = run.start_step
         try:
-            if run.begins_with_probe and run.new_head and run.saved_step is None:
+            if run.config.begins_with_probe and run.new_head and run.saved_step is None:
                 fit_head(run, self._stop_if_asked)
             self._evaluate_if_left_out(step)
             if self.evaluations.stop_early(step):

@@ -48,11 +48,6 @@ class Run(TrainingParts):
         return self.sources["train"].classes
 
     @property
-    def begins_with_probe(self) -> bool:
-        """Whether the weights, with a head that is fitted to them, are evaluated before the first step."""
-        return self.config.head == "probe" and self.config.weights is not None
-
-    @property
     def finished(self) -> bool:
         """Whether the folder already held the last step: then its settings and records stay as they are."""
         return self.saved_step is not None and self.start_step >= self.total_steps

@@ -68,14 +68,17 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         config = before_data(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        ours = opened(found, world)
-        if own_preprocessing and (ours is None or ours.config is None):
-            about = foreign.described(found, model=timm_name(config))
-        else:
-            about = None
+        about = foreign.described(found, model=_timm_name(config, found, world)) if own_preprocessing else None
         if about is not None:
             config = build.with_preprocessing(config, about)
         switches = build.switches(config, world.device)
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         yield Setup(config, found, about, world, switches, display)
+
+
+def _timm_name(config: RunConfig, found: Path | str, world: World) -> str | None:
+    """timm's name of the model, unless the weights are a run's, whose configuration has the preprocessing."""
+    name = timm_name(config)
+    ours = None if name is None else opened(found, world)
+    return None if ours is not None and ours.config is not None else name

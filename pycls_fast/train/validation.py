@@ -48,7 +48,7 @@ class Evaluations:
         runtime = self.run.config.runtime
         every = runtime.eval_every_steps or self.run.steps_per_epoch * runtime.eval_every_epochs
         if done == 0:
-            return self.run.begins_with_probe
+            return self.run.config.begins_with_probe
         return done % every == 0 or done == self.run.total_steps
 
     def has(self, step: int) -> bool:

@@ -901,7 +901,7 @@ def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytes
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(UserError, match=r"could not be downloaded \(no route to host\); without a network, download"):
+    with pytest.raises(UserError, match=r"could not be downloaded \(no route to host\); without a network, put"):
         foreign.read_weights("timm:resnet50")
 
 

@@ -23,11 +23,11 @@ def finetune(*overrides: str) -> RunConfig:
     ("images", "batch", "epochs", "every"),
     [
         (3, 2, 50, 3),
-        (48, 8, 50, 3),
-        (255, 32, 50, 3),
-        (256, 64, 50, 3),
-        (2_000, 64, 50, 3),
-        (4_000, 64, 25, 2),
+        (48, 8, 27, 2),
+        (255, 32, 23, 2),
+        (256, 64, 40, 2),
+        (2_000, 64, 10, 1),
+        (4_000, 64, 10, 1),
         (50_000, 64, 10, 1),
         (1_281_167, 64, 10, 1),
     ],
@@ -56,7 +56,8 @@ def test_numbers_that_are_given_stay() -> None:
     config = finetune(
         "schedule.epochs=7", "schedule.warmup_epochs=0", "data.global_batch_size=13", "runtime.eval_every_epochs=4"
     )
-    assert build.resolve_auto(config, 48, world()) == config
+    found = build.resolve_auto(config, 48, world())
+    assert (found.schedule, found.data, found.runtime) == (config.schedule, config.data, config.runtime)
 
 
 @pytest.mark.parametrize("name", ["finetune", "linear_probe"])
@@ -87,10 +88,27 @@ def test_auto_survives_a_file() -> None:
 def test_a_warm_up_longer_than_what_was_chosen() -> None:
     with pytest.raises(UserError, match=r"schedule.warmup_epochs: 30 is longer than the training of 10 epochs"):
         build.resolve_auto(finetune("schedule.warmup_epochs=30"), 50_000, world())
-    build.resolve_auto(finetune("schedule.warmup_epochs=30"), 48, world())
+    build.resolve_auto(finetune("schedule.warmup_epochs=20"), 48, world())
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "many"])
 def test_what_is_neither_auto_nor_a_number(value: str) -> None:
     with pytest.raises(UserError, match=r"data.global_batch_size: must be auto or a whole number greater than 0; got"):
         finetune(f"data.global_batch_size={value}")
+
+
+@pytest.mark.parametrize(
+    ("model", "decay"), [("vit_s16", 0.75), ("resnet18", None), ("timm model.name=convnext_atto", 0.75),
+                         ("timm model.name=tf_efficientnet_lite0", None)],
+)  # fmt: skip
+def test_the_family_decides_on_layer_decay(model: str, decay: float | None) -> None:
+    config = finetune(*f"model={model}".split())
+    assert build.resolve_auto(config, 100, world()).optim.layer_decay == decay
+    given = finetune(*f"model={model}".split(), "optim.layer_decay=null")
+    assert build.resolve_auto(given, 100, world()).optim.layer_decay is None
+
+
+@pytest.mark.parametrize(("images", "frozen"), [(19_999, "frozen"), (20_000, "train")])
+def test_few_images_leave_the_statistics_alone(images: int, frozen: str) -> None:
+    assert build.resolve_auto(finetune("model=resnet18"), images, world()).optim.batch_norm == frozen
+    assert build.resolve_auto(finetune("optim.batch_norm=train"), images, world()).optim.batch_norm == "train"

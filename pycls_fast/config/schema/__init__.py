@@ -68,6 +68,11 @@ class RunConfig(Section):
     speed: Speed = Speed()
     runtime: Runtime = Runtime()
 
+    @property
+    def begins_with_probe(self) -> bool:
+        """Whether the weights, with a head that is fitted to them, are evaluated before the first step."""
+        return self.head == "probe" and self.weights is not None
+
     def with_values(self, **sections: Mapping[str, object]) -> RunConfig:
         """A copy with other values in some sections; not checked: for values computed from checked ones."""
         changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}

@@ -62,7 +62,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
         ("model.kind", [f"model.kind  one of {', '.join(MODEL_KINDS)}"]),
         ("schedule.epochs", [
             "schedule.epochs=100  auto, or a whole number greater than 0",
-            "  The length of the run; auto: by the number of training images, 10 to 50.",
+            "  The length of the run; auto: 160 steps, but 10 to 50 epochs.",
         ]),
         ("precision.loss_scale", ["precision.loss_scale=dynamic  dynamic, or a number greater than 0"]),
         ("augment.scale", ["augment.scale=[0.08,1.0]  list of 2: number greater than 0"]),

@@ -78,7 +78,8 @@ def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> 
     assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
     assert found.data.normalization == "configured"
     assert resolve_normalization(found, ALONE, note=said.append) == found
-    assert said == []
+    told = f"normalization: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, those of {tmp_path / 'google.npz'}"
+    assert said == [told] * ask
 
 
 def test_weights_that_do_not_say_it_are_reported(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The head that is fitted to features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pycls_fast.train.head import PENALTIES, _path, _rotated, fit_logistic
+
+
+def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    centres = torch.randn(len(counts), width, generator=torch.Generator().manual_seed(9))
+    return centres[labels] + spread * torch.randn(len(labels), width, generator=generator) + 3.0, labels
+
+
+@pytest.mark.parametrize("counts", [[30, 30], [20, 20, 20], [40, 5, 5], [300, 300, 500]])
+def test_it_classifies_what_it_has_not_seen(counts: list[int]) -> None:
+    features, labels = clusters(counts, 64, 0.7)
+    head = fit_logistic(features, labels, len(counts))
+    others, other_labels = clusters(counts, 64, 0.7, seed=1)
+    right = ((others @ head.weight_KD.T + head.bias_K).argmax(1) == other_labels).double().mean()
+    assert right > 0.95
+    assert head.accuracy == pytest.approx(float(right), abs=0.06)
+    assert head.penalty in PENALTIES
+
+
+def test_it_is_the_optimum_of_its_penalty() -> None:
+    """The gradient of the penalised loss is nearly zero, in float64. With fewer images than features: another basis."""
+    features, labels = clusters([12, 9, 10], 64, 2.0)
+    head = fit_logistic(features, labels, 3)
+    centred = (features - features.mean(0)).double()
+    scale = centred.float().std().double()
+    weight = (head.weight_KD.double() * scale).requires_grad_(True)
+    bias = (head.bias_K.double() + head.weight_KD.double() @ features.mean(0).double()).requires_grad_(True)
+    loss = torch.nn.functional.cross_entropy((centred / scale) @ weight.T + bias, labels)
+    loss = loss + head.penalty / 2 * weight.square().sum()
+    for gradient in torch.autograd.grad(loss, (weight, bias)):
+        assert gradient.abs().max() < 2e-3
+
+
+def test_classes_without_images_are_never_predicted() -> None:
+    features, labels = clusters([20, 20], 16, 0.5)
+    head = fit_logistic(features, 2 * labels + 1, 5)
+    assert set((features @ head.weight_KD.T + head.bias_K).argmax(1).tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [1, 1, 1], [1, 9]])
+def test_hardly_any_images(counts: list[int]) -> None:
+    features, labels = clusters(counts, 16, 0.1)
+    head = fit_logistic(features, labels, len(counts))
+    assert torch.isfinite(head.weight_KD).all()
+    assert ((features @ head.weight_KD.T + head.bias_K).argmax(1) == labels).double().mean() >= 0.6
+
+
+def test_another_basis_gives_the_same_head() -> None:
+    features, labels = clusters([8, 8], 32, 1.0)
+    features = features - features.mean(0)
+    rotated, basis = _rotated(features.double())
+    assert rotated.shape == (16, 16)
+    assert torch.allclose(torch.from_numpy(rotated) @ basis, features.double())
+    ((direct, _),) = _path(features.double().numpy(), labels.numpy(), 2, (0.1,))
+    ((found, _),) = _path(rotated, labels.numpy(), 2, (0.1,))
+    assert torch.allclose(torch.from_numpy(found) @ basis, torch.from_numpy(direct), atol=2e-3)
