@@ -75,7 +75,7 @@ def read(items: list[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
 
 def network(weights: Path, classes: int) -> Any:
     """timm's network with timm's own new head."""
-    made = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
+    made: Any = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
     made.load_state_dict(load_file(weights))
     made.reset_classifier(classes)
     return made
