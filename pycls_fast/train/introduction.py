@@ -77,7 +77,7 @@ def _precision(run: Run) -> str:
     name = run.config.precision.name
     if run.world.device.type == "cuda" or not run.world.is_main:
         return name
-    return f"{name} (bfloat16 products: {build.race(run.config).ratio:.2g} times the rate of float32)"
+    return f"{name} (bfloat16 is {build.race(run.config).ratio:.2g} times as fast as float32)"
 
 
 def _slow_precision(run: Run) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _slow_precision(run: Run) -> Iterator[str]:
     if slower > _MUCH_SLOWER:
         faster = "amp_bf16" if compute == torch.float32 else "fp32"
         yield (
-            f"precision: products take {slower:.2g} times as long as with precision={faster} on this CPU; "
+            f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
             "precision=auto takes the faster one"
         )
 

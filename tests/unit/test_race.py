@@ -12,6 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.build.race import Race
 from pycls_fast.config import load_config
+from pycls_fast.network import Network
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.resolving import with_precision
@@ -83,6 +84,9 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     config = load_config(experiment, ["data.root=/nowhere", "data.image_size=64", *overrides])
     found = build.race(config)
     assert found.ratio == pytest.approx(1.0)
+    *seen, in_fp32, in_bf16 = seen
+    assert in_fp32 is in_bf16
+    assert isinstance(in_fp32.layer, Network)
     products: Sequence[Any] = list(dict.fromkeys(map(id, seen)))
     assert 4 <= len(products) <= 12
     assert all(parameter.device.type == "cpu" for product in seen for parameter in product.layer.parameters())

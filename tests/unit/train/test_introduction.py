@@ -24,8 +24,8 @@ def race(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("precision", "ratio", "told"),
     [
-        ("fp32", 3.0, "precision: products take 3 times as long as with precision=amp_bf16 on this CPU"),
-        ("amp_bf16", 0.025, "precision: products take 40 times as long as with precision=fp32 on this CPU"),
+        ("fp32", 3.0, "precision: a step takes 3 times as long as with precision=amp_bf16 on this CPU"),
+        ("amp_bf16", 0.025, "precision: a step takes 40 times as long as with precision=fp32 on this CPU"),
         ("fp32", 1.9, None),
         ("bf16", 0.6, None),
     ],
