@@ -143,21 +143,25 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
 
 
 def measure(
-    root: Path, weights: Path, task: str, seed: int, folder: Path, done: set[str]
-) -> dict[str, tuple[float, float]]:
-    """Test top-1 and seconds of each column that is not done."""
+    root: Path,
+    weights: Path,
+    task: str,
+    seed: int,
+    folder: Path,
+    done: set[str],
+    record: Callable[[str, float, float], None],
+) -> None:
+    """Record test top-1 and seconds of each column that is not done."""
     size, parts = int(task.partition("@")[2]), split(root, task, seed)
     (images, labels), (val, val_labels), (test, test_labels) = (read(parts[name], size) for name in parts)
     classes = int(labels.max()) + 1
-    found: dict[str, tuple[float, float]] = {}
 
     def take(column: str, run: Callable[[], float]) -> None:
         if column not in done:
             torch.manual_seed(seed)
             began = time.perf_counter()
             score = run()
-            found[column] = score, time.perf_counter() - began
-            print(f"{task} seed {seed}: {column} {score:.1f} in {found[column][1]:.0f} s", flush=True)
+            record(column, score, time.perf_counter() - began)
 
     def knn() -> float:
         net = network(weights, classes)
@@ -186,7 +190,6 @@ def measure(
     take("torchvision's recipe", lambda: loop("sgd", 0.1 * BATCH / 256, 1e-4)[1])
     take("timm's defaults", lambda: loop("sgd", 0.05, 2e-5)[1])
     take("plain loop, best of 8", tuned)
-    return found
 
 
 def table(lines: list[dict[str, object]]) -> str:
@@ -213,10 +216,14 @@ def main() -> None:
             lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
             done = {str(line["column"]) for line in lines if (line["task"], line["seed"]) == (task, seed)}
             folder = out / f"{task.replace(':', '-')}_{seed}"
-            for column, (score, seconds) in measure(root, weights, task, seed, folder, done).items():
+
+            def record(column: str, score: float, seconds: float, task: str = task, seed: int = seed) -> None:
+                row = {"task": task, "seed": seed, "column": column, "top1": score, "seconds": seconds}
+                print(row, flush=True)
                 with file.open("a") as results:
-                    row = {"task": task, "seed": seed, "column": column, "top1": score, "seconds": seconds}
                     results.write(json.dumps(row) + "\n")
+
+            measure(root, weights, task, seed, folder, done, record)
     print(table([json.loads(line) for line in file.read_text().splitlines()]))
 
 
