@@ -91,9 +91,8 @@ def test_a_small_batch_on_many_gpus(device: str, ranks: int, told: int) -> None:
     config = load_config("vit_digits", ["precision=fp32", "data.global_batch_size=64"])
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=ranks, device=torch.device(device), is_main=True)
-    notes = list(
-        _notes(SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources={"train": None}))
-    )  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources={"train": None})
+    notes = list(_notes(run))
     assert [note.startswith("data.global_batch_size: 8 images at a time") for note in notes] == [True] * told
 
 
@@ -114,9 +113,8 @@ def test_a_gpu_without_bfloat16(
     config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
-    notes = list(
-        _notes(SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources={"train": None}))
-    )  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources={"train": None})
+    notes = list(_notes(run))
     expected = f"precision: {precision} is slow on this GPU, which has no units for bfloat16; use precision=amp_fp16"
     assert notes == [expected] * told
 
