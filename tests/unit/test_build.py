@@ -23,8 +23,7 @@ from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.optim import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
-from pycls_fast.train.building import build_parts, make_step
-from pycls_fast.train.display import Display
+from pycls_fast.train.building import make_step
 
 CPU = torch.device("cpu")
 REFERENCE = speed.resolve("reference", {}, "cpu")
@@ -272,7 +271,7 @@ class TestData:
     )  # fmt: skip
     def test_mixing_of_what_a_rank_has(self, ranks: int, overrides: list[str], says: str) -> None:
         with pytest.raises(UserError, match=says):
-            build_parts(vit(*SYNTHETIC, *overrides), world(size=ranks), Display(speaks=False, mode="plain"))
+            build.check_mixing(vit(*SYNTHETIC, *overrides), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
 

@@ -67,8 +67,8 @@ def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, la
     ],
 )
 def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_them(name: str, count: int) -> None:
-    groups_as_blocks = "optim.layer_decay_groups=14"
-    config = load_config("finetune", ["data.root=/nowhere", "model=timm", f"model.name={name}", groups_as_blocks])
+    decay = ["optim.layer_decay=0.75", "optim.layer_decay_groups=14"]
+    config = load_config("finetune", ["data.root=/nowhere", "model=timm", f"model.name={name}", *decay])
     with torch.device("meta"):
         model = build.model(config, 5, build.switches(config, CPU))
     assert isinstance(model, TimmNetwork)
