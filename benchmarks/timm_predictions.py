@@ -57,7 +57,9 @@ def main() -> None:
     weights, images = Path(sys.argv[1]).resolve(), Path(sys.argv[3]).resolve()
     files = sorted(file for file in images.rglob("*") if file.suffix.lower() in {".jpg", ".jpeg", ".png"})[:CLASSES]
     with tempfile.TemporaryDirectory() as folder:
-        pairs = list(zip(ours(weights, sys.argv[2], files, Path(folder)), theirs(weights, sys.argv[2], files), strict=True))
+        pairs = list(
+            zip(ours(weights, sys.argv[2], files, Path(folder)), theirs(weights, sys.argv[2], files), strict=True)
+        )
     same = [(a, b) for a, b in pairs if a[0] == b[0]]
     largest = max(abs(a[1] - b[1]) for a, b in same)
     print(f"{len(same)} of {len(pairs)} classes are timm's; their probabilities differ by at most {largest:.1e}")

@@ -16,17 +16,35 @@ def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[st
     return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
 
 
-def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    """Index of the first best evaluation; None without any.
+def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, tolerance: float = 0.0) -> int | None:
+    """Index of the first best evaluation, or of the last that is nearly as good; None without any.
 
     Args:
         evaluations: records of `metrics.jsonl`.
         metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
+        tolerance: how far below the highest accuracy is nearly as good, in its standard errors (the one-standard-error
+            rule of Breiman et al. 1984, section 3.4.3); but never below that of step 0. Not for the loss.
     """
     sign = 1 if metric == "loss" else -1
     values = [record.get(metric) for record in evaluations]
     scores = [math.inf if value is None or math.isnan(value) else sign * value for value in values]
-    return scores.index(min(scores)) if scores else None
+    if not scores:
+        return None
+    best = scores.index(min(scores))
+    if tolerance == 0.0 or metric == "loss" or math.isinf(scores[best]):
+        return best
+    share = -scores[best] / 100
+    error = 100 * math.sqrt(share * (1 - share) / evaluations[best]["count"])
+    worst = scores[best] + tolerance * error
+    if evaluations[0]["step"] == 0:
+        worst = min(worst, scores[0])
+    return max(index for index, score in enumerate(scores) if score <= worst)
+
+
+def best_of(run: Run, primary: Sequence[Mapping[str, Any]]) -> int | None:
+    """`best_evaluation` as the run's configuration defines it."""
+    schedule = run.config.schedule
+    return best_evaluation(primary, schedule.best_metric, schedule.best_tolerance)
 
 
 def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int] | None:
@@ -36,9 +54,9 @@ def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, A
         run: the run.
         evaluations: all its evaluation records.
     """
-    limit, metric = run.config.schedule.early_stopping_evals, run.config.schedule.best_metric
+    limit = run.config.schedule.early_stopping_evals
     primary = primary_records(run, evaluations)
-    best = best_evaluation(primary, metric)
+    best = best_of(run, primary)
     if limit is None or best is None or (waited := len(primary) - 1 - best) < limit:
         return None
     return primary[best], waited

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pycls_fast.train.best import best_evaluation, primary_records
+from pycls_fast.train.best import best_of, primary_records
 from pycls_fast.train.damage import DAMAGED_IMAGE
 from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
@@ -50,7 +50,12 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
     if final is not None and best is not None:
         # The mean over the classes is None if no image could be scored.
         shown = {**best, "class_top1": best.get("class_top1") or 0.0}
-        which = _BEST[run.config.schedule.best_metric].format_map(shown)
+        metric = run.config.schedule.best_metric
+        which = _BEST[metric].format_map(shown)
+        highest = max(record.get(metric) or 0.0 for record in primary_records(run, evaluations.records()))
+        if metric != "loss" and highest > shown[metric]:
+            # `schedule.best_tolerance`
+            which += f", as good as the highest, {highest:.2f}%, on {best['count']:,} images,"
         run.display.note(
             f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
         )
@@ -74,7 +79,7 @@ def summary_values(
 ) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
-    best = best_evaluation(primary, run.config.schedule.best_metric)
+    best = best_of(run, primary)
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,

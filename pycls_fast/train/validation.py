@@ -10,7 +10,7 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.train import checkpoint
-from pycls_fast.train.best import best_evaluation, early_stop, primary_records
+from pycls_fast.train.best import best_of, early_stop, primary_records
 from pycls_fast.train.by_class import class_scores, confusion
 from pycls_fast.train.confusion_picture import draw_confusion
 from pycls_fast.train.curves import draw_curves
@@ -127,7 +127,7 @@ class Evaluations:
         newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
             return
-        if best_evaluation(evaluations, run.config.schedule.best_metric) == len(evaluations) - 1:
+        if best_of(run, evaluations) == len(evaluations) - 1:
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:

@@ -90,8 +90,10 @@ def _json(file: Path) -> Any:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
 
 
-def _metric(values: Record) -> str:
-    return str(values.get("schedule", {}).get("best_metric", "top1"))
+def _metric(values: Record) -> tuple[str, float]:
+    """Metric and tolerance of the best evaluation."""
+    schedule = values.get("schedule", {})
+    return str(schedule.get("best_metric", "top1")), float(schedule.get("best_tolerance", 0.0))
 
 
 def _state(path: Path, summary: Record | None, records: Sequence[Record]) -> State:
@@ -114,12 +116,12 @@ def _of_summary(summary: Record) -> dict[str, float | None]:
     }
 
 
-def _so_far(saved: Record | None, records: Sequence[Record], metric: str) -> dict[str, float | None]:
+def _so_far(saved: Record | None, records: Sequence[Record], metric: tuple[str, float]) -> dict[str, float | None]:
     taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
     # If there is a moving average, only its evaluations count.
     weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
     evaluations = [record for record in taken if record["weights"] == weights]
-    best = best_evaluation(evaluations, metric)
+    best = best_evaluation(evaluations, *metric)
     rates = [record["images_per_second"] for record in records if record["kind"] == "train"]
     return {
         **_of_evaluations(None if best is None else evaluations[best], evaluations[-1] if evaluations else None),

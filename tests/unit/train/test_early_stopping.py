@@ -51,6 +51,24 @@ def test_the_first_of_the_best() -> None:
     assert best_evaluation([{"top1": 0.0, "loss": float("nan")}, {"top1": 0.0, "loss": 9.0}], "loss") == 1
 
 
+def test_the_last_within_a_standard_error() -> None:
+    """Of 64 images at 80% that is 5 points."""
+    tops = [74.0, 70.0, 80.0, 74.9, 75.1, 74.5]
+    records = [{"top1": top1, "loss": step, "count": 64, "step": step} for step, top1 in enumerate(tops, start=1)]
+    assert best_evaluation(records, "top1") == 2
+    assert best_evaluation(records, "top1", 1.0) == 4
+    assert best_evaluation(records, "top1", 1.2) == 5
+    assert best_evaluation(records, "loss", 1.0) == 0
+    assert best_evaluation([{**records[0], "count": 10**9}, *records[1:]], "top1", 0.5) == 2
+
+
+def test_never_below_the_head_that_was_fitted_first() -> None:
+    """Though the images are too few to tell."""
+    tops = [75.0, 80.0, 76.0, 74.0]
+    records = [{"top1": top1, "count": 10, "step": step} for step, top1 in enumerate(tops)]
+    assert best_evaluation(records, "top1", 1.0) == 2
+
+
 @pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
 def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: str, best: int) -> None:
     """By the metric of early stopping, and the first where several are as good."""
