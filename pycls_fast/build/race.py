@@ -76,13 +76,13 @@ class _Product:
 
 def race(config: RunConfig) -> Race:
     """Multiply in both formats for a fraction of a second; once in a process for each model and image size."""
-    key = (config.model.model_dump_json(), config.data.image_size, config.runtime.threads)
+    key = (config.model.model_dump_json(), config.data.image_size)
     if key not in _races:
         _races[key] = _run(config)
     return _races[key]
 
 
-_races: dict[tuple[str, int, int | None], Race] = {}
+_races: dict[tuple[str, int], Race] = {}
 
 
 def compile_if_it_pays(config: RunConfig, chosen: Switches, world: World, *, images: int) -> Switches:

@@ -1,4 +1,4 @@
-"""Pins weights of the Hugging Face hub to a commit, so that a run records which ones it began with."""
+"""Asks for weights first: those of the Hugging Face hub are pinned to a commit, so that a run records which it had."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         resumed_from: the checkpoint from which a run resumes, which does not load `weights`; it has the commit.
 
     Raises:
-        UserError: on all ranks: no such repository or revision.
+        UserError: on all ranks: no such repository or revision, or no network and no copy of the weights.
     """
     source = config.weights
-    if source is None or not source.startswith(foreign.HUGGING_FACE):
+    if source is None or not (source.startswith(foreign.HUGGING_FACE) or foreign.is_hub(source)):
+        return config
+    if foreign.is_hub(source) and (resumed_from is not None or foreign.local_file(source) is not None):
         return config
     if resumed_from is not None:
         saved = str(resumed_from.plain["config"]["weights"])

@@ -54,14 +54,19 @@ def download(source: str) -> Path:
 def pinned(source: str) -> str:
     """`hf:ORG/NAME@COMMIT` for the commit that the revision stands for now, or stood for when it was last downloaded.
 
-    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again.
+    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again. A name of timm
+    or torchvision is returned as it is, if it can be had: without a network one knows before anything else is built.
 
     Args:
-        source: as for `download`.
+        source: as for `download`, or a name of timm or torchvision.
 
     Raises:
-        UserError: no such repository or revision.
+        UserError: no such repository or revision, or no network and no copy of the weights.
     """
+    if is_hub(source):
+        if not _reachable():
+            from_hub(source)
+        return source
     return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
 
 
@@ -106,22 +111,34 @@ def from_torchvision_hub(name: str) -> Contents:
         return Contents(state, traits=traits_from_torchvision_vit(library.models.get_model(model)))
 
 
-def _only_cached() -> None:
-    """Let Hugging Face's library use only what it has if its hub cannot be reached: it would try for a minute."""
+def from_hub(source: str) -> Contents:
+    """The weights of `timm:NAME` or `torchvision:NAME`.
+
+    Raises:
+        UserError: see `from_timm_hub` and `from_torchvision_hub`.
+    """
+    project, _, name = source.partition(":")
+    return from_timm_hub(name) if project == "timm" else from_torchvision_hub(name)
+
+
+def _reachable() -> bool:
+    """Whether Hugging Face's hub is; if not, its library uses only what it has: it would try for a minute."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname or ""
-    if constants.HF_HUB_OFFLINE or "https" in getproxies():
-        return
+    if "https" in getproxies():
+        return True
     try:
-        socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+        if not constants.HF_HUB_OFFLINE:
+            socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
     except OSError:
         constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     try:
-        _only_cached()
+        _reachable()
         return fetch()
     except Exception as error:  # hubs and their libraries raise dozens of kinds
         raise UserError(

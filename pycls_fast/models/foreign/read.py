@@ -11,7 +11,7 @@ from torch import Tensor
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import jax, pycls, timm, torchvision
 from pycls_fast.models.foreign.files import Contents, read_file
-from pycls_fast.models.foreign.hubs import from_timm_hub, from_torchvision_hub
+from pycls_fast.models.foreign.hubs import from_hub, is_hub
 from pycls_fast.models.foreign.traits import Traits
 from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.paths import user_path
@@ -71,10 +71,8 @@ def read_weights(source: str) -> ReadWeights:
     Raises:
         UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
     """
-    if source.startswith("timm:"):
-        contents = from_timm_hub(source.removeprefix("timm:"))
-    elif source.startswith("torchvision:"):
-        contents = from_torchvision_hub(source.removeprefix("torchvision:"))
+    if is_hub(source):
+        contents = from_hub(source)
     else:
         path = user_path(source)
         if not path.is_file():
