@@ -1,10 +1,15 @@
-"""Fine-tuning by default against simple alternatives: `python benchmarks/finetune.py CIFAR10 WEIGHTS OUT [TASK ...]`.
+"""Fine-tuning by default against simple alternatives: `python benchmarks/finetune.py DATA WEIGHTS OUT [key=value ...]`.
 
-CIFAR10 holds `train/` and `test/` with class folders of images, WEIGHTS is timm's tf_efficientnet_lite0 as safetensors,
-OUT is a folder: each result is a line of `OUT/results.jsonl`, and what is there is not run again. A task is
-CLASSESxIMAGES@PIXELS, IMAGES of each class for training, or 10x200:20@PIXELS for every other class with 20. An eighth
-as many again, at least 5, are for choosing (the epoch, the plain loop's setting); 100 of each class from `test/` are
-scored. Prints the table of `docs/results/finetune.md`.
+DATA holds CIFAR-10's images in class folders (`train/`, `test/`) and ImageNet's, one of each class, in
+`imagenet_sample/train/`; WEIGHTS is timm's tf_efficientnet_lite0 as safetensors. OUT is a folder: each result is a line
+of `OUT/results.jsonl`, and what is there is not run again. `tasks=A,B`, `seeds=1` and `columns=kNN,finetune` run a
+part of all.
+
+A task is CLASSESxIMAGES@PIXELS, IMAGES of each class for training, or 10x200:20@PIXELS for every other class with 20.
+An eighth as many again, at least 5, are for choosing (the epoch, the plain loop's setting); 100 of each class from
+`test/` are scored. `imagenet@PIXELS` tells the first half of ImageNet's sample (animals) from the second (mostly
+things), with 50 images of each for training and 38 to score. `vit:` tasks begin with a ViT that this command trains on
+the first seven classes of CIFAR-10 (`vit_cifar10` with 3 epochs), and use the other three.
 
 Columns: kNN and linear probe on the same features; `finetune` with nothing but data, weights and size given; a plain
 loop (timm's random head, all layers, batch norm trained, 160 steps of 32, cosine) with the best of 8 settings; and that
@@ -31,12 +36,20 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
 
+import pycls_fast
+from pycls_fast.network import Network
 from pycls_fast.train.head import fit_logistic
 from pycls_fast.train.knn import knn_votes, places
 
 ROOT = Path(__file__).resolve().parents[1]
-TASKS = ("2x100@96", "3x20@64", "10x5@64", "10x20@64", "10x200:20@64", "10x100@64")
+TASKS = (
+    *("3x20@64", "10x5@64", "10x20@64", "2x100@96", "imagenet@128", "vit:3x20@32", "vit:3x100@32", "10x200:20@64"),
+    *("10x100@64", "2x20@160", "vit:3x600@32", "2x600@96", "10x600@64"),
+)
+SEEN = 7
 STEPS, BATCH = 160, 32
 TUNED = [("adamw", lr) for lr in (1e-4, 3e-4, 1e-3, 3e-3)] + [("sgd", lr) for lr in (1e-3, 3e-3, 1e-2, 3e-2)]
 COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvision's recipe", "timm's defaults")
@@ -44,12 +57,20 @@ COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvis
 
 def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]:
     """(file, label) of train, val and test."""
-    shape, _, _ = task.partition("@")
-    classes, _, each = shape.partition("x")
-    many, _, few = each.partition(":")
+    shape = task.removeprefix("vit:").partition("@")[0]
     draw = random.Random(seed)
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
-    for label, folder in enumerate(sorted((root / "train").iterdir())[: int(classes)]):
+    if shape == "imagenet":
+        files = sorted((root / "imagenet_sample/train").glob("*/*"))
+        for label, half in enumerate((files[: len(files) // 2], files[len(files) // 2 :])):
+            draw.shuffle(half)
+            for name, images in zip(parts, (half[:50], half[50:62], half[62:]), strict=True):
+                parts[name] += [(file, label) for file in images]
+        return parts
+    classes, _, each = shape.partition("x")
+    many, _, few = each.partition(":")
+    folders = sorted((root / "train").iterdir())[SEEN if task.startswith("vit:") else 0 :]
+    for label, folder in enumerate(folders[: int(classes)]):
         count = int(few) if few and label % 2 else int(many)
         files, held = sorted(folder.iterdir()), max(int(many) // 8, 5)
         draw.shuffle(files)
@@ -62,20 +83,28 @@ def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]
 
 
 def read(items: list[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
-    """Normalised images (N, 3, size, size), the short side resized to size / 0.875, and labels."""
+    """Images in -1 ... 1 (N, 3, size, size), the short side resized to size / 0.875 (not below 64 px), and labels."""
     images = []
-    side = round(size / 0.875)
-    edge = (side - size) // 2
+    crop = transforms.Compose([transforms.Resize(round(size / 0.875) if size >= 64 else size,
+                                                 InterpolationMode.BICUBIC), transforms.CenterCrop(size)])  # fmt: skip
     for file, _ in items:
-        picture = Image.open(file).convert("RGB").resize((side, side), Image.Resampling.BICUBIC)
-        images.append(np.asarray(picture.crop((edge, edge, edge + size, edge + size))))
+        images.append(np.asarray(crop(Image.open(file).convert("RGB"))))
     images_NCHW = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return images_NCHW, torch.tensor([label for _, label in items])
 
 
 def network(weights: Path, classes: int) -> Any:
-    """timm's network with timm's own new head."""
-    made: Any = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
+    """timm's network with timm's own new head; a run's with torch's."""
+    if weights.is_dir():
+        ours = pycls_fast.load(weights)
+        made: Any = ours.network
+        setattr(made, made.head_name, nn.Linear(made.last_layer().in_features, classes))
+        mean, std = (torch.tensor(values) for values in (ours.config.data.mean, ours.config.data.std))
+        normalize: Any = transforms.Normalize((2 * mean - 1).tolist(), (2 * std).tolist())
+        made.register_forward_pre_hook(lambda module, inputs: (normalize(inputs[0]),))
+        made.requires_grad_(True)
+        return made
+    made = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
     made.load_state_dict(load_file(weights))
     made.reset_classifier(classes)
     return made
@@ -84,8 +113,28 @@ def network(weights: Path, classes: int) -> Any:
 @torch.no_grad()
 def outputs(net: Any, images_NCHW: Tensor, *, features: bool = False) -> Tensor:
     net.eval()
-    run = (lambda part: net.forward_head(net.forward_features(part), pre_logits=True)) if features else net
-    return torch.cat([run(part) for part in images_NCHW.split(64)])
+    last = net.last_layer() if isinstance(net, Network) else net.get_classifier()
+    seen: list[Tensor] = []
+    handle = last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    scores = [net(part) for part in images_NCHW.split(64)]
+    handle.remove()
+    return torch.cat(seen if features else scores)
+
+
+def seven_classes(root: Path, out: Path) -> Path:
+    """The run of a ViT on CIFAR-10's first seven classes."""
+    run, data = out / "vit", out / "seven"
+    if not (run / "summary.json").is_file():
+        for part in ("train", "test"):
+            (data / {"train": "train", "test": "val"}[part]).mkdir(parents=True, exist_ok=True)
+            for folder in sorted((root / part).iterdir())[:SEEN]:
+                link = data / {"train": "train", "test": "val"}[part] / folder.name
+                if not link.exists():
+                    link.symlink_to(folder)
+        command = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "vit_cifar10"]
+        command += [f"data.root={data}", "schedule.epochs=3", f"run_dir={run}"]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return run
 
 
 def top1(scores_NK: Tensor, labels_N: Tensor) -> float:
@@ -130,11 +179,13 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
             link = place / file.name
             if not link.exists():
                 link.symlink_to(file)
-    beside = folder / "tf_efficientnet_lite0.safetensors"
-    if not beside.exists():
-        beside.symlink_to(weights)
+    given = [f"weights={weights}", "data.root=data", f"data.image_size={size}"]
+    if weights.is_file():
+        beside = folder / "tf_efficientnet_lite0.safetensors"
+        if not beside.exists():
+            beside.symlink_to(weights)
+        given[0] = "weights=timm:tf_efficientnet_lite0"
     common = {"cwd": folder, "check": True, "capture_output": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    given = ["weights=timm:tf_efficientnet_lite0", "data.root=data", f"data.image_size={size}"]
     train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given]
     subprocess.run([*train, f"seed={seed}", "run_dir=run"], **common)  # type: ignore[call-overload]
     test = [sys.executable, str(ROOT / "tools/test_net.py"), "weights=run", "data.root=tested", "output=score.json"]
@@ -209,12 +260,15 @@ def table(lines: list[dict[str, object]]) -> str:
 
 def main() -> None:
     root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
+    asked = dict(argument.split("=") for argument in sys.argv[4:])
+    columns = asked["columns"].split(",") if "columns" in asked else COLUMNS
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.jsonl"
-    for seed in range(3):
-        for task in sys.argv[4:] or TASKS:
+    for seed in range(int(asked.get("seeds", 3))):
+        for task in asked["tasks"].split(",") if "tasks" in asked else TASKS:
             lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
             done = {str(line["column"]) for line in lines if (line["task"], line["seed"]) == (task, seed)}
+            done |= set(COLUMNS) - set(columns)
             folder = out / f"{task.replace(':', '-')}_{seed}"
 
             def record(column: str, score: float, seconds: float, task: str = task, seed: int = seed) -> None:
@@ -223,7 +277,8 @@ def main() -> None:
                 with file.open("a") as results:
                     results.write(json.dumps(row) + "\n")
 
-            measure(root, weights, task, seed, folder, done, record)
+            start = seven_classes(root, out) if task.startswith("vit:") else weights
+            measure(root, start, task, seed, folder, done, record)
     print(table([json.loads(line) for line in file.read_text().splitlines()]))
 
 
