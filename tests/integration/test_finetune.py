@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,28 @@ def test_two_ranks_stop_together(images: Path, weights: Path, tmp_path: Path) ->
     start = command(*given, *IMPATIENT, config_name="finetune")
     run_process(under_torchrun(start, 2), cwd=tmp_path)
     assert_stopped_early(run, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "fairscale_sharded_ddp"])
+def test_two_ranks_fit_the_head_of_one(images: Path, weights: Path, tmp_path: Path, strategy: str) -> None:
+    """Whichever strategy holds the weights: the same accuracies at step 0, and of the neighbours."""
+    given = [f"data.root={images}", f"weights={weights}", *TINY, "schedule.max_steps=0"]
+    for ranks, parallel in ((1, "single"), (2, strategy)):
+        start = command(*given, f"run_dir={parallel}", f"parallel={parallel}", config_name="finetune")
+        run_process(under_torchrun(start, ranks), cwd=tmp_path)
+    (one,), (two,) = (records(tmp_path / name, "eval") for name in ("single", strategy))
+    assert one["top1"] == two["top1"] > 60
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("head", ["zero", "small"])
+def test_a_head_that_is_not_fitted(images: Path, weights: Path, tmp_path: Path, head: str) -> None:
+    """It begins by knowing nothing: with a loss of ln 3, or nearly so."""
+    finetune(images, tmp_path, f"weights={weights}", f"head={head}", "schedule.max_steps=1",
+             "runtime.log_every_steps=1", "loss.label_smoothing=0")  # fmt: skip
+    assert records(tmp_path, "train")[0]["loss"] == pytest.approx(math.log(3), abs=1e-5 if head == "zero" else 0.3)
+    assert not [record for record in records(tmp_path, "eval") if record["step"] == 0]
 
 
 @pytest.mark.slow
