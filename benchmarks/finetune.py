@@ -134,7 +134,7 @@ def seven_classes(root: Path, out: Path) -> Path:
                         link.symlink_to(file)
         command = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "vit_cifar10", f"run_dir={run}"]
         command += [f"data.root={data}", "schedule.epochs=6", "model.width=128", "model.depth=4", "model.heads=2"]
-        command += ["model.mlp_width=256", "model.stem=patch"]
+        command += ["model.mlp_width=256", "model.stem=patch", "model.stem_widths=[]", "model.stem_strides=[]"]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return run
 
