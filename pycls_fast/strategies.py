@@ -21,6 +21,7 @@ class Strategy:
         replicates: torch's DDP exchanges the gradients, with its compression and its static graph.
         has_groups: ranks are in groups (`parallel.shard_degree`, `parallel.replicate_degree`).
         freezes: a part of the network may be frozen (`optim.trainable`).
+        needs_cuda: it does not run on a CPU.
         numerics: how closely it must match `single`, like a switch its reference; "reference" for `single`.
         note: what it does.
         holds: what a rank holds of weights, gradients and optimizer state.
@@ -45,6 +46,7 @@ class Strategy:
     replicates: bool = False
     has_groups: bool = False
     freezes: bool = True
+    needs_cuda: bool = False
 
     @property
     def shards_weights(self) -> bool:
@@ -142,6 +144,7 @@ _STRATEGIES = (
         ran="CPU with gloo (torch 2.15), with stand-ins for CUDA's streams that only the tests have: the weights "
         "change over 10 steps as in one process, within 1e-5 of the change in float32. CUDA: not run.",
         shards="weights",
+        needs_cuda=True,
         flattens=True,
         freezes=False,
     ),

@@ -9,8 +9,9 @@ A walk over the syntax trees, so that imports inside functions and under TYPE_CH
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,36 @@ def _imports(file: Path, relative: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, a.value) for a in node.args[:1] if _is_text(a))
 
 
+def circle(root: Path) -> list[str]:
+    """Files that import each other in a circle, if any; imports inside functions and under TYPE_CHECKING count.
+
+    The package itself is left out: it has the version, and imports when its functions are called.
+    """
+    files = {_dotted(file.relative_to(root)): file for file in (root / "pycls_fast").rglob("*.py")}
+    # The last one goes when the ledger's runner and its trainings are one file.
+    out = {"", "pycls_fast", "pycls_fast.ledger.trainings"}
+    graph = {
+        name: {_file_of(module, files) for _, module in _imports(file, file.relative_to(root))} - {name} - out
+        for name, file in files.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _dotted(relative: Path) -> str:
+    return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+
+
+def _file_of(module: str, files: Mapping[str, Path]) -> str:
+    """`pycls_fast.data.Batch` is in `pycls_fast.data`; "" for other packages."""
+    while module and module not in files:
+        module = module.rpartition(".")[0]
+    return module
+
+
 def _called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
@@ -122,6 +153,19 @@ def _is_text(node: ast.expr) -> bool:
 
 def test_imports_point_one_way() -> None:
     assert violations(ROOT) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle(ROOT) == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    texts = {"a/__init__": "", "a/b": "def f():\n    from pycls_fast.c import g", "c": "from pycls_fast.a import b"}
+    for name, text in texts.items():
+        file = tmp_path / "pycls_fast" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert set(circle(tmp_path)) == {"pycls_fast.a.b", "pycls_fast.c"}
 
 
 def test_every_part_of_the_order_is_looked_at() -> None:

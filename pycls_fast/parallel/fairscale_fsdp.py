@@ -43,7 +43,6 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped
     Raises:
         UserError: no CUDA device, or FairScale is not installed.
     """
-    check_device(world.device)
     wrap = _Wrapping(world, settings)
     waiting = dict(network.units())
     for module, fill in _empty_parts(network):
@@ -76,19 +75,6 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped
         free_gathered=free_gathered,
         weights=weights,
     )
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse devices without CUDA streams, with which FairScale's FSDP orders its collectives.
-
-    Raises:
-        UserError: the device is not CUDA.
-    """
-    if device.type != "cuda":
-        raise UserError(
-            "parallel.name: fairscale_fsdp needs CUDA (FairScale orders its collectives with CUDA streams) and this "
-            f"run is on the {device.type.upper()}; use parallel=fsdp, which runs on both"
-        )
 
 
 class _Wrapping:

@@ -194,11 +194,11 @@ def _join(
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
     chosen = choose_device(device, local_rank)
-    if strategy == "fairscale_fsdp":
-        # Checked before anything is built. (Imported late: it imports this module.)
-        from pycls_fast.parallel import fairscale_fsdp
-
-        fairscale_fsdp.check_device(chosen)
+    if facts.needs_cuda and chosen.type != "cuda":
+        raise UserError(
+            f"parallel.name: {strategy} needs CUDA (FairScale orders its collectives with CUDA streams) and this run "
+            f"is on the {chosen.type.upper()}; use parallel=fsdp, which runs on both"
+        )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     # ddp with one rank runs too, on the same code path, without torchrun.

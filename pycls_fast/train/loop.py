@@ -25,8 +25,9 @@ from pycls_fast.train.head import fit_head
 from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
-from pycls_fast.train.run import Run, started
+from pycls_fast.train.run import Run
 from pycls_fast.train.signals import StopRequest, stop_requests
+from pycls_fast.train.start import started
 from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations

@@ -99,7 +99,7 @@ def test_the_step_of_fsdp_never_waits_for_the_device(tmp_path: Path, digits: Pat
     from pycls_fast.data import to_device
     from pycls_fast.train.display import Display
     from pycls_fast.train.metrics import TrainMetrics
-    from pycls_fast.train.run import started
+    from pycls_fast.train.start import started
 
     config = load_config(
         "vit_digits", [*COMMON, "parallel=fairscale_fsdp", f"data.root={digits}", f"run_dir={tmp_path}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pycls_fast.parallel import fairscale_fsdp
+from pycls_fast.parallel import world
+from pycls_fast.strategies import strategy_of
 
 
 class Stream:
@@ -85,7 +87,7 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "dist", _StandIn(dist, _all_gather_base=_all_gather))
     monkeypatch.setattr(bucketer, "dist", _StandIn(dist, _reduce_scatter_base=_reduce_scatter))
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(fairscale_fsdp, "check_device", lambda device: None)
+    monkeypatch.setattr(world, "strategy_of", lambda name: replace(strategy_of(name), needs_cuda=False))
 
 
 def main() -> None:

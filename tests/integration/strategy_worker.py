@@ -33,7 +33,8 @@ from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import Run, started
+from pycls_fast.train.run import Run
+from pycls_fast.train.start import started
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda

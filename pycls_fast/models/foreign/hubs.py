@@ -54,8 +54,8 @@ def download(source: str) -> Path:
 def pinned(source: str) -> str:
     """`hf:ORG/NAME@COMMIT` for the commit that the revision stands for now, or stood for when it was last downloaded.
 
-    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again. A name of timm
-    or torchvision is returned as it is, if it can be had: without a network one knows before anything else is built.
+    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again. A name of
+    timm or torchvision stays as it is; without a network and a copy one knows before anything else is built.
 
     Args:
         source: as for `download`, or a name of timm or torchvision.

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.exit_status import DONE, MISTAKE, STOPPED
-
-if TYPE_CHECKING:
-    from pycls_fast.train.trackers.board import Tracker
 
 _START_SECONDS = 60.0
 # How long `end` waits for what has not been sent, by the exit status. A stopped run may have little time left, and its
 # folder stays locked meanwhile.
 _END_SECONDS = {DONE: 60.0, MISTAKE: 60.0, STOPPED: 5.0}
 _END_SECONDS_ELSE = 1.0
+
+
+class Tracker(Protocol):
+    """Something that records the numbers of one run."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers by their names, such as `train/loss`."""
+
+    def end(self, status: int, final: Mapping[str, float]) -> None:
+        """Record the exit status and the final numbers (none if the run did not finish), and close."""
 
 
 class Background:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.exit_status import FAULT, INTERRUPTED, MISTAKE
 from pycls_fast.parallel import World
-from pycls_fast.train.trackers.background import Background
+from pycls_fast.train.trackers.background import Background, Tracker
 from pycls_fast.train.trackers.mlflow import MLflow
 from pycls_fast.train.trackers.tensorboard import TensorBoard
 from pycls_fast.train.trackers.wandb import WandB
@@ -37,16 +37,6 @@ _EVAL = ("top1", "top5", "class_top1", "loss")
 # By `runtime.tracker`, which is also the name of the package.
 _TRACKERS: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
-
-
-class Tracker(Protocol):
-    """Something that records the numbers of one run."""
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers by their names, such as `train/loss`."""
-
-    def end(self, status: int, final: Mapping[str, float]) -> None:
-        """Record the exit status and the final numbers (none if the run did not finish), and close."""
 
 
 class Board:

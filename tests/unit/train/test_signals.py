@@ -193,7 +193,7 @@ def test_a_scheduler_that_requeues_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         stop.call_launcher()
 
 
-@pytest.mark.parametrize("at", ["pycls_fast.train.run.build_parts", "pycls_fast.train.run.introduce"])
+@pytest.mark.parametrize("at", ["pycls_fast.train.start.build_parts", "pycls_fast.train.start.introduce"])
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))], ids=["INT", "TERM"]
 )
