@@ -159,7 +159,7 @@ _LEVELS = (
         "fp16",
         "Weights, norms, activations and gradients in float16, no masters; loss scaling.",
         helps="The fewest bytes: no float32 copy of a weight from step to step.",
-        hurts="An update smaller than 1/4096 of its weight is lost; tools/ledger.py mode=gradients counts them, and "
+        hurts="An update smaller than 1/4096 of its weight is lost; pycls-fast ledger mode=gradients counts them, and "
         "the gradients that float16 cannot hold. Not with parallel=fsdp, whose shards are float32.",
         source="Meta, Significantly faster Vision Transformer training, 2022.",
         ran="CPU (torch 2.15): 12 steps of a small ViT, losses within 0.003 of float32's; on two ranks. CUDA: not run.",

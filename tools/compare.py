@@ -1,40 +1,6 @@
-"""Two runs side by side: `python tools/compare.py RUN_A RUN_B [key=value ...]`.
+"""`pycls-fast compare` as a file."""
 
-Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images on
-which the two disagree, accuracy by class, speed and memory. Prints a table, and writes into the output folder
-`index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. The runs need not be
-finished.
-
-    output=      a folder; default: comparisons/A--B, numbered if that holds other runs
-    images=24    images shown per kind of disagreement
-"""
+from pycls_fast.cli import main
 
 if __name__ == "__main__":
-    import pycls_fast.ctrl_c  # noqa: F401
-
-from typing import Annotated
-
-from pydantic import Field
-
-from pycls_fast.config import Section, options_line
-
-
-class Options(Section):
-    """Keys of this tool."""
-
-    run_a: str
-    run_b: str
-    output: str | None = None
-    images: Annotated[int, Field(ge=0)] = 24
-
-
-def main(options: Options) -> int:
-    """Compare and write."""
-    # torch takes seconds to import; mistakes on the command line are reported before that.
-    from pycls_fast.ledger.compare import compare_runs
-
-    return compare_runs(options.run_a, options.run_b, output=options.output, images=options.images)
-
-
-if __name__ == "__main__":
-    options_line(main, Options, words=("run_a", "run_b"))
+    main("compare")

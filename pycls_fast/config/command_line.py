@@ -36,6 +36,7 @@ class NoOptions(Section):
 def command_line(
     run: Callable[[RunConfig, Any], int],
     *,
+    about: str | None = None,
     default: str = "vit_digits",
     options: type[Section] = NoOptions,
     config_of_weights: bool = False,
@@ -47,6 +48,7 @@ def command_line(
 
     Args:
         run: takes the checked configuration and the tool's own options; returns the exit status.
+        about: what `--help` says first.
         default: the experiment when `--config-name` is not given.
         options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
@@ -84,7 +86,7 @@ def command_line(
         folders = search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             words = help_words(sys.argv[1:])
-            return show(help_text(sys.modules["__main__"].__doc__ or "", options, folders, words))
+            return show(help_text(about or "", options, folders, words))
         with sweep.sweep_folder(sys.argv[1:]) as settings:
             sys.argv[1:] = hydra_arguments(sys.argv[1:], folders, settings)
             ended = _run_hydra(job, default, folders)

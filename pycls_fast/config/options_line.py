@@ -17,18 +17,21 @@ from pycls_fast.config.schema import Section
 from pycls_fast.errors import UserError
 
 
-def options_line(run: Callable[[Any], int], options: type[Section], *, words: Sequence[str] = ()) -> NoReturn:
+def options_line(
+    run: Callable[[Any], int], options: type[Section], *, words: Sequence[str] = (), about: str | None = None
+) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status.
 
     Args:
         run: takes the checked options; returns the exit status.
         options: the keys that exist.
+        about: what `--help` prints.
         words: keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
     """
 
     def action() -> int:
         if {"--help", "-h"} & set(sys.argv[1:]):
-            return show((sys.modules["__main__"].__doc__ or "").strip())
+            return show((about or "").strip())
         return run(read_options(sys.argv[1:], options, words))
 
     sys.exit(reporting(action, batch="batch_size" if "batch_size" in options.model_fields else "the batch"))

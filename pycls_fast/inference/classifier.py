@@ -53,7 +53,7 @@ def load(
             print(found.image, found.class_name, found.probability)
 
     Args:
-        run: a run folder (its best checkpoint), a checkpoint, or a safetensors file of `tools/export_net.py`.
+        run: a run folder (its best checkpoint), a checkpoint, or a safetensors file of `pycls-fast export`.
         which: "auto" (the average of the weights if there is one), "model" or "ema".
         device: "auto", "cpu" or "cuda".
         precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".

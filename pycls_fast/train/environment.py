@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "p
 def environment_command(interpreter: str = "python") -> str:
     """The command as it was typed (Hydra rewrites `sys.argv`), without the place of the interpreter by default."""
     return shlex.join([interpreter, *sys.orig_argv[1:]])
+
+
+def program_words() -> list[str]:
+    """How this command was started, without its flags and keys: `pycls-fast train` or `-m pycls_fast train`."""
+    return list(takewhile(lambda word: "=" not in word and not word.startswith("--"), sys.orig_argv[1:]))
 
 
 def versions() -> dict[str, str]:

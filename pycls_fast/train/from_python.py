@@ -42,7 +42,7 @@ class Trained:
 
 
 def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> Trained:
-    """Train as `tools/train_net.py` does, in this process.
+    """Train as `pycls-fast train` does, in this process.
 
         trained = pycls_fast.train_net("finetune", ["data.root=my_images", "weights=RUN"])
         print(trained.summary["best"]["top1"])

@@ -49,7 +49,7 @@ def restore(
     """Build the network that saved weights belong to, and load them.
 
     Args:
-        source: a run folder, a checkpoint, or a file of `tools/export_net.py`.
+        source: a run folder, a checkpoint, or a file of `pycls-fast export`.
         which: "auto" (the average if there is one), "model" or "ema".
         device: "auto", "cpu" or "cuda".
         precision: one of `PRECISIONS`.
@@ -81,7 +81,7 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
     if weights.config is None or weights.classes is None:
         raise UserError(
             f"weights: {path} does not say which model and classes it belongs to; give a run folder, a checkpoint, or "
-            "a file that tools/export_net.py has written"
+            "a file that pycls-fast export has written"
         )
     saved = weights.config
     # Decode as the run did: the pixels of different libraries differ a little.

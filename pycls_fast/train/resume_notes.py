@@ -7,7 +7,7 @@ import shlex
 import sys
 
 from pycls_fast.config import command_alone, is_command, scheduler
-from pycls_fast.train.environment import environment_command
+from pycls_fast.train.environment import environment_command, program_words
 from pycls_fast.train.run import Run
 
 
@@ -25,10 +25,9 @@ def _command(run: Run) -> str:
     # As typed: outside of an activated environment, `python` is another one or none.
     interpreter, alone = sys.orig_argv[0], command_alone()
     command = environment_command(interpreter)
-    if alone is not None and sys.argv[0] in sys.orig_argv:
+    if alone is not None:
         # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
-        program = sys.orig_argv[1 : sys.orig_argv.index(sys.argv[0]) + 1]
-        command = shlex.join([interpreter, *program, *alone])
+        command = shlex.join([interpreter, *program_words(), *alone])
     if run.config.run_dir is None or alone is not None:
         command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
     if run.config.resume != "auto":

@@ -15,6 +15,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from pycls_fast import build
+from pycls_fast.commands import prepare as prepare_data
 from pycls_fast.config import load_config
 from pycls_fast.data.packing import PackSettings, pack
 from pycls_fast.data.sources import scan_classes
@@ -24,7 +25,6 @@ from pycls_fast.train import train
 from pycls_fast.train.score import score
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_cifar10, write_folder
-from tools import prepare_data
 
 CONTENT = make_content(train=(8, 10, 7), val=(3, 2, 4))
 SETTINGS = (*TINY, "data=auto", "data.global_batch_size=8", "data.num_workers=0", "data.index_cache=off")

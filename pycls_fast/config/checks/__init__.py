@@ -27,7 +27,7 @@ def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     if purpose.trains and config.weights is None and config.resume in ("auto", "never") and _fine_tunes(config):
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
     if not purpose.scores_sets and config.data.eval_set is not None:
-        yield "data.eval_set", "only tools/test_net.py scores it; use data.eval_set=null"
+        yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
     # Every evaluation set except ReaL has its own images.
     needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
     if needs_root and config.data.source not in ("digits", "synthetic") and config.data.root is None:

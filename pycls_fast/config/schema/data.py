@@ -60,7 +60,7 @@ class Data(Section):
     """How often a class appears in an epoch: by its number of images, by the square root of it, or all equally
     often."""
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
-    """What tools/test_net.py scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
+    """What pycls-fast test scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
     eval_root: Text | None = None
     """The folder with the files of eval_set."""
     wnids: Text | None = None

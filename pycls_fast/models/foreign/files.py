@@ -70,7 +70,7 @@ def _read_safetensors(path: Path) -> Contents:
 
 @dataclass(frozen=True)
 class OwnMetadata:
-    """What `tools/export_net.py` writes into a file's header; None for what is missing."""
+    """What `pycls-fast export` writes into a file's header; None for what is missing."""
 
     classes: tuple[str, ...] | None
     step: int | None

@@ -21,7 +21,7 @@ from pycls_fast.speed import MODEL_KINDS, SwitchName
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
 
-TOOLS = ["knn_net", "ledger", "lr_find", "prepare_data", "test_net", "time_net"]
+TOOLS = ["knn", "ledger", "lr_find", "prepare", "test", "time"]
 
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
 @pytest.mark.parametrize("name", TOOLS)
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
-    options = importlib.import_module(f"tools.{name}").Options
+    options = importlib.import_module(f"pycls_fast.commands.{name}").Options
     printed = re.findall(r"^  (\w+=\S+)", help_text("", options, []).rpartition("adds a folder")[2], flags=re.MULTILINE)
     assert len(printed) == len(options.model_fields)
     status, lines, calls = tool(*printed, options=options)
@@ -97,7 +97,9 @@ def test_every_key_is_described() -> None:
 @pytest.mark.parametrize("name", [None, *TOOLS])
 def test_every_key_has_a_description(name: str | None) -> None:
     """The string after a field, which `--help KEY` prints; a switch has its card instead."""
-    sections: list[type[Section]] = [RunConfig if name is None else importlib.import_module(f"tools.{name}").Options]
+    sections: list[type[Section]] = [
+        RunConfig if name is None else importlib.import_module(f"pycls_fast.commands.{name}").Options
+    ]
     for section in sections:
         for key, field in section.model_fields.items():
             inner = section_keys(section)[key]

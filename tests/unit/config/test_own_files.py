@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from pycls_fast.commands.train import table_of
 from pycls_fast.config import Purpose, RunConfig, command_alone, command_line, load_config
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Options, Tool
-from tools.train_net import table_of
 
 TRAINING = Purpose(trains=True)
 
@@ -432,12 +432,10 @@ def test_the_table_of_a_sweep_has_its_runs_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_dirs: list[str], others: list[str], listed: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tools/train_net.py"])
-    monkeypatch.setattr("sys.orig_argv", [".venv/bin/python", "tools/train_net.py"])
     for folder in (*run_dirs, *others):
         Path(folder).mkdir(parents=True)
     note = table_of([Path(folder) for folder in run_dirs])
-    assert note == f"list the runs of this sweep: .venv/bin/python tools/runs.py {listed}"
+    assert note == f"list the runs of this sweep: pycls-fast runs {listed}"
     assert table_of([]) is None
 
 

@@ -61,7 +61,7 @@ def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subproces
         (
             "knn_net",
             ["data.eval_set=v2", "data.eval_root=."],
-            ["data.eval_set: only tools/test_net.py scores it; use data.eval_set=null (the command line)"],
+            ["data.eval_set: only pycls-fast test scores it; use data.eval_set=null (the command line)"],
         ),
         ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
     ],

@@ -10,12 +10,12 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from pydantic import ValidationError
 
+from pycls_fast.commands.ledger import TAKEN, Named, Options, main, refuse_unread
 from pycls_fast.config import Purpose, command_line, load_config, variants
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import run_ladder
 from pycls_fast.ledger.settings import LadderSettings
-from tools.ledger import TAKEN, Named, Options, main, refuse_unread
 
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,

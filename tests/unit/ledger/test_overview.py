@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pycls_fast.commands.runs import Options, main
 from pycls_fast.config import load_config
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
@@ -19,7 +20,6 @@ from pycls_fast.ledger.overview.folders import find_runs
 from pycls_fast.ledger.overview.read import read_run
 from pycls_fast.ledger.overview.rows import differing_keys, rows, telling
 from pycls_fast.train.run_folder import RunFolder
-from tools.runs import Options, main
 
 
 def make_run(

@@ -1,0 +1,1 @@
+"""The commands of `pycls-fast`, a file each: its keys, its help, and `run`, which `cli.py` calls."""
