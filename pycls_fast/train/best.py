@@ -33,8 +33,10 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
     best = scores.index(min(scores))
     if tolerance == 0.0 or metric == "loss" or math.isinf(scores[best]):
         return best
-    share = -scores[best] / 100
-    error = 100 * math.sqrt(share * (1 - share) / evaluations[best]["count"])
+    count = evaluations[best]["count"]
+    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
+    share = (-scores[best] / 100 * count + 1) / (count + 2)
+    error = 100 * math.sqrt(share * (1 - share) / count)
     worst = scores[best] + tolerance * error
     if evaluations[0]["step"] == 0:
         worst = min(worst, scores[0])

@@ -69,5 +69,8 @@ def test_the_configurations_are_installed_with_the_package(tmp_path: Path) -> No
         PYTHONPATH=str(site),
     )
     assert said == "768\n"
+    run(elsewhere, "-m", "pycls_fast", "train", "schedule.max_steps=2", "run_dir=run", PYTHONPATH=str(site))
+    said = run(elsewhere, "-m", "pycls_fast", "runs", "run", PYTHONPATH=str(site))
+    assert "finished" in said
     said = run(unpacked, "tools/train_net.py", "model.depth=3", "--cfg", "job", PYTHONPATH=str(site))
     assert "depth: 3\n" in said

@@ -17,7 +17,7 @@ from pycls_fast.speed import OPTIMIZERS
 
 PAGES = {
     name: (CONFIGS.parent / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/cluster.md", "docs/resuming.md")
+    for name in ("README.md", "docs/running.md", "docs/cluster.md")
 }
 README = PAGES["README.md"]
 TRAIN = "tools/train_net.py"
@@ -57,7 +57,7 @@ def test_a_command_composes(
     typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", PAGES["docs/running.md"], flags=re.MULTILINE | re.DOTALL)
     (tmp_path / own[0]).parent.mkdir()
     (tmp_path / own[0]).write_text(own[1])
     # Nothing is to be queued.
