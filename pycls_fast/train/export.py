@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
+from pycls_fast.our_files import BEST
 from pycls_fast.paths import user_path
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
@@ -70,16 +71,40 @@ def export(
     """
     path = _checked(user_path(output), format, dtype, overwrite=overwrite)
     weights = open_weights(find_own(source), kind=which)
+
+    def write(temporary: Path) -> None:
+        if format == "safetensors":
+            _write_weights(weights, temporary, None if dtype is None else getattr(torch, dtype))
+        else:
+            _write_model(source, which, format, dtype, temporary)
+
+    size = _write(path, write)
+    origin = weights.origin
+    count = sum(math.prod(spec.shape) for spec in weights.specs.values())
+    print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}")
+    if format == "timm":
+        print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
+    return DONE
+
+
+def export_best(run_dir: Path) -> None:
+    """Write `best.safetensors`: the weights of the best checkpoint (their average if there is one), in one file.
+
+    Raises:
+        UserError: it cannot be read or written.
+    """
+    weights = open_weights(find_own(run_dir / "checkpoints" / BEST), kind="auto")
+    _write(run_dir / f"{BEST}.safetensors", lambda temporary: _write_weights(weights, temporary, None))
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> int:
+    """Write a file or folder beside the path, flush it, and give it the path's name; returns its size in bytes."""
     # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
     beside = path if path.is_dir() else path.parent
     temporary = beside / f".{path.stem[:50]}.{os.getpid()}.tmp{path.suffix}"
     try:
-        if format == "safetensors":
-            save_file(
-                _read(weights, None if dtype is None else getattr(torch, dtype)), temporary, metadata=_about(weights)
-            )
-        else:
-            _write_model(source, which, format, dtype, temporary)
+        write(temporary)
         _settle(temporary)
         size = sum(file.stat().st_size for file in _files(temporary))
         _publish(temporary, path)
@@ -89,13 +114,11 @@ def export(
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
-    origin = weights.origin
-    count = sum(math.prod(spec.shape) for spec in weights.specs.values())
-    print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
-    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}")
-    if format == "timm":
-        print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
-    return DONE
+    return size
+
+
+def _write_weights(weights: Weights, path: Path, dtype: torch.dtype | None) -> None:
+    save_file(_read(weights, dtype), path, metadata=_about(weights))
 
 
 def _files(path: Path) -> list[Path]:

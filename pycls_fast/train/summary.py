@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pycls_fast.errors import UserError
 from pycls_fast.train.best import best_of, primary_records
 from pycls_fast.train.damage import DAMAGED_IMAGE
 from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.export import export_best
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
@@ -59,10 +61,22 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         run.display.note(
             f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
         )
+    _export_best(run)
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
     return None if best is None else objective(best, run.config.schedule.best_metric)
+
+
+def _export_best(run: Run) -> None:
+    """Write `best.safetensors`, unless an earlier process of the finished run has, or nothing was worth saving."""
+    folder = run.folder.path
+    if (run.finished and (folder / "best.safetensors").exists()) or not (folder / "checkpoints/best").exists():
+        return
+    try:
+        export_best(folder)
+    except UserError as error:
+        run.display.warn(str(error))
 
 
 def _has_summary(run: Run) -> bool:

@@ -22,12 +22,22 @@ from pycls_fast.optim import MasterWeights
 from pycls_fast.train import checkpoint, train
 from pycls_fast.train.lr_range import lr_range_test
 from pycls_fast.train.score import score
+from pycls_fast.train.weights import Weights, open_weights
 from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run_process
 
 
 def run(run_dir: Path, digits: Path, *overrides: str, config_name: str = "vit_digits") -> int:
     config = load_config(config_name, [*TINY, f"data.root={digits}", f"run_dir={run_dir}", *overrides])
     return train(config)
+
+
+def assert_fills_the_same(first: Weights, second: Weights) -> None:
+    """Both hold the same tensors."""
+    assert first.specs == second.specs
+    one, two = ({name: torch.empty(s.shape, dtype=s.dtype) for name, s in w.specs.items()} for w in (first, second))
+    first.fill(one)
+    second.fill(two)
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +54,10 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         "predictions.npz",
         "classes.json",
         "confusion.png",
+        "best.safetensors",
     }
+    average = open_weights(tmp_path / "checkpoints/best", kind="ema")
+    assert_fills_the_same(open_weights(tmp_path / "best.safetensors", kind="auto"), average)
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     train_records = records(tmp_path, "train")

@@ -183,7 +183,7 @@ def test_mistakes_get_a_line(
     Path("there.safetensors").write_bytes(b"not what its name says")
     given = {argument.partition("=")[0] for argument in arguments}
     usual = [a for a in (f"weights={run_dir}", "output=net.safetensors") if a.partition("=")[0] not in given]
-    tool = runpy.run_path(str(ROOT / "tools" / "export_net.py"))
+    tool = runpy.run_module("pycls_fast.commands.export")
     with pytest.raises(UserError) as caught:
         tool["main"](read_options([*usual, *arguments], tool["Options"]))
     assert any(line in told.replace(f"{tmp_path}/", "") for told in caught.value.lines), caught.value.lines
