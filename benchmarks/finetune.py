@@ -175,8 +175,8 @@ def plain_loop(net: nn.Module, images: Tensor, labels: Tensor, name: str, lr: fl
 def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seed: int, folder: Path) -> float:
     """`finetune` with data, weights and size; the best checkpoint scored on the test images."""
     for name, items in parts.items():
-        for file, _ in items:
-            place = folder / ("tested" if name == "test" else f"data/{name}") / file.parent.name
+        for file, label in items:
+            place = folder / ("tested" if name == "test" else f"data/{name}") / str(label)
             place.mkdir(parents=True, exist_ok=True)
             link = place / file.name
             if not link.exists():
