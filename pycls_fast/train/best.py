@@ -23,7 +23,7 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
         evaluations: records of `metrics.jsonl`.
         metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
         tolerance: how far below the highest accuracy is nearly as good, in its standard errors (the one-standard-error
-            rule of Breiman et al. 1984, section 3.4.3); but never below that of step 0. Not for the loss.
+            rule of Breiman et al. 1984, section 3.4.3). Not for the loss.
     """
     sign = 1 if metric == "loss" else -1
     values = [record.get(metric) for record in evaluations]
@@ -38,8 +38,6 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
     share = (-scores[best] / 100 * count + 1) / (count + 2)
     error = 100 * math.sqrt(share * (1 - share) / count)
     worst = scores[best] + tolerance * error
-    if evaluations[0]["step"] == 0:
-        worst = min(worst, scores[0])
     return max(index for index, score in enumerate(scores) if score <= worst)
 
 

@@ -3,8 +3,7 @@
 A random head distorts the features while it is learned (Kumar et al., Fine-Tuning can Distort Pretrained Features and
 Underperform Out-of-Distribution, ICLR 2022, "LP-FT"). Here the head is the optimum of multinomial logistic regression,
 found by L-BFGS (as the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better?, 2019); its
-accuracy is that of step 0, below which the best checkpoint of a run
-cannot fall on the validation images.
+accuracy is that of step 0, the first that can be the best one.
 """
 
 from __future__ import annotations

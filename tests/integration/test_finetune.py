@@ -141,7 +141,6 @@ def test_sixty_images_are_enough(images: Path, weights: Path, tmp_path: Path) ->
     assert [record["step"] for record in records(run, "eval")] == [0, 6, 12, 18, 24, 30, 36]
     (fitted,) = [record for record in records(run, "event") if record["event"] == "head fitted"]
     assert fitted["images"] == 48
-    assert summary["best"]["top1"] >= records(run, "eval")[0]["top1"]
     state = newest_checkpoint(run)
     assert sorted(state["classes"]) == sorted(NAMES)
     assert state["model"]["head.weight"].shape == (3, 16)

@@ -213,5 +213,5 @@ class Schedule(Section):
     """What makes an evaluation the best one, also for checkpoints/best and summary.json: top-1, the mean of the
     classes' accuracies, or the loss. Of equal ones it is the first."""
     best_tolerance: NonNegativeFloat = 0.0
-    """Of evaluations whose accuracy is within so many of its standard errors of the highest, the last is the best one,
-    unless the head that was fitted first is better: few validation images tell good epochs from lucky ones badly."""
+    """Of evaluations whose accuracy is within so many of its standard errors of the highest, the last is the best one:
+    few validation images tell good epochs from lucky ones badly."""
