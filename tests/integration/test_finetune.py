@@ -193,7 +193,8 @@ def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: P
     assert set(state["optimizer"]) == {"head.weight", "head.bias"}
 
 
-IMPATIENT = ("optim.lr=1e-12", "schedule.early_stopping_evals=2", "runtime.eval_every_epochs=1")
+IMPATIENT = ("optim.lr=1e-12", "schedule.early_stopping_evals=2", "schedule.best_tolerance=0",
+             "runtime.eval_every_epochs=1")  # fmt: skip
 
 
 def assert_stopped_early(run: Path, first: int) -> None:
