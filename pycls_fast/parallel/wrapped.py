@@ -27,8 +27,10 @@ class StrategySettings:
     reshard_after_forward: bool = True
     prefetch_units: int = 1
     sync_batchnorm: bool = False
-    # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32.
+    # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32, and
+    # the format of autocast.
     compute: torch.dtype | None = None
+    autocast: torch.dtype | None = None
     wide_norms: bool = False
     # Keep shards, their gradients and the optimizer's state in the host's memory.
     param_offload: bool = False
@@ -79,11 +81,6 @@ class Wrapped:
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
-
-    @property
-    def overflow_group(self) -> dist.ProcessGroup | None:
-        """The ranks that must agree on whether gradients overflowed. (For DTensors torch does it.)"""
-        return self.shard_group if self.weights is not None or self.optimizer is not None else None
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:
