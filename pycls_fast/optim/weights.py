@@ -112,6 +112,7 @@ class LocalShards(ModelWeights):
         self._local = {
             name: nn.Parameter(local(p.detach()), requires_grad=p.requires_grad) for name, p in self._sharded.items()
         }
+        self._trained = [(p, self._local[name]) for name, p in self._sharded.items() if p.requires_grad]
 
     def groups(self, groups: Sequence[Group]) -> list[Group]:
         """Optimizer groups with the network's parameters replaced by their local parts."""
@@ -123,14 +124,11 @@ class LocalShards(ModelWeights):
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Let the local parts have the network's gradients, which stay where they are."""
-        for name, parameter in self._sharded.items():
-            gradient = parameter.grad
-            self._local[name].grad = None if gradient is None else local(gradient)
-
-    def copy_to_model(self) -> None:
-        """Free the gradients; the weights are the network's already."""
-        for parameter in self._sharded.values():
+        """Hand the network's gradients over to the local parts, without a copy."""
+        for parameter, part in self._trained:
+            gradient: Any = parameter.grad
+            # Not `local`: a microsecond a tensor is as much as a fused update takes.
+            part.grad = None if gradient is None else gradient._local_tensor
             parameter.grad = None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:

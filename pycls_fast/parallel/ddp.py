@@ -60,6 +60,6 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> W
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        reduced_every_microbatch=False,
+        taken_every_microbatch=False,
         compression=compression,
     )

@@ -60,7 +60,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        reduced_every_microbatch=world.mesh.ndim == 1,
+        taken_every_microbatch=False,
         forward_is_collective=True,
         shard_group=world.mesh.get_group("shard"),
         free_gathered=free_gathered,

@@ -59,8 +59,8 @@ class Wrapped:
         device: the run's device.
         exchange: returns the context of a microbatch's forward and backward pass; the argument says whether it is the
             step's last one.
-        reduced_every_microbatch: ranks reduce and accumulate gradients after every microbatch; otherwise only after the
-            last one.
+        taken_every_microbatch: the optimizer's weights take the network's gradients after every microbatch; otherwise
+            the network accumulates them, and they are taken after the last one.
         forward_is_collective: the forward pass contains collective operations.
         shard_group: the ranks that share one copy of the gradients; None if each rank has all of them.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
@@ -74,7 +74,7 @@ class Wrapped:
     evaluated: nn.Module
     device: torch.device
     exchange: Callable[[bool], AbstractContextManager[None]] = at_once
-    reduced_every_microbatch: bool = True
+    taken_every_microbatch: bool = True
     forward_is_collective: bool = False
     shard_group: dist.ProcessGroup | None = None
     free_gathered: Callable[[], None] = nothing

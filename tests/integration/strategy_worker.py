@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node N tests/integration/strategy_worker.py CASES.json FOLDER cpu|cuda
 
-CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "evaluate": true}}. Writes FOLDER/NAME.pt with the parameters,
-the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a case had before its
-first step. With "save" a checkpoint is left in FOLDER/runs/NAME. On CUDA steps after the second of a process may not
-wait for the device.
+CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "evaluate": true}}. Writes FOLDER/NAME.pt
+with the parameters, the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a
+case had before its first step. With "save" a checkpoint is left in FOLDER/runs/NAME. On CUDA steps after the second of
+a case may not wait for the device.
 """
 
 from __future__ import annotations
