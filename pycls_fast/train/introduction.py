@@ -115,6 +115,12 @@ def _notes(run: Run) -> Iterator[str]:
             f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
             "less accumulation, or a larger batch with a higher optim.lr"
         )
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 1
+    if world.size == 1 and gpus > 1 and run.config.parallel.name == "auto":
+        yield (
+            f"parallel: one of {gpus} GPUs is used; torchrun --nproc_per_node {gpus} ... trains on all, and "
+            "parallel=single says that one is meant"
+        )
     yield from _slow_precision(run)
     yield from _unbalanced(run)
     if _emulates_bfloat16(run.config, world.device):
