@@ -1,6 +1,7 @@
 """Only the optimizer step, on the parameters of a ViT: loop, foreach, fused and compiled, in turns in one process.
 
 Command:  python benchmarks/optimizers.py
+          python benchmarks/optimizers.py --sharded    what the shards of fsdp add to the host's time
 Result:   docs/results/optimizers_cpu.md has the tables of one machine; the ratios carry over, the times do not.
 """
 
@@ -22,6 +23,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.clocks import synchronize
 from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.environment import provenance_lines
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     clocks = "process: CPU time of this process, for one thread on a shared machine"
     parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
+    parser.add_argument("--sharded", action="store_true", help="fused steps of fsdp's shards beside plain tensors")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the tables here")
     options = parser.parse_args()
@@ -56,6 +59,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     clock = time.process_time if options.clock == "process" else time.perf_counter
+    if options.sharded:
+        sharded(options, device, clock)
+        return
     text = [heading(options, device)]
     print(text[0], flush=True)
     for name in options.optimizers.split(","):
@@ -95,6 +101,63 @@ def make_variants(name: str, model: str, device: torch.device, *, compiled: bool
         label = f"{switches[SwitchName.OPTIMIZER]}{', compiled' if compile_step == 'on' else ''}"
         variants.append(Variant(label, made))
     return variants
+
+
+# The tensors of a ViT-H, and next to nothing in them: what is left is the host's work.
+MANY_SMALL = ("model=vit_h16", "model.width=32", "model.mlp_width=64", "model.heads=2", "data.image_size=32")
+
+
+def sharded(options: argparse.Namespace, device: torch.device, clock: Callable[[], float]) -> None:
+    """Print the host's time of a whole update on plain tensors, on local shards of fsdp, and on its DTensors."""
+    for name in [name for name in options.optimizers.split(",") if OPTIMIZERS[name].elementwise]:
+        own = [*MANY_SMALL, f"optim={name}", "data=synthetic", "speed=fast", "precision=fp32"]
+        with start_world(device=device.type, backend="auto", timeout_seconds=60, strategy="fsdp") as world:
+            # torch has no fused SGD for DTensors.
+            ways = ("plain tensors", "local shards", "DTensors")[: 2 if name == "sgd" else 3]
+            kinds = {kind: _update(kind, own, world) for kind in ways}
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for done in range(WARMUP + options.rounds):
+                for kind in list(kinds)[:: 1 if done % 2 else -1]:
+                    prepare, update = kinds[kind]
+                    prepare()
+                    synchronize(device)
+                    begin = clock()
+                    update()
+                    if done >= WARMUP:
+                        seconds[kind].append(clock() - begin)
+                    synchronize(device)
+        print(f"### {name}, {options.rounds} rounds\n\n| on | ms (p10 to p90) | times plain |\n|---|---|---|")
+        for kind, each in seconds.items():
+            times, plain = (
+                spread([1e3 * second for second in each]),
+                spread([1e3 * s for s in seconds["plain tensors"]]),
+            )
+            print(f"| {kind} | {times.p50:.2f} ({times.p10:.2f} to {times.p90:.2f}) | {times.p50 / plain.p50:.2f} |")
+
+
+def _update(kind: str, overrides: Sequence[str], world: World) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What gives a network gradients, and its update."""
+    cut = kind != "plain tensors"
+    config = load_config("vit_s16", [*overrides, f"parallel={'fsdp' if cut else 'single'}"])
+    switches = build.switches(config, world.device)
+    network = place_model(build.model(config, 1000, switches, empty=cut), world, memory_format="contiguous")
+    build.wrap(config, network, world, switches)
+    weights = optim.LocalShards(network) if kind == "local shards" else optim.ModelWeights(network)
+    shards = weights if isinstance(weights, optim.LocalShards) else None
+    optimizer = build.optimizer(config, network, switches, shards, sharded=cut)
+    gradients = [(parameter, 1e-3 * torch.randn_like(parameter)) for parameter in network.parameters()]
+
+    def prepare() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def update() -> None:
+        optim.set_lr(optimizer, 1e-4)
+        weights.take_gradients()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return prepare, update
 
 
 def configured(name: str, model: str, implementation: str, *, compile_step: str) -> RunConfig:

@@ -102,13 +102,14 @@ _STRATEGIES = (
         "parallel.reshard_after_forward=false, kept until then (ZeRO-2).",
         holds="Its share of weights, gradients, optimizer state and average; gathered, one block and the next at a "
         "time (ZeRO-3) or all weights (ZeRO-2).",
-        mathematics="None: gradients are summed in a different order, after every microbatch, in float32.",
+        mathematics="None: gradients are summed in a different order, after every microbatch, in float32. Under "
+        "autocast what it would cast is gathered in its format, with the same rounding; norms, scales, tokens and "
+        "positions travel in float32.",
         helps="Models that do not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
         "gradients and optimizer state a rank instead of ddp's 4,866, and 1,442 MB at the peak of a step instead of "
         "4,922 (docs/results/sharded_memory.md).",
         hurts="Weights (all but the last block's) travel twice a step (ZeRO-3), and gradients after every "
-        "microbatch. With precision=amp_bf16 every rank keeps a cast of each weight; bf16_params does not. Optimizers: "
-        "adamw, sgd, lamb and lion.",
+        "microbatch. Optimizers: adamw, sgd, lamb and lion.",
         source="Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054; Zhao et al., PyTorch FSDP, 2023, arXiv "
         "2304.11277; torch.distributed.fsdp.fully_shard.",
         ran="CPU with gloo (torch 2.15), 2 and 4 ranks: the weights change over 10 steps as in one process, within "

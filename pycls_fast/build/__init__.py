@@ -59,7 +59,7 @@ from pycls_fast.build.sources import (
     order_name,
     sources,
 )
-from pycls_fast.build.switch_values import has_decoder, switches
+from pycls_fast.build.switch_values import compile_for_gpu, has_compiler, has_decoder, switches
 
 __all__ = [
     "Race",
@@ -69,6 +69,7 @@ __all__ = [
     "check_mixing",
     "check_shard_cache",
     "class_counts",
+    "compile_for_gpu",
     "compile_if_it_pays",
     "compute_dtype",
     "cores",
@@ -84,6 +85,7 @@ __all__ = [
     "eval_set",
     "for_scoring",
     "freeze",
+    "has_compiler",
     "has_decoder",
     "imagenet_wnids",
     "is_sharded",

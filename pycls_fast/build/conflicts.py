@@ -18,12 +18,10 @@ def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[s
     """Yield one line for each conflict between a switch's resolved value and another setting."""
     mode = chosen[SwitchName.COMPILE_MODE]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
-        yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
-    if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
-        yield (
-            f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
-            "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
-        )
+        yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=model"
+    if chosen[SwitchName.RECOMPUTE] == "budget" and chosen[SwitchName.COMPILE] == "off":
+        yield "speed.recompute: budget is kept by compiled code; use speed.compile=blocks, or speed.recompute=full"
+    yield from _graphs_of_parts(config, chosen)
     if chosen[SwitchName.DECODE_SCALE] == "dct" and chosen[SwitchName.DECODE] != "region":
         yield (
             f"speed.decode_scale: dct is not available with speed.decode={chosen[SwitchName.DECODE]}; use "
@@ -41,6 +39,28 @@ def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[s
         yield from _recorded(config, chosen)
     yield from _without_effect(config, chosen)
     yield from _inside_the_network(config, chosen, device)
+
+
+def _graphs_of_parts(config: RunConfig, chosen: Switches) -> Iterator[str]:
+    """Yield one line for each conflict of compiled code that is replayed as CUDA graphs, which have memory of their
+    own."""
+    mode = chosen[SwitchName.COMPILE_MODE]
+    if mode not in ("reduce-overhead", "max-autotune"):
+        return
+    instead = "speed.compile_mode=" + ("default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs")
+    if chosen[SwitchName.COMPILE] == "blocks":
+        # Blocks share their code, and a graph the addresses of one block's weights.
+        yield f"speed.compile_mode: {mode} would record a graph for each block; use speed.compile=model or {instead}"
+    if config.optim.accumulation_steps > 1:
+        yield (
+            f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
+            f"; use optim.accumulation_steps=1 or {instead}"
+        )
+    if strategy_of(config.parallel.name).shards_weights:
+        yield (
+            f"speed.compile_mode: {mode} needs weights that stay where they are, and parallel={config.parallel.name} "
+            f"gathers them into new memory; use {instead}"
+        )
 
 
 def _inside_the_network(config: RunConfig, chosen: Switches, device: Device) -> Iterator[str]:

@@ -261,6 +261,7 @@ def wrap(
             prefetch_units=settings.prefetch_units,
             sync_batchnorm=settings.sync_batchnorm,
             compute=None if precision.weights == "float32" else DTYPES[precision.weights],
+            autocast=None if precision.autocast is None else DTYPES[precision.autocast],
             wide_norms=precision.wide_norms,
             param_offload=chosen[SwitchName.PARAM_OFFLOAD] == "cpu",
             groups=optim.by_name(network, parameter_groups(config, network)),
@@ -268,6 +269,7 @@ def wrap(
         ),
         compiled=chosen[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema
         compile_mode=chosen[SwitchName.COMPILE_MODE],  # type: ignore[arg-type]
+        compile_budget=settings.recompute_budget if chosen[SwitchName.RECOMPUTE] == "budget" else 1.0,
         initialise=initialise,
     )
 

@@ -108,12 +108,12 @@ def optimizer(
     config: RunConfig,
     network: Network,
     chosen: Switches,
-    masters: optim.MasterWeights | None = None,
+    masters: optim.MasterWeights | optim.LocalShards | None = None,
     *,
     sharded: bool = False,
     groups: list[optim.Group] | None = None,
 ) -> Optimizer:
-    """The optimizer over the network's parameter groups, over their masters, or over `groups`.
+    """The optimizer over the network's parameter groups, over what owns their values instead, or over `groups`.
 
     The shards of a `sharded` network are updated where they are, even if they are offloaded to the host.
     """

@@ -12,13 +12,23 @@ from pathlib import Path
 import torch
 
 from pycls_fast import speed
+from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.conflicts import Switches, conflicts
 from pycls_fast.build.device import device_kind, level
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.strategies import strategy_of
+
+# What compiled code saves on a GPU (timm's and torchtitan's published tables: 1.07 to 1.9x), a GPU's operations a
+# second, seconds of compiling, and the operations of a step below which a GPU waits for the host: a thousand kernels
+# take about 5 ms to launch.
+_GPU_SAVES = 0.2
+_GPU_FLOPS = 4e14
+_GPU_COMPILING_SECONDS = 60.0
+_GPU_SMALL_STEP = 2e12
 
 
 def switches(config: RunConfig, device: torch.device) -> Switches:
@@ -37,15 +47,11 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         sharded=strategy_of(config.parallel.name).has_dtensors,
     )
     _give_way(config, resolved)
-    in_float8 = level(config).float8 and kind == "cuda" and not config.precision.fp8_emulate
-    if config.speed.compile is None and config.speed.preset == "fast" and in_float8:
-        # Scales and casts, each a kernel of its own, would take longer than the products save.
-        resolved[SwitchName.COMPILE] = "blocks"
     if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
         # Explicit settings win over the preset's.
         uncompiled = {**resolved, SwitchName.COMPILE: "off"}
         in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
-        if in_the_way or not (_compiles_once(config) and has_compiler(kind)):
+        if in_the_way or not (_compiles_once(config, kind) and has_compiler(kind)):
             resolved = uncompiled
     if config.speed.gelu is None and resolved[SwitchName.COMPILE] == "off":
         # The polynomial is for compiled code: the start table would name a switch that does nothing.
@@ -66,6 +72,12 @@ def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
     if config.speed.qkv is None and level(config).float8:
         # A joined product would go around the float8 layers.
         resolved[SwitchName.QKV] = "separate"
+    if config.speed.compile is None and resolved[SwitchName.COMPILE] == "blocks" and config.model.kind != "vit":
+        # Their blocks have many shapes, each with code of its own, and timm's have a drop-path rate each. Sharded, the
+        # whole is compiled in parts, from gather to gather.
+        resolved[SwitchName.COMPILE] = "model"
+    if config.speed.patches is None and isinstance(config.model, ViTModel) and config.model.stem == "conv":
+        resolved[SwitchName.PATCHES] = "convolution"
     if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
         resolved[SwitchName.CONVOLUTION] = "torch"
     written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
@@ -81,13 +93,36 @@ def has_decoder(name: str) -> bool:
     return name != "simplejpeg" or find_spec(name) is not None
 
 
-def _compiles_once(config: RunConfig) -> bool:
-    """Whether the run can be compiled: unsharded network, one image size, no watchdog hooks."""
+def _compiles_once(config: RunConfig, kind: speed.Device) -> bool:
+    """Whether the run can be compiled: one image size, no watchdog hooks, no emulated float8, no wrappers of
+    FairScale, and on a CPU, where it was not timed, no shards."""
+    strategy = strategy_of(config.parallel.name)
     return (
-        strategy_of(config.parallel.name).shards == "nothing"
+        (strategy.shards == "nothing" or (strategy.has_dtensors and kind == "cuda"))
         and not config.data.image_size_schedule
         and not config.runtime.watchdog
+        and not (level(config).float8 and config.precision.fp8_emulate)
     )
+
+
+def compile_for_gpu(config: RunConfig, chosen: Switches, world: World, *, images: int, flops: float) -> Switches:
+    """The switches as the preset has them for a GPU and this much work: none compiled for a few steps, small steps
+    replayed as CUDA graphs.
+
+    Args:
+        images: that the run trains on, in all.
+        flops: operations of a forward pass of one image.
+    """
+    if world.device.type != "cuda" or config.speed.compile is not None or chosen[SwitchName.COMPILE] == "off":
+        return chosen
+    if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
+        off = {**chosen, SwitchName.COMPILE: "off", SwitchName.COMPILE_MODE: "default"}
+        return chosen if any(conflicts(config, off, "cuda")) else off
+    step = 3 * flops * microbatch_size(config, world)
+    if config.speed.compile_mode is not None or step > _GPU_SMALL_STEP:
+        return chosen
+    replayed = {**chosen, SwitchName.COMPILE: "model", SwitchName.COMPILE_MODE: "reduce-overhead"}
+    return chosen if any(conflicts(config, replayed, "cuda")) else replayed
 
 
 def has_compiler(kind: speed.Device) -> bool:

@@ -43,22 +43,35 @@ class DropPath(nn.Module):
             raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
         one_of("drop_path_compute", compute, get_args(DropPathCompute))
         self.rate = rate
+        self.drops = rate > 0.0
+        # For compiled code, in which a Python number would be a constant of the graph (a graph for each rate), or an
+        # input on the host (no CUDA graphs). No buffer: no checkpoint, average or half format concerns it.
+        self._keep = torch.tensor(1.0 - rate, dtype=torch.float32)
         self.batch_dim = batch_dim
         self.compute = compute
         # For steps that are replayed without the host (CUDA graphs).
         self.draws_on_device = False
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropPath:
+        """Follow the network to its device, from the meta device as well; always in float32."""
+        super()._apply(fn, recurse)
+        device = fn(self._keep).device
+        self._keep = torch.tensor(1.0 - self.rate, dtype=torch.float32, device=device)
+        return self
+
     def forward(self, branch: Tensor) -> Tensor:
         """Any shape with the samples in `batch_dim`; returns the same shape and dtype."""
-        if self.rate == 0.0 or not self.training:
+        if not self.drops or not self.training:
             return branch
-        if torch.compiler.is_compiling() or self.draws_on_device:
+        if torch.compiler.is_compiling():
+            return self._compiled(branch)
+        if self.draws_on_device:
             return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
         return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
 
     def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
-        if self.compute == "multiply" or self.rate == 0.0 or not self.training:
+        if self.compute == "multiply" or not self.drops or not self.training:
             return features + self(branch(features))
         kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
         if len(indices) in (0, len(kept_B)):
@@ -84,6 +97,14 @@ class DropPath(nn.Module):
         shape[self.batch_dim] = -1
         # Not branch * (kept / keep): 1 / keep rounded to bfloat16 would scale every kept sample wrongly.
         return branch * kept_B.view(shape) / (1.0 - self.rate)
+
+    def _compiled(self, branch: Tensor) -> Tensor:
+        """`_multiply` with the rate in memory. Divided in float32, which costs nothing where operations are fused."""
+        kept_B = torch.rand(branch.shape[self.batch_dim], device=branch.device, dtype=torch.float32) < self._keep
+        shape = [1] * branch.ndim
+        shape[self.batch_dim] = -1
+        wide = torch.promote_types(branch.dtype, torch.float32)
+        return ((branch * kept_B.view(shape)).to(wide) / self._keep).to(branch.dtype)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:g}"

@@ -3,7 +3,7 @@
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.freeze import freeze, keep_statistics
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Decay, Group, Kinds, by_name, parameter_groups
-from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_buffers
+from pycls_fast.optim.masters import CastOutput, MasterWeights, cast_around, cast_buffers
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
     adafactor,
@@ -22,7 +22,7 @@ from pycls_fast.optim.optimizers import (
 from pycls_fast.optim.scaling import loss_scaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.shards import assign, local, local_slices
-from pycls_fast.optim.weights import ModelWeights, OwnedWeights
+from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
 
 __all__ = [
     "BATCH_NORM",
@@ -33,6 +33,7 @@ __all__ = [
     "Group",
     "HostOptimizer",
     "Kinds",
+    "LocalShards",
     "LrSchedule",
     "MasterWeights",
     "ModelWeights",
@@ -42,6 +43,7 @@ __all__ = [
     "adamw8bit",
     "assign",
     "by_name",
+    "cast_around",
     "cast_buffers",
     "compile_step",
     "freeze",

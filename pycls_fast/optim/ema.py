@@ -84,12 +84,16 @@ class Ema:
     @torch.no_grad()
     def _update(self, share: float | Tensor) -> None:
         weights = [_wide(weight) for weight in self._weights]
-        if self.implementation == "foreach":
-            shares = [share.to(a.dtype) for a in self._averages] if isinstance(share, Tensor) else share
-            torch._foreach_lerp_(self._averages, weights, shares)
-        else:
+        if self.implementation != "foreach":
             for average, weight in zip(self._averages, weights, strict=True):
                 average.lerp_(weight, share.to(average.dtype) if isinstance(share, Tensor) else share)
+        elif isinstance(share, Tensor):
+            # Not lerp with a list of shares, which is a kernel for each tensor.
+            changes = torch._foreach_sub(weights, self._averages)
+            torch._foreach_mul_(changes, share)
+            torch._foreach_add_(self._averages, changes)
+        else:
+            torch._foreach_lerp_(self._averages, weights, share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -155,10 +155,16 @@ def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:
             parameter.data = parameter.data.to(dtype)
     cast_buffers(model, dtype, wide)
     for module in model.modules():
-        # Batch norm accepts half-precision maps with wide statistics and weights.
-        if isinstance(module, wide) and not isinstance(module, BATCH_NORM):
-            module.register_forward_pre_hook(_Widen())
-            module.register_forward_hook(CastOutput(dtype))
+        if isinstance(module, wide):
+            cast_around(module, dtype)
+
+
+def cast_around(norm: nn.Module, dtype: torch.dtype) -> None:
+    """Have a norm with wide weights compute in their format, between layers in a narrow one; in place."""
+    # Batch norm accepts half-precision maps with wide statistics and weights.
+    if not isinstance(norm, BATCH_NORM):
+        norm.register_forward_pre_hook(_Widen())
+        norm.register_forward_hook(CastOutput(dtype))
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NORM,)) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from pycls_fast.optim.groups import Group
 from pycls_fast.optim.optimizers import load_named_state, named_state
+from pycls_fast.optim.shards import local
 
 
 class OwnedWeights:
@@ -89,3 +93,70 @@ class ModelWeights(OwnedWeights):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._model.load_state_dict(state)
+
+
+class LocalShards(ModelWeights):
+    """A sharded network's parameters as plain tensors: each rank's own part, in the same memory.
+
+    For optimizers that work element by element. On DTensors every operation, and every tensor of a fused one, first
+    finds the layout of its result, which takes the host longer than the update takes the device
+    (`benchmarks/optimizers.py --sharded`).
+
+    Args:
+        model: sharded by `fully_shard`, and with memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._sharded = dict(model.named_parameters())
+        self._local = {
+            name: nn.Parameter(local(p.detach()), requires_grad=p.requires_grad) for name, p in self._sharded.items()
+        }
+        self._trained = [(p, self._local[name]) for name, p in self._sharded.items() if p.requires_grad]
+
+    def groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Optimizer groups with the network's parameters replaced by their local parts."""
+        local_of = {parameter: self._local[name] for name, parameter in self._sharded.items()}
+        return [{**group, "params": [local_of[p] for p in group["params"]]} for group in groups]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._local.items()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Hand the network's gradients over to the local parts, without a copy."""
+        for parameter, part in self._trained:
+            gradient: Any = parameter.grad
+            # Not `local`: a microsecond a tensor is as much as a fused update takes.
+            part.grad = None if gradient is None else gradient._local_tensor
+            parameter.grad = None
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        state = super().optimizer_state(optimizer)
+        return {name: self._like(name, values) for name, values in state.items()}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
+        parts = {
+            name: {key: local(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+            for name, values in state.items()
+        }
+        super().load_optimizer_state(optimizer, parts)
+
+    def _like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What has the shape of a parameter's local part, as a DTensor that is sharded like the parameter."""
+        whole: Any = self._sharded[name]
+        part = self._local[name]
+
+        def sharded(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != part.shape:
+                return value
+            return DTensor.from_local(
+                value,
+                whole.device_mesh,
+                whole.placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+
+        return {key: sharded(value) for key, value in values.items()}

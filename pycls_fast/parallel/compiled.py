@@ -19,7 +19,9 @@ CompileName = Literal["off", "blocks", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 
 
-def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: CompileMode = "default") -> None:
+def compile_model(
+    model: nn.Module, units: Units, *, what: CompileName, mode: CompileMode = "default", budget: float = 1.0
+) -> None:
     """Compile each of the repeated units, or the whole model; compilation happens in the first forward pass.
 
     Identical blocks share the code compiled for the first of them, so that compile time does not grow with depth;
@@ -31,6 +33,8 @@ def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: Co
         units: its repeated blocks.
         what: "off", "blocks" or "model".
         mode: torch.compile's mode.
+        budget: share of the activations that compiled code may keep for the backward pass; it recomputes the others,
+            those first that cost the fewest operations a byte (`torch._functorch.config.activation_memory_budget`).
     """
     if what == "off":
         return
@@ -54,17 +58,35 @@ def compile_model(model: nn.Module, units: Units, *, what: CompileName, mode: Co
     variants = 2 * len(units) + 8
     torch._dynamo.config.recompile_limit += variants
     torch._dynamo.config.accumulated_recompile_limit += variants
-    if what == "blocks":
-        # torch would cut each block where DDP fills a bucket, and fail where drop-path's rate crosses a cut
-        # (pytorch/pytorch#196227). Between blocks DDP exchanges beside the computation without it. For the whole
-        # process: a block is compiled in its first forward pass, when another network may have been built.
+    cuts_at_buckets = what == "model" and not options.get("triton.cudagraphs")
+    if not cuts_at_buckets:
+        # torch would cut each block where DDP fills a bucket, and a model into as many CUDA graphs. Between blocks DDP
+        # exchanges beside the computation without it. For the whole process: a block is compiled in its first forward
+        # pass, when another network may have been built.
         torch._dynamo.config.optimize_ddp = False
     modules = [model] if what == "model" else [unit for _, unit in units]
-    # If only numbers such as drop-path's rate can differ, they may become dynamic; if shapes differ, torch would make
-    # these dynamic too, with slower kernels.
+    # If only numbers such as the drop-path rates of timm's blocks can differ, they may become dynamic; if shapes
+    # differ, torch would make these dynamic too, with slower kernels.
     alike = len({tuple(p.shape for p in module.parameters()) for module in modules}) == 1 < len(modules)
+    how: dict[str, Any] = {"options": options} if budget == 1.0 else {"backend": _WithBudget(options, budget)}
     for module in modules:
-        module.compile(dynamic=None if alike else False, options=options)
+        module.compile(dynamic=None if alike else False, **how)
+
+
+class _WithBudget:
+    """torch's default backend with an activation budget; one object for all blocks, so that they share their code."""
+
+    def __init__(self, options: dict[str, Any], budget: float) -> None:
+        self._options = options
+        self._budget = budget
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        import torch._functorch.config
+        from torch._inductor.compile_fx import compile_fx
+
+        # What is kept is decided here, for both passes.
+        with torch._functorch.config.patch(activation_memory_budget=self._budget):
+            return compile_fx(graph, inputs, config_patches=self._options)
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:

@@ -23,6 +23,10 @@ _LOCAL_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 
+# One layer's weights in a ViT-H have 26 MB, more than torch's bucket of 25. Larger ones have fewer messages; but there
+# have to be some, so that the exchange begins while the backward pass goes on.
+_LARGEST_BUCKET, _FEWEST_BUCKETS = 100, 16
+
 # Gradients are cast for the exchange; the sum over the ranks is computed in that format.
 _CASTS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
@@ -37,6 +41,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> W
         device_ids=[world.device] if world.device.type == "cuda" else None,
         **_LOCAL_BUFFERS,
         gradient_as_bucket_view=True,
+        bucket_cap_mb=_bucket_megabytes(network),
         static_graph=settings.static_graph,
     )
     compression = None
@@ -60,6 +65,13 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> W
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        reduced_every_microbatch=False,
+        taken_every_microbatch=False,
         compression=compression,
     )
+
+
+def _bucket_megabytes(network: nn.Module) -> int | None:
+    """The size of a bucket of gradients; None for torch's choice (25, and a small first one)."""
+    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad) / 2**20
+    size = min(int(gradients / _FEWEST_BUCKETS), _LARGEST_BUCKET)
+    return size if size > 25 else None

@@ -74,7 +74,7 @@ def shard(network: nn.Module, world: World, settings: StrategySettings) -> Wrapp
         evaluated=network,
         device=world.device,
         exchange=exchange,
-        reduced_every_microbatch=False,
+        taken_every_microbatch=False,
         # After the exchange only the owner has a gradient.
         shard_group=world.mesh.get_group(),
         optimizer=optimizer,

@@ -69,7 +69,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped
         evaluated=root,
         device=world.device,
         exchange=exchange,
-        reduced_every_microbatch=settings.reshard_after_forward,
+        taken_every_microbatch=settings.reshard_after_forward,
         forward_is_collective=True,
         shard_group=world.mesh.get_group(),
         free_gathered=free_gathered,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pycls_fast.network import Units
 
-RecomputeName = Literal["off", "full", "selective"]
+RecomputeName = Literal["off", "full", "selective", "budget"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _aten = torch.ops.aten
@@ -39,10 +39,10 @@ def recompute_units(units: Units, *, recompute: RecomputeName, every: int = 1) -
         units: the model's repeated blocks in forward order.
         recompute: "off"; "full": only the unit's input is kept; "selective": the results of convolutions and of
             products with weights are kept as well, so that attention, norms and activations run again
-            (`KeepProducts`).
+            (`KeepProducts`); "budget": nothing here, for the compiler chooses (`compile_model`).
         every: 1 for all units.
     """
-    if recompute == "off":
+    if recompute in ("off", "budget"):
         return
     for _, unit in list(units)[::every]:
         unit.forward = Recomputed(unit, selective=recompute == "selective")
@@ -62,9 +62,13 @@ class Recomputed:
     def __call__(self, features: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.inner(features)
-        # A compiled unit is recomputed by its graph, which writes buffers once; our buffer contexts do not apply.
-        own_contexts = self.selective or (not torch.compiler.is_compiling() and self._has_buffers())
-        extra: dict[str, Any] = {"context_fn": self._contexts} if own_contexts else {}
+        extra: dict[str, Any] = {}
+        if torch.compiler.is_compiling():
+            # A compiled unit is recomputed by its graph, which writes buffers once; our buffer contexts do not apply.
+            # Nothing of this object goes in, or each unit would have a graph of its own.
+            extra = {"context_fn": _keep_products} if self.selective else {}
+        elif self.selective or self._has_buffers():
+            extra = {"context_fn": self._contexts}
         return checkpoint(self.inner, features, use_reentrant=False, preserve_rng_state=True, **extra)
 
     def _has_buffers(self) -> bool:
@@ -75,8 +79,13 @@ class Recomputed:
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self.selective:
-            first, again = create_selective_checkpoint_contexts(KeepProducts())
-        return (first, again) if torch.compiler.is_compiling() else (first, _both(buffers_put_back(self.unit), again))
+            first, again = _keep_products()
+        return first, _both(buffers_put_back(self.unit), again)
+
+
+def _keep_products() -> Contexts:
+    first, again = create_selective_checkpoint_contexts(KeepProducts())
+    return first, again
 
 
 class KeepProducts:

@@ -51,6 +51,7 @@ def wrap_model(
     settings: StrategySettings | None = None,
     compiled: CompileName = "off",
     compile_mode: CompileMode = "default",
+    compile_budget: float = 1.0,
     initialise: Callable[[FlatShards | None], None] | None = None,
 ) -> Wrapped:
     """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
@@ -60,7 +61,7 @@ def wrap_model(
         world: the ranks.
         strategy: a name of `IMPLEMENTATIONS`; None: "ddp" with several ranks, else "single".
         settings: the strategy's settings.
-        compiled, compile_mode: see `compile_model`.
+        compiled, compile_mode, compile_budget: see `compile_model`.
         initialise: for a model from the meta device: called after its initial values are set, to load others, with
             the flat shards that hold them, or None if the model itself does.
     """
@@ -69,7 +70,7 @@ def wrap_model(
     if settings.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)
     if compiled != "off":
-        compile_model(model, model.units(), what=compiled, mode=compile_mode)
+        compile_model(model, model.units(), what=compiled, mode=compile_mode, budget=compile_budget)
     empty = is_empty(model)
     wrapped = IMPLEMENTATIONS[name](model, world, settings)
     if is_empty(model):

@@ -27,8 +27,10 @@ class StrategySettings:
     reshard_after_forward: bool = True
     prefetch_units: int = 1
     sync_batchnorm: bool = False
-    # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32.
+    # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32, and
+    # the format of autocast.
     compute: torch.dtype | None = None
+    autocast: torch.dtype | None = None
     wide_norms: bool = False
     # Keep shards, their gradients and the optimizer's state in the host's memory.
     param_offload: bool = False
@@ -57,8 +59,8 @@ class Wrapped:
         device: the run's device.
         exchange: returns the context of a microbatch's forward and backward pass; the argument says whether it is the
             step's last one.
-        reduced_every_microbatch: ranks reduce and accumulate gradients after every microbatch; otherwise only after the
-            last one.
+        taken_every_microbatch: the optimizer's weights take the network's gradients after every microbatch; otherwise
+            the network accumulates them, and they are taken after the last one.
         forward_is_collective: the forward pass contains collective operations.
         shard_group: the ranks that share one copy of the gradients; None if each rank has all of them.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
@@ -72,18 +74,13 @@ class Wrapped:
     evaluated: nn.Module
     device: torch.device
     exchange: Callable[[bool], AbstractContextManager[None]] = at_once
-    reduced_every_microbatch: bool = True
+    taken_every_microbatch: bool = True
     forward_is_collective: bool = False
     shard_group: dist.ProcessGroup | None = None
     free_gathered: Callable[[], None] = nothing
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
-
-    @property
-    def overflow_group(self) -> dist.ProcessGroup | None:
-        """The ranks that must agree on whether gradients overflowed. (For DTensors torch does it.)"""
-        return self.shard_group if self.weights is not None or self.optimizer is not None else None
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:

@@ -18,8 +18,8 @@ class Optimizer:
         implementations: the values of `speed.optimizer` that it has, the plain one first.
         state_copies: from its own keys (`_Optim.own`) to the size of its state, in float32 copies of the weights.
         compilable: the implementations that can be compiled; none if it compiles itself.
-        shardable: the implementations that update sharded weights (torch's DTensors); none if it needs whole matrices.
-        flat: it computes the same on flattened weights, element by element.
+        shardable: the implementations that update sharded weights; none if it needs whole matrices.
+        elementwise: it computes the same on flattened weights and on a rank's part of each, element by element.
         capturable: the implementations that read the learning rate on the device, as a CUDA graph requires.
         needs_units: it treats hidden matrices differently (`parameter_groups`, `split_hidden`).
         trust_ratio: its steps are in proportion to the weights, so that weights of zero hardly change.
@@ -31,7 +31,7 @@ class Optimizer:
     state_copies: Callable[[Mapping[str, Any]], float]
     compilable: tuple[str, ...] = ()
     shardable: tuple[str, ...] = ()
-    flat: bool = False
+    elementwise: bool = False
     capturable: tuple[str, ...] = ()
     needs_units: bool = False
     trust_ratio: bool = False
@@ -50,15 +50,15 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         state_copies=lambda _: 2.0,
         compilable=("loop", "foreach"),
         shardable=("loop", "foreach", "fused"),
-        flat=True,
+        elementwise=True,
         capturable=("fused",),
     ),
     "sgd": Optimizer(
         implementations=("loop", "foreach", "fused"),
         state_copies=lambda own: 1.0 if own["momentum"] else 0.0,
         compilable=("loop", "foreach"),
-        shardable=("loop", "foreach"),
-        flat=True,
+        shardable=("loop", "foreach", "fused"),
+        elementwise=True,
         capturable=("fused",),
     ),
     "lamb": Optimizer(
@@ -73,7 +73,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         state_copies=lambda _: 1.0,
         compilable=("loop",),
         shardable=("loop", "foreach"),
-        flat=True,
+        elementwise=True,
     ),
     "adafactor": Optimizer(
         implementations=("loop",),

@@ -13,7 +13,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.optim import ModelWeights, OwnedWeights, local
+from pycls_fast.optim import LocalShards, ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.checkpoint import Checkpoint
@@ -86,6 +86,8 @@ def build_parts(
     if not sharded:
         load()
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
+    images = steps * config.data.global_batch_size
+    switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
     units = network.units()
     largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
@@ -212,14 +214,15 @@ def make_step(
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.overflow_group)
+    scaler = build.loss_scaler(config, world.device, wrapped.shard_group)
     flat = wrapped.weights
-    weights: OwnedWeights = flat or masters or ModelWeights(network)
+    shards = LocalShards(network) if sharded and flat is None and OPTIMIZERS[config.optim.name].elementwise else None
+    weights: OwnedWeights = flat or masters or shards or ModelWeights(network)
     optimizer = wrapped.optimizer or build.optimizer(
         config,
         network,
         switches,
-        masters,
+        masters or shards,
         sharded=sharded and flat is None,
         groups=None if flat is None else flat.groups,
     )

@@ -12,6 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.parallel import Copies, World, footprint
 from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
+from pycls_fast.strategies import STRATEGIES
 from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
@@ -114,6 +115,12 @@ def _notes(run: Run) -> Iterator[str]:
             f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
             "less accumulation, or a larger batch with a higher optim.lr"
         )
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 1
+    if world.size == 1 and gpus > 1 and run.config.parallel.name == "auto":
+        yield (
+            f"parallel: one of {gpus} GPUs is used; torchrun --nproc_per_node {gpus} ... trains on all, and "
+            "parallel=single says that one is meant"
+        )
     yield from _slow_precision(run)
     yield from _unbalanced(run)
     if _emulates_bfloat16(run.config, world.device):
@@ -129,6 +136,8 @@ def _notes(run: Run) -> Iterator[str]:
         )
     if run.switches[SwitchName.COMPILE] != "off":
         yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
+    elif world.device.type == "cuda" and run.config.speed.preset == "fast" and not build.has_compiler("cuda"):
+        yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"
     elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
         yield (
             "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "
@@ -178,12 +187,15 @@ def memory_per_rank(run: Run) -> float:
 def _copies(run: Run) -> Copies:
     config, group = run.config, run.step.wrapped.shard_group
     level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
+    strategy = build.strategy(config, run.world)
+    # fsdp and hsdp gather weights in autocast's format, so that it makes no copies.
+    gathers_narrow = STRATEGIES[strategy].has_dtensors and level.autocast is not None
     return Copies(
-        strategy=build.strategy(config, run.world),
+        strategy=strategy,
         degree=1 if group is None else group.size(),
         reshard_after_forward=config.parallel.reshard_after_forward,
-        compute_bytes=compute_bytes if level.weights != "float32" else 4,
-        autocast_bytes=compute_bytes if level.autocast else 0,
+        compute_bytes=compute_bytes if level.weights != "float32" or gathers_narrow else 4,
+        autocast_bytes=compute_bytes if level.autocast and not gathers_narrow else 0,
         recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
         accumulates=config.optim.accumulation_steps > 1,
     )

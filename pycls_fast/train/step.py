@@ -72,7 +72,7 @@ class Step:
         return loss
 
     def _take_gradients(self, is_last: bool = True) -> None:
-        if is_last or self.wrapped.reduced_every_microbatch:
+        if is_last or self.wrapped.taken_every_microbatch:
             self.weights.take_gradients()
 
     def _update(self) -> Tensor:

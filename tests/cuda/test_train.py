@@ -45,6 +45,7 @@ SWITCHES = (
     "speed.drop_path_compute=skip",
     "speed.recompute=full",
     "speed.recompute=selective",
+    "speed.recompute=budget speed.compile=blocks",
     "speed.activation_offload=cpu",
     "speed.activation_compression=8bit",
     "speed.compile=blocks speed.cross_entropy=fused",
@@ -54,7 +55,7 @@ SWITCHES = (
 )
 
 # All that can run on a GPU.
-IDENTICAL = [
+IDENTICAL = ["speed.recompute=full", "speed.recompute=selective"] + [
     f"speed.{switch.name}={value}"
     for switch in CATALOGUE
     if switch.numerics == "identical"

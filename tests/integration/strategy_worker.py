@@ -1,10 +1,11 @@
 """Trains a list of cases one after another in the same ranks; what each ends with is written whole by rank 0.
 
-    torchrun --nproc_per_node N tests/integration/strategy_worker.py CASES.json FOLDER
+    torchrun --nproc_per_node N tests/integration/strategy_worker.py CASES.json FOLDER cpu|cuda
 
-CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false}}. Writes FOLDER/NAME.pt with the parameters,
-the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a case had before its
-first step. With "save" a checkpoint is left in FOLDER/runs/NAME.
+CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "evaluate": true}}. Writes FOLDER/NAME.pt
+with the parameters, the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a
+case had before its first step. With "save" a checkpoint is left in FOLDER/runs/NAME. On CUDA steps after the second of
+a case may not wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import traceback
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -49,13 +50,13 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def run_case(config: RunConfig, world: World, *, save: bool = False) -> dict[str, Any]:
+def run_case(config: RunConfig, world: World, *, save: bool = False, evaluate: bool = True) -> dict[str, Any]:
     """Train the steps of the configuration and evaluate; the same on all ranks, but for the evaluations."""
     with started(config, world, Display(speaks=False, mode="plain")) as run:
-        return train_steps(run, save=save)
+        return train_steps(run, save=save, evaluate=evaluate)
 
 
-def train_steps(run: Run, *, save: bool) -> dict[str, Any]:
+def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     """See `run_case`."""
     config, world = run.config, run.world
     began = whole(run.state())
@@ -64,9 +65,17 @@ def train_steps(run: Run, *, save: bool) -> dict[str, Any]:
     loader = build.train_loader(
         config, run.sources["train"], world, run.switches, start_step=run.start_step, steps=run.total_steps
     )
-    with closing(to_device(loader, world.device, mode="blocking")) as batches:
+    on_cuda = world.device.type == "cuda"
+    with closing(to_device(loader, world.device, mode="prefetch" if on_cuda else "blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
-            run.step(step, list(islice(batches, config.optim.accumulation_steps)), metrics)
+            microbatches = list(islice(batches, config.optim.accumulation_steps))
+            if on_cuda and step >= run.start_step + 2:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                run.step(step, microbatches, metrics)
+            finally:
+                if on_cuda:
+                    torch.cuda.set_sync_debug_mode("default")
             numbers = metrics.read(world)
             losses.append(numbers["loss"])
             norms.append(numbers["grad_norm"])
@@ -77,18 +86,20 @@ def train_steps(run: Run, *, save: bool) -> dict[str, Any]:
         run.finish_saving()
     evaluations = Evaluations(run, Board(), on_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
-    for _ in range(2):
+    for _ in range(2 * evaluate):
         evaluations.take(run.total_steps)
     state["evaluations"] = evaluations.records() if world.is_main else []
     return whole(state)
 
 
-def run_cases(cases: dict[str, Any], folder: Path) -> None:
+def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """One after another; the first fault ends the process."""
     torch.set_num_threads(1)
+    # One rank has a process group only for a strategy that needs one.
+    shares = any(f"parallel={name}" in case["overrides"] for case in cases.values() for name in ("ddp", "fsdp", "hsdp"))
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
-        start_world(device="cpu", backend="auto", timeout_seconds=600, strategy="auto") as world,
+        start_world(device=device, backend="auto", timeout_seconds=600, strategy="fsdp" if shares else "auto") as world,
     ):
         # Two blocks of the ResNet show all that eight do. Undone: with one rank this is the process of the tests.
         monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.BasicBlock, (1, 1)))
@@ -100,10 +111,10 @@ def run_cases(cases: dict[str, Any], folder: Path) -> None:
             if shape[0] not in ("auto", "single", "ddp") and shape not in meshes:
                 # One launch for all cases; a process cannot leave and join the same ranks again.
                 grid = (None, world.size) if shape[0] != "hsdp" else (world.size // shape[1], shape[1])
-                meshes[shape] = make_mesh("cpu", *grid, datetime.timedelta(seconds=600))
+                meshes[shape] = make_mesh(device, *grid, datetime.timedelta(seconds=600))
             try:
                 here = dataclasses.replace(world, mesh=meshes.get(shape))
-                state = run_case(config, here, save=case.get("save", False))
+                state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)
@@ -112,6 +123,8 @@ def run_cases(cases: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    on: Any = sys.argv[3]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        play_cuda(monkeypatch)
-        run_cases(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+        if on == "cpu":
+            play_cuda(monkeypatch)
+        run_cases(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), on)

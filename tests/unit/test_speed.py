@@ -12,6 +12,8 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import Speed
 from pycls_fast.errors import UserError
+from pycls_fast.models import complexity
+from pycls_fast.parallel import World
 from pycls_fast.speed import CATALOGUE, Switch, SwitchName
 
 DEVICES: tuple[speed.Device, ...] = typing.get_args(speed.Device)
@@ -114,6 +116,36 @@ def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "images", "expected"),
+    [
+        ([], 10**8, ("blocks", "default")),
+        # Compiling takes longer than it would save.
+        ([], 10**5, ("off", "default")),
+        (["speed.compile=blocks"], 10**5, ("blocks", "default")),
+        # A GPU would wait for launches.
+        (["model=vit_ti16"], 10**9, ("model", "reduce-overhead")),
+        (["model=resnet50", "data.global_batch_size=32"], 10**9, ("model", "reduce-overhead")),
+        (["model=resnet50", "data.global_batch_size=32", "parallel=ddp"], 10**9, ("model", "reduce-overhead")),
+        (["model=resnet50", "data.global_batch_size=256"], 10**9, ("model", "default")),
+        # Where graphs cannot be: weights that move, gradients that are added up.
+        (["model=resnet50", "data.global_batch_size=32", "parallel=fsdp"], 10**9, ("model", "default")),
+        (["model=vit_ti16", "optim.accumulation_steps=2"], 10**9, ("blocks", "default")),
+        (["model=vit_ti16", "speed.compile_mode=default"], 10**9, ("blocks", "default")),
+    ],
+)
+def test_what_a_gpu_compiles_depends_on_its_work(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], images: int, expected: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+    base = ["data=synthetic", "speed=fast", "precision=amp_bf16", "data.global_batch_size=128"]
+    config = load_config("vit_s16", [*base, "optim.accumulation_steps=1", *overrides])
+    world = World(rank=0, size=1, device=torch.device("cuda"))
+    flops = complexity(build.counted_model(config, 1000, {}), image_size=224).forward_flops
+    chosen = build.compile_for_gpu(config, build.switches(config, world.device), world, images=images, flops=flops)
+    assert (chosen[SwitchName.COMPILE], chosen[SwitchName.COMPILE_MODE]) == expected
+
+
+@pytest.mark.parametrize(
     ("overrides", "qkv"),
     [
         (["speed=fast", "precision=amp_bf16"], "fused"),
@@ -133,7 +165,9 @@ def test_one_product_for_queries_keys_and_values_on_cuda(overrides: list[str], q
     ("overrides", "compiled"),
     [
         (["precision=fp8"], "blocks"),
-        (["precision=amp_bf16"], "off"),
+        (["precision=amp_bf16"], "blocks"),
+        (["precision=fp32"], "blocks"),
+        (["speed=reference"], "off"),
         (["precision=fp8", "speed.compile=off"], "off"),
         (["precision=fp8", "speed=reference"], "off"),
         # Its products are not float8's, and slow in any case.
@@ -141,12 +175,17 @@ def test_one_product_for_queries_keys_and_values_on_cuda(overrides: list[str], q
         # What does not go with compiled code, asked for by hand.
         (["precision=fp8", "speed.drop_path_compute=skip"], "off"),
         (["precision=fp8", "runtime.watchdog=true"], "off"),
-        (["precision=fp8", "parallel=fsdp"], "off"),
+        (["precision=fp8", "parallel=fsdp"], "blocks"),
+        (["parallel=hsdp"], "blocks"),
+        (["parallel=ddp"], "blocks"),
+        (["parallel=fairscale_fsdp"], "off"),
+        (["model=resnet18", "parallel=ddp"], "model"),
+        (["model=resnet18", "parallel=fsdp"], "model"),
+        (["model=timm", "model.name=resnet18"], "model"),
+        (["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
     ],
 )
-def test_the_fast_preset_compiles_float8_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
-) -> None:
+def test_the_fast_preset_compiles_on_cuda(monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str) -> None:
     found = True
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: found)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", *overrides])

@@ -46,7 +46,7 @@ def test_an_optimizers_own_keys_are_the_arguments_of_its_function(name: str) -> 
 
 
 def test_messages_name_the_optimizers_that_have_a_property() -> None:
-    assert speed.optimizers_with(lambda facts: facts.flat) == "adamw, sgd or lion"
+    assert speed.optimizers_with(lambda facts: facts.elementwise) == "adamw, sgd or lion"
     assert speed.optimizers_with(lambda facts: facts.capturable) == "adamw or sgd"
     assert speed.optimizers_with(lambda facts: facts.needs_units) == "muon"
 

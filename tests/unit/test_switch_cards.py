@@ -78,7 +78,7 @@ def test_cards_of_strategies_name_the_optimizers_that_the_checks_accept() -> Non
 
     optimizers = OPTIMIZERS.items()
     assert named("fsdp", r"Optimizers: (.*)\.") == {name for name, facts in optimizers if facts.shardable}
-    assert named("fairscale_fsdp", r"Optimizers: (.*?)\.") == {name for name, facts in optimizers if facts.flat}
+    assert named("fairscale_fsdp", r"Optimizers: (.*?)\.") == {name for name, facts in optimizers if facts.elementwise}
     excepted = {name for name, facts in optimizers if not facts.sends_state}
     assert named("fairscale_sharded_ddp", r"any optimizer except (.*)\.") == excepted
 

@@ -69,9 +69,10 @@ WITH: Mapping[Choice, Mapping[SwitchName, str]] = {
     (SwitchName.NORMALIZE_ON, "device"): {SwitchName.ERASE_ON: "device", SwitchName.MIX_ON: "device"},
     (SwitchName.ERASE_ON, "device"): {SwitchName.MIX_ON: "device"},
     (SwitchName.GELU, "polynomial"): {SwitchName.COMPILE: "model"},
-    (SwitchName.COMPILE_MODE, "reduce-overhead"): {SwitchName.COMPILE: "blocks"},
+    (SwitchName.RECOMPUTE, "budget"): {SwitchName.COMPILE: "blocks"},
+    (SwitchName.COMPILE_MODE, "reduce-overhead"): {SwitchName.COMPILE: "model"},
     (SwitchName.COMPILE_MODE, "max-autotune-no-cudagraphs"): {SwitchName.COMPILE: "blocks"},
-    (SwitchName.COMPILE_MODE, "max-autotune"): {SwitchName.COMPILE: "blocks"},
+    (SwitchName.COMPILE_MODE, "max-autotune"): {SwitchName.COMPILE: "model"},
     (SwitchName.CUDA_GRAPHS, "on"): {SwitchName.OPTIMIZER: "fused", SwitchName.METRICS: "interval"},
 }
 # In float32 they are the reference's, to the bit.

@@ -35,13 +35,13 @@ def switch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"8bit conflicts with speed.recompute={speed.recompute}: blocks would run again from rounded inputs; use "
             "speed.activation_compression=none or speed.recompute=off",
         )
-    if speed.activation_offload == "cpu" and speed.recompute == "selective":
+    if speed.activation_offload == "cpu" and speed.recompute in ("selective", "budget"):
         yield (
             "speed.activation_offload",
-            "cpu cannot offload what speed.recompute=selective keeps; use speed.recompute=full or "
+            f"cpu cannot offload what speed.recompute={speed.recompute} keeps; use speed.recompute=full or "
             "speed.activation_offload=none",
         )
-    if config.parallel.recompute_every > 1 and not recomputes:
+    if config.parallel.recompute_every > 1 and speed.recompute not in ("full", "selective"):
         yield (
             "parallel.recompute_every",
             f"{config.parallel.recompute_every} has no effect without recomputation; add speed.recompute=full or "
@@ -163,8 +163,8 @@ def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     strategy, precision, name = config.parallel.name, config.precision.name, config.optim.name
     facts = strategy_of(strategy)
     if facts.flattens:
-        if not OPTIMIZERS[name].flat:
-            usable = optimizers_with(lambda optimizer: optimizer.flat)
+        if not OPTIMIZERS[name].elementwise:
+            usable = optimizers_with(lambda optimizer: optimizer.elementwise)
             yield (
                 "optim.name",
                 f"{name} needs the shapes of weights, which parallel={strategy} flattens; use optim={usable}, or "

@@ -82,6 +82,8 @@ class Parallel(Section):
     """Compute batch norm's statistics over all ranks."""
     recompute_every: PositiveInt = 1
     """With speed.recompute=full or selective: recompute only the first of every so many blocks."""
+    recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
+    """With speed.recompute=budget: the share of the activations that compiled code keeps."""
 
 
 class Speed(Section):
@@ -116,7 +118,7 @@ class Speed(Section):
     sequence_padding: Literal["none", "8", "64"] | None = None
     cross_entropy: Literal["plain", "fused"] | None = None
     cuda_graphs: Annotated[Literal["off", "on"] | None, OffOn] = None
-    recompute: Annotated[Literal["off", "full", "selective"] | None, Off] = None
+    recompute: Annotated[Literal["off", "full", "selective", "budget"] | None, Off] = None
     activation_offload: Literal["none", "cpu"] | None = None
     activation_compression: Literal["none", "8bit"] | None = None
     param_offload: Literal["none", "cpu"] | None = None

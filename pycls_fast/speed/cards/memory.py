@@ -5,13 +5,16 @@ from pycls_fast.speed.switch import Switch, SwitchName
 MEMORY: tuple[Switch, ...] = (
     Switch(
         name=SwitchName.RECOMPUTE,
-        values=("off", "full", "selective"),
+        values=("off", "full", "selective", "budget"),
         fast={"cpu": "off", "cuda": "off"},
-        numerics="identical",
+        numerics="rounding",
         requires={},
         note="Blocks keep their input (full) or also the results of convolutions and products with weights (selective) "
-        "and run again in the backward pass; parallel.recompute_every=k takes every k-th block.",
-        mathematics="None: the second run draws the same drop-path and does not update BatchNorm's statistics.",
+        "and run again in the backward pass; parallel.recompute_every=k takes every k-th block. budget is for compiled "
+        "code, which chooses what to keep within a share of the activations (parallel.recompute_budget) so that the "
+        "fewest operations are repeated.",
+        mathematics="None: the second run draws the same drop-path and does not update BatchNorm's statistics. full "
+        "and selective give the same bits; budget fuses other operations, which round differently.",
         helps="When activations do not fit. Activations of a ViT-B/16 at batch 32 that are kept between the passes, "
         "relative to off: full 7% in float32 and 10% in bf16 autocast, selective 56% and 47%.",
         hurts="Time: full adds a forward pass, a third of the operations of a step (ViT-H/16 counted: 3.67 forward "
@@ -20,7 +23,7 @@ MEMORY: tuple[Switch, ...] = (
         "microbatches the device waits for the host, and full or parallel.recompute_every=2 costs less.",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv 1604.06174; Korthikanti et "
         "al., 2022, arXiv 2205.05198; torch.utils.checkpoint.",
-        ran="CPU (torch 2.11 and 2.15). CUDA: not run.",
+        ran="CPU (torch 2.11 and 2.15; budget 2.15). CUDA: not run.",
     ),
     Switch(
         name=SwitchName.ACTIVATION_OFFLOAD,

@@ -120,3 +120,40 @@ def test_resnet_block_drops_its_branch(kind: type[BasicBlock] | type[Bottleneck]
     distances = torch.stack([(outs - p).abs().amax(dim=(1, 2, 3)) for p in possible])
     assert distances.amin(dim=0).max() < 1e-12
     assert set(distances.argmin(dim=0).tolist()) == {0, 1}
+
+
+def test_the_rate_of_compiled_code_follows_the_module_and_stays_exact() -> None:
+    """From the meta device, and in a network in a half format; no checkpoint knows it."""
+    with torch.device("meta"):
+        empty = DropPath(0.3)
+    for module in (empty.to_empty(device="cpu"), DropPath(0.3).bfloat16(), DropPath(0.3).double()):
+        assert module._keep.dtype == torch.float32
+        assert module._keep.item() == pytest.approx(0.7, rel=1e-7)
+        assert not module.state_dict()
+        assert not list(module.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_is_the_same_for_every_rate_and_drops_what_eager_code_does(dtype: torch.dtype) -> None:
+    import torch._dynamo
+
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([value.dtype for value in inputs])
+        return graph.forward
+
+    branch = torch.randn(64, 3).to(dtype)
+    torch._dynamo.reset()
+    for rate in (0.1, 0.4):
+        eager, compiled = DropPath(rate), DropPath(rate)
+        compiled.compile(backend=backend, dynamic=False)
+        torch.manual_seed(5)
+        expected = eager(branch)
+        torch.manual_seed(5)
+        torch.testing.assert_close(compiled(branch), expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+        assert 0 < int(expected.eq(0).any(dim=1).sum()) < 64
+    torch._dynamo.reset()
+    # The rate is an input, a tensor of float32.
+    assert len(graphs) == 1
+    assert torch.float32 in graphs[0]

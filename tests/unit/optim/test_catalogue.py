@@ -18,8 +18,8 @@ from pycls_fast.speed import OPTIMIZERS
 
 SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
 STEPS = 5
-SHARDED = [(name, implementation) for name, facts in OPTIMIZERS.items() for implementation in facts.shardable]
-FLAT = [(name, which) for name, facts in OPTIMIZERS.items() if facts.flat for which in facts.implementations]
+SHARDED = [(name, which) for name, facts in OPTIMIZERS.items() if not facts.elementwise for which in facts.shardable]
+FLAT = [(name, which) for name, facts in OPTIMIZERS.items() if facts.elementwise for which in facts.implementations]
 # What a send between ranks takes: plain tensors, and Python's numbers.
 SENT = (Tensor, bool, int, float, type(None))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
@@ -16,11 +16,12 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.live_memory import LiveMemory
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
-from pycls_fast.optim import assign, local, local_slices
+from pycls_fast.optim import BATCH_NORM, NORMS, assign, local, local_slices
 from pycls_fast.parallel import StrategySettings, World, Wrapped, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
+from pycls_fast.precision import LEVELS
 from pycls_fast.train.building import make_step
 
 CPU = torch.device("cpu")
@@ -192,10 +193,10 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
         ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
     ],
 )
-def test_norms_are_gathered_before_the_units_after_their_own(
+def test_units_are_gathered_whole_and_in_order(
     world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, overrides: list[str], count: int
 ) -> None:
-    """Gathers run one after another: a norm that is gathered when it runs waits for units that come later."""
+    """Norms that stay float32 among 16-bit weights included: one gather for a unit."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
     config = load_config(experiment, [*overrides, f"parallel.prefetch_units={count}"])
@@ -209,9 +210,7 @@ def test_norms_are_gathered_before_the_units_after_their_own(
         waits = group._all_gather_result is not None
         unshard(group, async_op)
         if not waits and group._all_gather_result is not None:
-            # The first module of a group of norms stands for all.
-            name = group._module_fqn.split(", ")[0]
-            gathered.append(next((i for i, unit in enumerate(names) if f"{name}.".startswith(f"{unit}.")), -1))
+            gathered.append(names.index(group._module_fqn) if group._module_fqn else -1)
 
     monkeypatch.setattr(torchs.FSDPParamGroup, "unshard", note)
     size = config.data.image_size
@@ -219,11 +218,9 @@ def test_norms_are_gathered_before_the_units_after_their_own(
         loss = wrapped.forward(torch.randn(2, 3, size, size)).sum()
         forward, gathered[:] = gathered[:], []
         loss.backward()
-    # Twice: a unit and its norms. What is around the units is gathered first, and stays.
-    around = forward.count(-1)
-    assert around >= 2
-    assert forward == [-1] * around + [index for index in range(len(names)) for _ in range(2)]
-    assert gathered == [index for index in range(len(names) - 1) for _ in range(2)][::-1]
+    # What is around the units is gathered first, and stays; so does the last unit.
+    assert forward == [-1, *range(len(names))]
+    assert gathered == [*range(len(names) - 1)][::-1]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -270,26 +267,36 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
     torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_autocast_keeps_copies_of_sharded_weights_for_the_backward_pass(world: World, autocast: bool) -> None:
-    """What `autocast_bytes` counts. Gathered blocks are freed after their forward pass, autocast's casts are not."""
-    config = load_config("vit_digits", [*TINY, "data.image_size=8", "model.depth=6"])
-    network = build.model(config, 10, build.switches(config, CPU), empty=True)
-    wrapped = wrap_model(network, world, strategy="fsdp", settings=StrategySettings())
-    names = {p.shape: n for n, p in network.named_parameters() if n.startswith("blocks.") and n.endswith("weight")}
-    kept: dict[int, int] = {}
+@pytest.mark.parametrize("experiment", ["vit_digits", "resnet_digits"])
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16_params", "fp16_master"])
+def test_weights_travel_in_the_format_of_their_products(
+    world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, precision: str
+) -> None:
+    """And what one process keeps in float32 does so when it is gathered: norms and tokens, under autocast."""
+    small = TINY if experiment == "vit_digits" else ["model.depth=18", "parallel=fsdp"]
+    config = load_config(experiment, [*small, "data.image_size=8", f"precision={precision}", "model.drop_path=0.1"])
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches, empty=True)
+    step = make_step(config, network, world, switches, steps_per_epoch=4)
+    level = LEVELS[config.precision.name]
+    found = {}
 
-    def note(saved: Tensor) -> Tensor:
-        if saved.dtype == torch.bfloat16 and (saved.shape in names or saved.mT.shape in names):
-            kept[saved.data_ptr()] = saved.numel()
-        return saved
+    def look(module: nn.Module, _: Any) -> None:
+        found.update({id(module): {p.dtype for p in module.parameters(recurse=False)}})
 
-    images = torch.randn(2, 3, 8, 8)
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        wrapped.forward(images).sum().backward()
-    matrices = sum(p.numel() for n, p in network.named_parameters() if n.startswith("blocks.") and p.ndim == 2)
-    assert sum(kept.values()) == (matrices if autocast else 0)
+    for module in network.modules():
+        module.register_forward_pre_hook(look)
+    with step.autocast():
+        step.wrapped.forward(torch.randn(2, 3, 8, 8)).sum().backward()
+    narrow = build.compute_dtype(config)
+    for name, module in network.named_modules():
+        stays = isinstance(module, BATCH_NORM) or (level.wide_norms and isinstance(module, NORMS))
+        if level.autocast is not None:
+            stays = not isinstance(module, (nn.Linear, nn.Conv2d))
+        if found.get(id(module)):
+            assert found[id(module)] == {torch.float32 if stays else narrow}, name
+    assert {local(p).dtype for p in network.parameters()} == {torch.float32}
+    assert {local(p.grad).dtype for p in network.parameters() if p.grad is not None} == {torch.float32}
 
 
 def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:

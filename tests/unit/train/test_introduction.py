@@ -86,6 +86,36 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
         assert note.startswith(begins)
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_a_gpu_without_a_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: found)
+    monkeypatch.setattr(build, "has_compiler", lambda kind: found)
+    config = load_config("vit_digits", ["precision=fp32", "speed=fast"])
+    switches = build.switches(config, torch.device("cuda"))
+    world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources={"train": None})
+    (note,) = [note for note in _notes(run) if note.startswith("speed.compile")]
+    assert note.startswith("speed.compile: compiling" if found else "speed.compile: off, because no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "overrides", "told"),
+    [(8, 1, [], 1), (1, 1, [], 0), (8, 8, [], 0), (8, 1, ["parallel=single"], 0)],
+)
+def test_gpus_that_idle(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, overrides: list[str], told: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = load_config("vit_digits", ["precision=fp32", "speed=reference", *overrides])
+    switches = build.switches(config, torch.device("cpu"))
+    world = SimpleNamespace(size=ranks, device=torch.device("cuda"), is_main=True)
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources={"train": None})
+    notes = [note for note in _notes(run) if "GPUs is used" in note]
+    assert len(notes) == told
+    assert all(f"torchrun --nproc_per_node {gpus} " in note for note in notes)
+
+
 @pytest.mark.parametrize(("device", "ranks", "told"), [("cuda", 8, 1), ("cuda", 4, 0), ("cuda", 1, 0), ("cpu", 8, 0)])
 def test_a_small_batch_on_many_gpus(device: str, ranks: int, told: int) -> None:
     config = load_config("vit_digits", ["precision=fp32", "data.global_batch_size=64"])

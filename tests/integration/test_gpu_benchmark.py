@@ -1,0 +1,159 @@
+"""`benchmarks/gpu.py`: what it runs, what it makes of failures, and the page; small on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from tests.integration.runs import ROOT
+
+# Scripts are no package; another project's `benchmarks` may be installed.
+_SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+gpu: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["gpu"] = gpu
+_SPEC.loader.exec_module(gpu)
+
+SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2"]
+
+
+def test_the_rows_are_settings_that_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is accepted by what checks the configuration for a GPU, and none is measured twice."""
+    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+    options, refused = gpu.parse(["--page-only"]), []
+    everything = list(gpu.rows())
+    for row in everything:
+        if row.kind == "ours":
+            line = gpu.command(row, row.subject.batch, Path("out.json"), options)
+            tools = {"mode", "steps", "warmup_steps", "repeats", "output"}
+            overrides = [part for part in line[4:] if part.partition("=")[0] not in tools]
+            try:
+                build.switches(load_config(row.subject.config, overrides), torch.device("cuda"))
+            except UserError as error:
+                refused.append(f"{row.label}: {error.lines}")
+    assert refused == []
+    files = [row.file(Path("x")) for row in everything]
+    assert len(set(files)) == len(files)
+    assert not any("=" in str(file) for file in files)
+
+
+def _row(name: str = "speed=fast precision=bf16_params") -> Any:
+    return next(row for row in gpu.rows() if row.name == name)
+
+
+def test_out_of_memory_is_tried_with_less_and_failures_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, batches, fits = gpu.parse(["--page-only"]), [], 64
+
+    def run(line: list[str], **named: Any) -> Any:
+        (batch,) = (int(part.partition("=")[2]) for part in line if part.startswith("data.global_batch_size="))
+        batches.append(batch)
+        if batch > fits:
+            return subprocess.CompletedProcess(line, 1, "", "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.")
+        if fits == 64:
+            record = {
+                "global_batch_size": batch, "device": "one H200", "versions": {"torch": "2"},
+                "forward_flops_per_image": int(250e9),
+                "matmul": {"dtype": "bfloat16", "flops_per_second": 790e12},
+                "train": {"images_per_second": 800.0, "step_seconds_p50": 0.08, "step_seconds_p10": 0.079,
+                          "step_seconds_p90": 0.083, "memory_peak_bytes": 2**36},
+            }  # fmt: skip
+            (file,) = (Path(part.partition("=")[2]) for part in line if part.startswith("output="))
+            file.write_text(json.dumps(record))
+            return subprocess.CompletedProcess(line, 0, "", "")
+        return subprocess.CompletedProcess(line, 2, "", "error: speed.attention: no such kernel here; use another\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    gpu.measure(_row(), tmp_path, options)
+    assert batches == [256, 128, 64]
+    # 3 x 250 GFLOP x 800 a second are 600 TFLOP/s.
+    expected = (
+        "| `speed=fast precision=bf16_params` | 64 | 800.0 | 80.0 (79.0 to 83.0) | 600.0 | 60.6% | 75.9% of 790 | "
+        "0.889 | 64.0 |"
+    )
+    timm = {"global_batch_size": 64, "train": {"images_per_second": 900.0}}
+    theirs = _row("timm, compiled (default), default attention")
+    theirs.file(tmp_path).write_text(json.dumps({"status": "ok", "record": _whole(timm)}))
+    assert expected in gpu.page(tmp_path, "python")
+    fits = 0
+    batches.clear()
+    assert gpu.measure(_row(), tmp_path, options) == {"status": "out of memory"}
+    assert batches == [256, 128, 64, 32]
+    fits = 1000
+    told = "refused: speed.attention: no such kernel here; use another"
+    assert gpu.measure(_row(), tmp_path, options) == {"status": told}
+    assert f"| {told} |" in gpu.page(tmp_path, "python")
+
+
+def _whole(record: dict[str, Any]) -> dict[str, Any]:
+    spread = {"step_seconds_p50": 0.1, "step_seconds_p10": 0.1, "step_seconds_p90": 0.1}
+    return {**record, "train": {**spread, **record["train"]}}
+
+
+def test_what_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def attempt(line: Any, row: Any, file: Path, limit: float) -> dict[str, Any]:
+        ran.append(row.name)
+        return {"status": "stopped after 480 s"}
+
+    monkeypatch.setattr(gpu, "attempt", attempt)
+    arguments = [*SMALL, "--out", str(tmp_path / "page.md"), "--select", "vit_h16: ladder: *"]
+    assert gpu.main(arguments) == 0
+    first = len(ran)
+    assert first == len(gpu.LADDER)
+    assert gpu.main(arguments) == 0
+    assert len(ran) == first
+    assert gpu.main([*arguments, "--again", "--minutes", "-1"]) == 0
+    assert len(ran) == first
+    text = (tmp_path / "page.md").read_text()
+    assert text.count("stopped after 480 s") == first
+    assert text.count("not run") > 20
+
+
+def test_a_failing_test_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = "..F\nFAILED tests/x.py::test_y - AssertionError\n== 1 failed, 2 passed in 3.21s ==\n"
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: subprocess.CompletedProcess(line, 1, said, ""))
+    gpu.measure(_row("pytest -m cuda"), tmp_path, gpu.parse(["--page-only"]))
+    text = gpu.page(tmp_path, "python")
+    assert "1 failed, 2 passed in 3.21s." in text
+    assert "- FAILED tests/x.py::test_y" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "select",
+    [
+        "vit_h16: products: *",
+        "vit_h16: fastest: timm, compiled (default), default attention",
+        "vit_h16: fastest: speed=fast precision=amp_bf16",
+        "vit_h16: switches: *parallel=fsdp",
+        "resnet50: ladder: speed=reference*",
+    ],
+)
+def test_small(tmp_path: Path, select: str) -> None:
+    """One row of each kind; the whole list takes about ten minutes: python benchmarks/gpu.py --small --device cpu."""
+    assert gpu.main([*SMALL, "--out", str(tmp_path / "page.md"), "--select", select]) == 0
+    (file,) = (tmp_path / "page").rglob("*.json")
+    found = json.loads(file.read_text())
+    assert found["status"] == "ok"
+    text = (tmp_path / "page.md").read_text()
+    if "products" in select:
+        assert text.count("first of the MLP: ") == 3
+        return
+    part = found["record"]["train"]
+    assert part["images_per_second"] * part["step_seconds_p50"] == pytest.approx(4)
+    assert found["record"]["matmul"]["size"] == 64
+    assert f"| {part['images_per_second']:,.1f} |" in text
