@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pycls_fast.ledger.clocks import DeviceMemory, MatmulPeak, timed
-from pycls_fast.ledger.parts import Turn
-from pycls_fast.ledger.records import part_record
+from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak, timed
+from pycls_fast.ledger.measure.timed import part_record
+from pycls_fast.ledger.measure.workloads import Turn
 from pycls_fast.models import complexity
 from pycls_fast.parallel import World
 from pycls_fast.train.environment import device_name, environment, versions
