@@ -3,7 +3,7 @@
 Single timings have long tails and no known distribution, so only order statistics are used for them; for rounds and
 seeds, which are few, the mean with Student's interval. Runs are paired by their seed: the same initial weights, order
 of images and augmentation. The unit of inference is the seed, since the claim is about the next run and not only about
-the next image. docs/ledger.md says in words what the verdicts mean.
+the next image. docs/method.md says in words how they are reached.
 """
 
 from __future__ import annotations
@@ -345,11 +345,11 @@ class Verdict:
 
 
 def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2, look: int = 1) -> list[list[Verdict]]:
-    """A verdict for each comparison of a report (docs/ledger.md has the rule).
+    """A verdict for each comparison of a report (docs/method.md has the rule).
 
     Args:
-        columns: lists of comparisons, such as those with the first variant and those with the one before. A comparison in
-            two columns is judged once, in the first of them.
+        columns: lists of comparisons, such as those with the first variant and those with the one before. A comparison
+            in two columns is judged once, in the first of them.
         margin: the loss in points that does not matter.
         look: number of this look at the results, from 1; each one spends a part of the levels. 0 if no comparison has
             two pairs.
@@ -383,7 +383,7 @@ def judge(columns: Sequence[Sequence[Comparison]], *, margin: float = 0.2, look:
 
 
 def _same_runs(comparisons: Iterable[Comparison]) -> dict[str, str]:
-    """Map each variant to one representative of those with exactly its predictions, which are the same runs repeated."""
+    """Map each variant to one representative of those with exactly its predictions: the same runs repeated."""
     same: dict[str, str] = {}
     for c in comparisons:
         first, second = (same.setdefault(name, name) for name in (c.first, c.second))
