@@ -289,48 +289,37 @@ def _print(display: Display, record: Mapping[str, Any]) -> None:
 
 
 def _draw(record: Mapping[str, Any], file: Path) -> None:
-    """Draw the histogram over all layers, one row per layer, and the lost updates per layer, as a PNG."""
+    """Draw the histogram and the lost updates of all layers together and of each, as a PNG."""
     # Only here: matplotlib takes long to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    layers: Mapping[str, Mapping[str, Any]] = record["layers"]
-    total = record["total"]
+    total, layers = record["total"], {"all": record["total"], **record["layers"]}
     used = [int(exponent) for exponent in total["exponents"]] or [0]
     low, high = min(*used, SMALLEST_SUBNORMAL) - 1, max(*used, SMALLEST_NORMAL) + 1
-    columns = range(low, high + 1)
-    figure = Figure(figsize=(13, 4.5 + 0.2 * len(layers)), layout="constrained")
+    shares = []
+    for layer in layers.values():
+        count = max(sum(layer["exponents"].values()), 1)
+        shares.append([100 * layer["exponents"].get(str(exponent), 0) / count for exponent in range(low, high + 1)])
+    figure = Figure(figsize=(13, 2 + 0.2 * len(layers)), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, height_ratios=[4, 0.5 + 0.2 * len(layers)])
-    some = max(sum(total["exponents"].values()), 1)
-    heights = [100 * total["exponents"].get(str(exponent), 0) / some for exponent in columns]
-    top.bar([exponent + 0.5 for exponent in columns], heights, width=0.9, color="tab:blue")
-    scale_exponent = math.log2(record["loss_scale"])
+    axes = figure.subplots()
+    image = axes.imshow(
+        shares, aspect="auto", cmap="viridis", extent=(low, high + 1, len(layers) - 0.5, -0.5), interpolation="nearest"
+    )
+    scaled = SMALLEST_SUBNORMAL - 1 - math.log2(record["loss_scale"])
     for exponent, text, color in (
         (SMALLEST_SUBNORMAL - 1, "0 in float16", "tab:red"),
         (SMALLEST_NORMAL, "subnormal in float16", "tab:orange"),
-        (SMALLEST_SUBNORMAL - 1 - scale_exponent, f"0 in float16, loss × {record['loss_scale']:g}", "tab:purple"),
+        (scaled, f"0 in float16, loss × {record['loss_scale']:g}", "tab:purple"),
     ):
-        for axes in (top, bottom):
-            axes.axvline(exponent, color=color, linestyle="--", linewidth=1)
-        top.plot([], [], color=color, linestyle="--", label=f"left of here: {text}")
-    top.set(xlim=(low, high + 1), ylabel="% of gradients", xlabel="log₂ |gradient|")
-    top.set_title(
-        f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}; zero in float16: "
-        f"{100 * total['below_subnormal']:.2g}%, with scaling {100 * total['below_subnormal_scaled']:.2g}%; updates "
-        f"lost without master: {100 * total['updates_lost_float16']:.1f}%",
-        fontsize=10,
-    )
-    top.legend(fontsize=8)
-    rows = []
-    for layer in layers.values():
-        count = max(sum(layer["exponents"].values()), 1)
-        rows.append([100 * layer["exponents"].get(str(exponent), 0) / count for exponent in columns])
-    image = bottom.imshow(
-        rows, aspect="auto", cmap="viridis", extent=(low, high + 1, len(layers) - 0.5, -0.5), interpolation="nearest"
-    )
+        axes.axvline(exponent, color=color, linestyle="--", linewidth=1, label=f"left of here: {text}")
     labels = [f"{name}  (lost: {100 * layer['updates_lost_float16']:.0f}%)" for name, layer in layers.items()]
-    bottom.set_yticks(range(len(layers)), labels, fontsize=7)
-    bottom.set(xlabel="log₂ |gradient|", title="by layer, with updates lost in float16 without a master")
-    figure.colorbar(image, ax=bottom, label="% of the layer's gradients")
+    axes.set_yticks(range(len(layers)), labels, fontsize=7)
+    steps = f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}"
+    axes.set(
+        xlim=(low, high + 1), xlabel="log₂ |gradient|", title=f"{steps}; lost: updates without a master in float16"
+    )
+    figure.legend(fontsize=8, loc="outside upper center", ncols=3)
+    figure.colorbar(image, ax=axes, label="% of the layer's gradients")
     figure.savefig(file, dpi=110)

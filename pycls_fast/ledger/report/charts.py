@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pycls_fast.ledger.measure.gradients import SMALLEST_SUBNORMAL
-from pycls_fast.ledger.report.drawing import BAND, INK, LINE, PALE, SIGNS, STROKES, Chart, legend, literal, plain_axes
+from pycls_fast.ledger.report.drawing import (
+    BAND,
+    INK,
+    LINE,
+    PALE,
+    SIGNS,
+    STROKES,
+    Bar,
+    Chart,
+    bars,
+    legend,
+    literal,
+    name_rows,
+    plain_axes,
+)
 from pycls_fast.ledger.report.record import Curve, Paired, Record, Timing, VariantRecord
 from pycls_fast.ledger.report.statistics import Verdict
 from pycls_fast.ledger.report.text import has_imagenet_size, pixels, size_text, state
@@ -45,42 +58,6 @@ def charts(record: Record) -> list[Chart]:
     return [chart for chart in made if chart is not None]
 
 
-@dataclass(frozen=True)
-class _Bar:
-    variant: VariantRecord
-    length: float
-    text: str
-    interval: tuple[float, float] | None = None
-
-
-def _bars(made: Sequence[_Bar], label: str, line: float | None = None) -> Figure:
-    """A horizontal bar per variant, from top to bottom, with its number at the end; the reference is hatched."""
-    figure, axes = plain_axes(0.9 + 0.36 * len(made))
-    for place, bar in enumerate(made):
-        first, ends = bar.variant.before is None, bar.interval
-        axes.barh(
-            place, bar.length, color=PALE if first else INK, hatch="//" if first else None, edgecolor=INK, height=0.66
-        )
-        if ends is not None:
-            axes.plot(ends, [place, place], color="black", linewidth=3.2, solid_capstyle="butt")
-            axes.plot(ends, [place, place], color="white", linewidth=1.2, solid_capstyle="butt")
-        end = max(bar.length, ends[1] if ends else 0)
-        axes.annotate(bar.text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    if line is not None:
-        axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
-    _names(axes, [bar.variant for bar in made])
-    # Leave room for the number after the longest bar.
-    axes.set_xlim(0, max([bar.length for bar in made] + [end for bar in made for end in bar.interval or ()]) * 1.22)
-    axes.set_xlabel(label, fontsize=9)
-    return figure
-
-
-def _names(axes: Axes, variants: Sequence[VariantRecord]) -> None:
-    """Name the rows, from top to bottom."""
-    axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
-    axes.invert_yaxis()
-
-
 def _throughput(record: Record) -> Chart | None:
     """Speed-ups per rank, with intervals."""
     if not record.timed:
@@ -88,14 +65,14 @@ def _throughput(record: Record) -> Chart | None:
     first, chip = record.reference, _chip(record)
     several = any(variant.ranks > 1 for variant in record.variants)
 
-    def bar(variant: VariantRecord) -> _Bar:
+    def bar(variant: VariantRecord) -> Bar:
         found = variant.timing and variant.timing.speedup
         if not found:
-            return _Bar(variant, 0.0, "" if variant.timing else state(variant))
+            return Bar(variant, 0.0, "" if variant.timing else state(variant))
         share = first.ranks / variant.ranks
         ends = None if found.low is None or found.high is None or variant is first else (found.low, found.high)
         interval = (ends[0] * share, ends[1] * share) if ends else None
-        return _Bar(variant, found.ratio * share, f"{found.ratio * share:.2f}x", interval)
+        return Bar(variant, found.ratio * share, f"{found.ratio * share:.2f}x", interval)
 
     apart = ", ".join(v.name for v, timing in record.timed if timing.speedup and timing.speedup.unpaired)
     return Chart(
@@ -103,7 +80,7 @@ def _throughput(record: Record) -> Chart | None:
         "Relative throughput" + (f" per {chip}" if several else ""),
         "Rate over the first variant's, paired by round. The thin line is the 95% interval."
         + (f" Rounds from different starts, not paired: {apart}." if apart else ""),
-        _bars(
+        bars(
             [bar(variant) for variant in record.variants],
             f"images/s{f' per {chip}' if several else ''}, first variant = 1",
             line=1.0,
@@ -119,7 +96,7 @@ def _chip(record: Record) -> str:
 def _timed_bars(
     record: Record, value: Callable[[Timing], float], text: Callable[[VariantRecord, Timing], str], label: str
 ) -> Figure:
-    return _bars([_Bar(variant, value(timing), text(variant, timing)) for variant, timing in record.timed], label)
+    return bars([Bar(variant, value(timing), text(variant, timing)) for variant, timing in record.timed], label)
 
 
 def _rates(record: Record) -> Chart | None:
@@ -160,7 +137,7 @@ def _memory(record: Record) -> Chart | None:
     if not peaks or (on_cpu and max(peaks) - min(peaks) < _LEAST_DIFFERENCE * max(peaks)):
         return None
     where = "of the process, including its libraries," if on_cpu else "of the device"
-    figure = _bars([_Bar(variant, peak / 1e9, size_text(peak)) for variant, peak in found], "GB")
+    figure = bars([Bar(variant, peak / 1e9, size_text(peak)) for variant, peak in found], "GB")
     return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
 
 
@@ -418,7 +395,7 @@ def _rounding(record: Record) -> Chart | None:
     for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
     axes.set_xscale("log")
-    _names(axes, [variant for variant, _ in found])
+    name_rows(axes, [variant for variant, _ in found])
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("relative error against float64", fontsize=9)
     if shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from pycls_fast.ledger.report.record import VariantRecord
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 STROKES = ("-", "--", "-.", ":")
@@ -71,3 +74,41 @@ def legend(figure: Figure, axes: Axes, entries: int, **place: Any) -> None:
         return
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(entries / 2))
     figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A variant's bar: its length, the text at its end, and the ends of its interval."""
+
+    variant: VariantRecord
+    length: float
+    text: str
+    interval: tuple[float, float] | None = None
+
+
+def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
+    """A horizontal bar per variant, from top to bottom, with its number at the end; the reference is hatched."""
+    figure, axes = plain_axes(0.9 + 0.36 * len(made))
+    for place, bar in enumerate(made):
+        first, ends = bar.variant.before is None, bar.interval
+        axes.barh(
+            place, bar.length, color=PALE if first else INK, hatch="//" if first else None, edgecolor=INK, height=0.66
+        )
+        if ends is not None:
+            axes.plot(ends, [place, place], color="black", linewidth=3.2, solid_capstyle="butt")
+            axes.plot(ends, [place, place], color="white", linewidth=1.2, solid_capstyle="butt")
+        end = max(bar.length, ends[1] if ends else 0)
+        axes.annotate(bar.text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    if line is not None:
+        axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
+    name_rows(axes, [bar.variant for bar in made])
+    # Leave room for the number after the longest bar.
+    axes.set_xlim(0, max([bar.length for bar in made] + [end for bar in made for end in bar.interval or ()]) * 1.22)
+    axes.set_xlabel(label, fontsize=9)
+    return figure
+
+
+def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
+    """Name the rows, from top to bottom."""
+    axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
+    axes.invert_yaxis()
