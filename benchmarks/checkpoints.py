@@ -23,7 +23,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State

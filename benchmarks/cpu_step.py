@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.ledger.parts import Trainer, synthetic_batch
-from pycls_fast.ledger.statistics import Ratio, paired_ratio, spread
+from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
+from pycls_fast.ledger.report.statistics import Ratio, paired_ratio, spread
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step

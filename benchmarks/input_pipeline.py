@@ -41,7 +41,7 @@ from pycls_fast.data.packing import PackSettings, pack
 from pycls_fast.data.pictures import DECODERS, Interpolation
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
-from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.train.environment import environment, versions
 
 SIZE, SHORT_SIDE = 224, 320

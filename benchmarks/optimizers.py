@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.ledger.clocks import synchronize
-from pycls_fast.ledger.statistics import paired_ratio, spread
+from pycls_fast.ledger.measure.clocks import synchronize
+from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.train.environment import provenance_lines

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.optim import local
 from pycls_fast.parallel import place_model
 from pycls_fast.train.building import make_step

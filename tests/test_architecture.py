@@ -122,8 +122,7 @@ def circle(root: Path) -> list[str]:
     The package itself is left out: it has the version, and imports when its functions are called.
     """
     files = {_dotted(file.relative_to(root)): file for file in (root / "pycls_fast").rglob("*.py")}
-    # The last one goes when the ledger's runner and its trainings are one file.
-    out = {"", "pycls_fast", "pycls_fast.ledger.trainings"}
+    out = {"", "pycls_fast"}
     graph = {
         name: {_file_of(module, files) for _, module in _imports(file, file.relative_to(root))} - {name} - out
         for name, file in files.items()

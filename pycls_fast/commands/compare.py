@@ -2,10 +2,9 @@
 
 Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images on
 which the two disagree, accuracy by class, speed and memory. Prints a table, and writes into the output folder
-`index.html` (one page with everything), `compare.json`, and contact sheets of the disagreements. The runs need not be
-finished.
+`index.html` (one page with everything) and `compare.json`. The runs need not be finished.
 
-    output=      a folder; default: comparisons/A--B, numbered if that holds other runs
+    output=      a folder; default: one in comparisons/
     images=24    images shown per kind of disagreement
 """
 

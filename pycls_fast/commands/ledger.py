@@ -1,11 +1,11 @@
 """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT ladder=NAME [key=value ...]`.
 
-Every rung of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, compared with float64, and trained
-with several seeds; a page with charts, a table and `ledger.json` are written to `output`. Started again, it resumes.
+Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, compared with float64, and
+trained with several seeds; a page and `ledger.json` are written to `output`. Started again, it resumes.
 
-mode=cumulative      each rung on top of those before it
-mode=one_at_a_time   each rung by itself on the baseline
-mode=leave_one_out   all rungs but one
+mode=cumulative      each variant on top of those before it
+mode=one_at_a_time   each variant by itself on the baseline
+mode=leave_one_out   all variants but one
 mode=gradients       a short training: how many gradients float16 cannot hold, and how many updates it loses
 mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
 
@@ -13,22 +13,19 @@ mode=numerics        logit and gradient errors of one setting against float64, a
     pycls-fast ledger report LEDGER.json [output=FOLDER]
     pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
 
-`report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a rung has lost speed or
-accuracy; absolute=false compares only speed-ups.
+`report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost speed
+or accuracy; absolute=false compares only speed-ups.
 """
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
-
-from pydantic import Field
+from typing import Literal, NoReturn
 
 from pycls_fast.config import Purpose, RunConfig, Section, command_line
+from pycls_fast.config.ladder import LadderSettings, Repeats, read_ladder
+from pycls_fast.config.schema.values import NonNegativeInt, PositiveFloat, PositiveInt
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
-
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
 
 
 class Named(Section):
@@ -41,43 +38,25 @@ class Named(Section):
         return self.name
 
 
-class Options(Section):
+class Options(Repeats):
     """Keys of this tool only."""
 
     mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
-    """How rungs are combined (cumulative, one_at_a_time, leave_one_out), or a single measurement: gradients, numerics;
-    null: the ladder's own."""
+    """How variants are combined (cumulative, one_at_a_time, leave_one_out), or a single measurement: gradients,
+    numerics; null: the ladder's own."""
     ladder: Named = Named()
-    """The rungs: a ladder of configs/ladder/, or a file."""
+    """The variants: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()
-    """Rungs to run, by name or by a key that they set; []: all."""
-    seeds: Count = 3
-    """Training runs of each rung."""
-    first_seed: Count = 0
-    """The seed of the first of them."""
-    rounds: Positive = 3
-    """Timings of each rung, in turns."""
-    steps: Positive | None = None
+    """Variants to run, by name or by a key that they set; []: all."""
+    steps: PositiveInt | None = None
     """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
-    warmup_steps: Count | None = None
+    warmup_steps: NonNegativeInt | None = None
     """The least number of steps before a timing, or before the counted steps of mode=gradients; null: 5, or 20."""
-    seconds: Annotated[float, Field(ge=0.0)] = 2.0
-    """The shortest timing; its warm-up lasts at least half of it."""
-    numerics_steps: Positive | None = 20
-    """Compare logits and gradients with float64 before training and after so many steps; null: do not."""
-    jobs: Positive = 1
-    """Training runs at a time; on CUDA each has GPUs of its own."""
-    ranks: Positive = 1
-    """Processes of each timing and training, unless the ladder says how many."""
-    margin: Annotated[float, Field(gt=0.0)] = 0.2
-    """The loss of top-1 that is accepted, in points."""
-    gradients: bool = True
-    """Count the first rung's gradients against float16's limits."""
     dry_run: bool = False
-    """Print the plan and an estimate of its time, from a few steps of the first rung."""
+    """Print the plan and an estimate of its time, from a few steps of the first variant."""
     accept_code: bool = False
     """Resume in a folder that was measured before the code changed."""
-    loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
+    loss_scale: PositiveFloat = 65536.0
     """mode=gradients: the scale that is tried on the gradients."""
     output: str | None = None
     """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes. A JSON file with
@@ -110,7 +89,7 @@ def main(config: RunConfig, options: Options) -> int:
     refuse_unread(options)
     # torch takes seconds to import; mistakes in the configuration are reported before that.
     if options.mode == "gradients":
-        from pycls_fast.ledger.gradients import count_gradients
+        from pycls_fast.ledger.measure.gradients import count_gradients
 
         return count_gradients(
             config,
@@ -120,31 +99,18 @@ def main(config: RunConfig, options: Options) -> int:
             output=options.output,
         )
     if options.mode == "numerics":
-        from pycls_fast.ledger.numerics import measure_numerics
+        from pycls_fast.ledger.measure.numerics import measure_numerics
 
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
-    from pycls_fast.config.ladder import read_ladder
     from pycls_fast.config.variants import config_folders, same_command, variant
-    from pycls_fast.ledger.folder import default_folder
-    from pycls_fast.ledger.run_ladder import run_ladder
-    from pycls_fast.ledger.settings import LadderSettings
+    from pycls_fast.ledger.ladder.folder import default_folder
+    from pycls_fast.ledger.ladder.run import run_ladder
 
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or ladder.default_mode
-    settings = LadderSettings(
-        mode=mode,
-        seeds=options.seeds,
-        first_seed=options.first_seed,
-        rounds=options.rounds,
-        steps=options.steps or 10,
-        warmup_steps=5 if options.warmup_steps is None else options.warmup_steps,
-        seconds=options.seconds,
-        numerics_steps=options.numerics_steps,
-        jobs=options.jobs,
-        ranks=options.ranks,
-        margin=options.margin,
-        gradients=options.gradients,
-    )
+    own = {key: getattr(options, key) for key in Repeats.model_fields}
+    timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(options, key)) is not None}
+    settings = LadderSettings(mode=mode, **own, **timed)
     purpose = Purpose(needs_data=False, trains=settings.seeds > 0)
     output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
     return run_ladder(
@@ -165,11 +131,11 @@ def main(config: RunConfig, options: Options) -> int:
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
     if sys.argv[1:2] == ["check"]:
-        from pycls_fast.ledger.gate import check
+        from pycls_fast.ledger.report.gate import check
 
         sys.exit(check(sys.argv[2:]))
     if sys.argv[1:2] == ["report"]:
-        from pycls_fast.ledger.report import redraw
+        from pycls_fast.ledger.report.page import redraw
 
         sys.exit(redraw(sys.argv[2:]))
     command_line(main, about=__doc__, options=Options, purpose=Purpose(trains=True))

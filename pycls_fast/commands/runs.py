@@ -33,7 +33,7 @@ def main(options: Options) -> int:
     if options.output is not None and not options.output.lower().endswith((".csv", ".json")):
         raise UserError(f"output: {options.output} must end in .csv or .json; rename it")
     # torch takes seconds to import; mistakes on the command line are reported before that.
-    from pycls_fast.ledger.overview import list_runs
+    from pycls_fast.ledger.runs import list_runs
 
     return list_runs(options.folders, sort=options.sort, output=options.output)
 

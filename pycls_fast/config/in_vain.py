@@ -14,7 +14,7 @@ from pycls_fast.precision import LEVELS
 def in_vain(config: RunConfig, composed: Composed) -> Iterator[str]:
     """Yield a line for each key that was typed with a value other than its default and has no effect.
 
-    Not an error: one run of a sweep, or one rung of a ladder, may switch off what the others use.
+    Not an error: one run of a sweep, or one variant of a ladder, may switch off what the others use.
     """
     typed = {key_of(override) for override in composed.overrides}
     loss, optim, precision, level = config.loss, config.optim, config.precision, LEVELS[config.precision.name]

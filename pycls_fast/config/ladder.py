@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.schema import RunConfig, Section, ViTModel
-from pycls_fast.config.schema.values import AUTO, PositiveFloat, PositiveInt, Text
+from pycls_fast.config.schema.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.paths import user_path
@@ -21,14 +21,17 @@ Overrides = tuple[Text, ...]
 Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
 
 
-class Rung(Section):
-    """One change: its name and the overrides that make it, as on the command line.
+class Variant(Section):
+    """One setting to be measured. In a ladder's file: a change to the baseline, as overrides of a command line.
 
-    `ranks` is the number of processes of this rung and, in a cumulative ladder, of those after it. `needs` names the
+    `ranks` is the number of processes of this variant and, in a cumulative ladder, of those after it. `needs` names the
     only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches, and
-    `batch_ratio` the global batch. `against` names the rung that this one is one change away from, if that is not the
-    baseline: in mode one_at_a_time the two are compared, and selecting this one also selects the other. `tree` is the
-    folder of another checkout (a git worktree, say) whose code this rung runs, in mode one_at_a_time.
+    `batch_ratio` the global batch. `against` names the variant that this one is one change away from, if that is not
+    the baseline: in mode one_at_a_time the two are compared, and selecting this one also selects the other. `tree` is
+    the folder of another checkout (a git worktree, say) whose code this variant runs, in mode one_at_a_time.
+
+    In the plan of a ladder (`ledger.ladder.plan`): `overrides` are all that are appended to the experiment's, `ranks`
+    is set, and `against` is the variant that this one is one step away from; None for the first.
     """
 
     name: Text
@@ -45,7 +48,7 @@ class Rung(Section):
 class Ladder(Section):
     """A baseline and the changes to it, in order.
 
-    `mode` is the only mode that its rungs can run in (None: any), `default_mode` the one that they run in without
+    `mode` is the only mode that its variants can run in (None: any), `default_mode` the one that they run in without
     `mode=`.
     """
 
@@ -53,8 +56,42 @@ class Ladder(Section):
     source: str = ""
     mode: Literal["one_at_a_time"] | None = None
     default_mode: Mode = "cumulative"
-    baseline: Rung
-    rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
+    baseline: Variant
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+
+
+class Repeats(Section):
+    """How often each variant of a ladder is measured; options of the command line, too."""
+
+    seeds: NonNegativeInt = 3
+    """Training runs of each variant."""
+    first_seed: NonNegativeInt = 0
+    """The seed of the first of them."""
+    rounds: PositiveInt = 3
+    """Timings of each variant, in turns."""
+    seconds: NonNegativeFloat = 2.0
+    """The shortest timing; its warm-up lasts at least half of it."""
+    numerics_steps: PositiveInt | None = 20
+    """Compare logits and gradients with float64 before training and after so many steps; null: do not."""
+    jobs: PositiveInt = 1
+    """Training runs at a time; on CUDA each has GPUs of its own."""
+    ranks: PositiveInt = 1
+    """Processes of each timing and training, unless the ladder says how many."""
+    margin: PositiveFloat = 0.2
+    """The loss of top-1 that is accepted, in points."""
+    gradients: bool = True
+    """Count the first variant's gradients against float16's limits."""
+
+
+class LadderSettings(Repeats):
+    """What a ladder measures."""
+
+    mode: Mode = "cumulative"
+    """How variants are combined."""
+    steps: PositiveInt = 10
+    """The least number of steps in a timing."""
+    warmup_steps: NonNegativeInt = 5
+    """The least number of steps before it."""
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
@@ -74,15 +111,15 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors())
         raise UserError(*(f"ladder: {file}: {line}" for line in lines)) from error
-    names = [rung.name for rung in (ladder.baseline, *ladder.rungs)]
+    names = [variant.name for variant in (ladder.baseline, *ladder.variants)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UserError(f"ladder: {file}: more than one rung is called {', '.join(twice)}; give each a name of its own")
+        raise UserError(f"ladder: {file}: more than one variant is called {', '.join(twice)}; give each its own name")
     wrong = [
-        f"ladder: {file}: '{rung.name}' is against {rung.against}, which is not another rung"
-        f"{did_you_mean(rung.against, names[1:])}; give the name of one, or leave it out for the baseline"
-        for rung in ladder.rungs
-        if rung.against is not None and rung.against not in set(names[1:]) - {rung.name}
+        f"ladder: {file}: '{variant.name}' is against {variant.against}, which is not another variant"
+        f"{did_you_mean(variant.against, names[1:])}; give the name of one, or leave it out for the baseline"
+        for variant in ladder.variants
+        if variant.against is not None and variant.against not in set(names[1:]) - {variant.name}
     ]
     if wrong:
         raise UserError(*wrong)
@@ -98,21 +135,22 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
     """
     patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
 
-    def sized(rung: Rung) -> Rung:
-        overrides = list(rung.overrides)
-        if rung.image_size_ratio is not None:
-            size = max(round(config.data.image_size * rung.image_size_ratio / patch), 1) * patch
+    def sized(variant: Variant) -> Variant:
+        overrides = list(variant.overrides)
+        if variant.image_size_ratio is not None:
+            size = max(round(config.data.image_size * variant.image_size_ratio / patch), 1) * patch
             overrides.append(f"data.image_size={size}")
-        if rung.batch_ratio is not None:
+        if variant.batch_ratio is not None:
             if config.data.global_batch_size == AUTO:
                 raise UserError(
-                    f"data.global_batch_size: auto cannot be scaled by the batch_ratio of '{rung.name}'; give a number"
+                    f"data.global_batch_size: auto cannot be scaled (batch_ratio of '{variant.name}'); give a number"
                 )
-            batch = max(round(config.data.global_batch_size * rung.batch_ratio), 1)
+            batch = max(round(config.data.global_batch_size * variant.batch_ratio), 1)
             overrides.append(f"data.global_batch_size={batch}")
-        return rung.model_copy(update={"overrides": tuple(overrides)})
+        return variant.model_copy(update={"overrides": tuple(overrides)})
 
-    return ladder.model_copy(update={"baseline": sized(ladder.baseline), "rungs": tuple(map(sized, ladder.rungs))})
+    variants = tuple(map(sized, ladder.variants))
+    return ladder.model_copy(update={"baseline": sized(ladder.baseline), "variants": variants})
 
 
 def _find(name: str, folders: Sequence[Path]) -> Path:

@@ -1,6 +1,11 @@
-"""The ledger: what each choice costs in time, memory and accuracy. Timing, statistics, tables and reports."""
+"""The ledger: what each choice costs in time, memory and accuracy.
 
-from pycls_fast.ledger.statistics import paired_ratio
-from pycls_fast.ledger.timing import time_variants
+Reading order: `ladder/work.py` (what is measured, in which order), `measure/` (each measurement, a process of its own),
+`report/record.py` (the record), `report/statistics.py` (what it may claim), `report/page.py`. `compare.py` puts two
+runs side by side, `runs.py` lists many.
+"""
+
+from pycls_fast.ledger.measure.timing import time_variants
+from pycls_fast.ledger.report.statistics import paired_ratio
 
 __all__ = ["paired_ratio", "time_variants"]

@@ -143,7 +143,7 @@ def _notes(run: Run) -> Iterator[str]:
             "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "
             "compiled; use speed.compile=blocks, or precision=amp_bf16"
         )
-    # Not an error: a ladder may leave out the rung that sets a 16-bit precision, or run other rungs without it.
+    # Not an error: a ladder may leave out the variant that sets a 16-bit precision, or run others without it.
     if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
         yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
     optim = run.config.optim

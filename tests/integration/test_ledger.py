@@ -26,7 +26,7 @@ SHORT = (
 LADDER = """
 description: three changes
 baseline: {name: plain, overrides: [speed=reference]}
-rungs:
+variants:
   # Other code than the reference's, with the same bits.
   - {name: same, overrides: [speed.metrics=interval]}
   - {name: nowhere, overrides: [precision=tf32]}
@@ -62,18 +62,19 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
 
     record = json.loads((folder / "ledger.json").read_text())
     # Both starts, the one that was killed as well.
-    measured = [run["wall_seconds"] for arm in record["arms"] if arm["training"] for run in arm["training"]["runs"]]
+    trained = [each["training"] for each in record["variants"] if each["training"]]
+    measured = [run["wall_seconds"] for training in trained for run in training["runs"]]
     assert record["wall_seconds"] > sum(measured) / record["settings"]["jobs"]
-    assert f"Time: {record['wall_seconds'] / 60:.0f} min with jobs=" in (folder / "ledger.md").read_text()
-    arms = {arm["name"]: arm for arm in record["arms"]}
-    assert list(arms) == ["plain", "same", "nowhere", "half"]
-    assert arms["same"]["training"]["against_reference"]["verdict"]["finding"] == "identical"
-    assert arms["nowhere"]["status"] == "cannot run"
-    assert arms["half"]["before"] == "same"
-    assert arms["half"]["timing"]["precision"] == "amp_bf16"
-    assert arms["half"]["training"]["against_reference"]["verdict"]["finding"] in ("not enough runs", "identical")
-    assert arms["half"]["numerics"][1]["gradient_error"] > 10 * arms["plain"]["numerics"][1]["gradient_error"]
-    for name in ("index.html", "ledger.md", "charts/ladder.png"):
+    assert f"{record['wall_seconds'] / 60:.0f} min with jobs=" in (folder / "index.html").read_text()
+    variants = {each["name"]: each for each in record["variants"]}
+    assert list(variants) == ["plain", "same", "nowhere", "half"]
+    assert variants["same"]["training"]["against_reference"]["verdict"]["finding"] == "identical"
+    assert variants["nowhere"]["status"] == "cannot run"
+    assert variants["half"]["before"] == "same"
+    assert variants["half"]["timing"]["precision"] == "amp_bf16"
+    assert variants["half"]["training"]["against_reference"]["verdict"]["finding"] in ("not enough runs", "identical")
+    assert variants["half"]["numerics"][1]["gradient_error"] > 10 * variants["plain"]["numerics"][1]["gradient_error"]
+    for name in ("index.html", "charts/throughput.png"):
         assert (folder / name).stat().st_size > 500
 
     # Nothing is left to do, and nothing is done.
@@ -87,14 +88,14 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "LOST" not in run_process(gate, cwd=tmp_path).stdout
     report = [*gate[:2], "report", str(folder / "ledger.json"), f"output={tmp_path / 'again'}"]
     assert f"report: {tmp_path / 'again' / 'index.html'}" in run_process(report, cwd=tmp_path).stdout
-    assert (tmp_path / "again" / "ledger.md").read_bytes() == (folder / "ledger.md").read_bytes()
+    assert (tmp_path / "again" / "index.html").read_bytes() == (folder / "index.html").read_bytes()
 
 
 def test_sigterm_leaves_the_record_and_the_same_command_resumes(
     ladder: Path, digits: Path, tmp_path: Path, started: Started
 ) -> None:
     ladder.write_text(
-        "description: one change\nbaseline: {name: plain}\nrungs: [{name: wide, overrides: [model.width=48]}]"
+        "description: one change\nbaseline: {name: plain}\nvariants: [{name: wide, overrides: [model.width=48]}]"
     )
     folder = tmp_path / "report"
     arguments = ledger(ladder, digits, f"output={folder}", "seeds=0", "numerics_steps=null")
@@ -108,18 +109,17 @@ def test_sigterm_leaves_the_record_and_the_same_command_resumes(
     assert process.returncode == 3, said
     assert "stopped; everything finished so far is saved, and the same command resumes" in said
     assert not [command for command in _commands() if str(folder) in command], "a stopped ledger leaves processes"
-    assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, False]
-    assert "Unfinished: 1 of 2 measurements" in (folder / "index.html").read_text()
+    assert _timed(folder) == [True, False]
+    assert "unfinished: 1 of 2 measurements" in (folder / "index.html").read_text()
 
     stamp = timed.stat().st_mtime_ns
     run_process(arguments, cwd=tmp_path)
     assert timed.stat().st_mtime_ns == stamp
-    assert [bool(arm["timing"]) for arm in _arms(folder)] == [True, True]
+    assert _timed(folder) == [True, True]
 
 
-def _arms(folder: Path) -> list[dict[str, Any]]:
-    arms: list[dict[str, Any]] = json.loads((folder / "ledger.json").read_text())["arms"]
-    return arms
+def _timed(folder: Path) -> list[bool]:
+    return [bool(each["timing"]) for each in json.loads((folder / "ledger.json").read_text())["variants"]]
 
 
 def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Pa
     lines = [line.partition(": about ")[0] for line in said.splitlines() if ": about " in line]
     assert lines == ["timings", "rounding", "training"]
     # 1,438 images make 22 steps of 64.
-    assert re.search(r"in total about \d+ min if every rung is as fast as the first \(\d+ ms a step, 22 steps", said)
+    assert re.search(r"in total about \d+ min if every variant is as fast as the first \(\d+ ms a step, 22 steps", said)
     assert not folder.exists()
 
 

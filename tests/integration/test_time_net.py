@@ -11,8 +11,8 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import time_variants
-from pycls_fast.ledger import variant as timed_variant
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure import timed as timed_variant
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
 KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import Finished
-from pycls_fast.ledger.gradients import count_gradients
-from pycls_fast.ledger.numerics import measure_numerics
-from pycls_fast.ledger.timing import time_variants
+from pycls_fast.ledger.measure.gradients import count_gradients
+from pycls_fast.ledger.measure.numerics import measure_numerics
+from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.optim import MasterWeights
 from pycls_fast.train import checkpoint, train
 from pycls_fast.train.lr_range import lr_range_test

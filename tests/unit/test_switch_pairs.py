@@ -22,7 +22,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, MODEL_KINDS, Device, SwitchName
 from pycls_fast.train.building import make_step

@@ -15,7 +15,7 @@ from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Keys, Mixer, Prepare, PrepareOnHost, SyntheticSource, TrainSampler
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName

@@ -12,8 +12,7 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.gradient_counts import LayerCounts, Watch
-from pycls_fast.ledger.gradients import count_gradients
+from pycls_fast.ledger.measure.gradients import LayerCounts, Watch, count_gradients
 from pycls_fast.speed import SwitchName
 from tests.integration.runs import TINY, command, run_process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from pydantic import ValidationError
 
 from pycls_fast.commands.ledger import TAKEN, Named, Options, main, refuse_unread
 from pycls_fast.config import Purpose, command_line, load_config, variants
+from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import run_ladder
-from pycls_fast.ledger.settings import LadderSettings
+from pycls_fast.ledger.ladder import run
 
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
@@ -68,7 +67,7 @@ def test_a_ladder_may_bring_its_mode(
         asked.append(settings.mode)
         return 0
 
-    monkeypatch.setattr(run_ladder, "run_ladder", instead)
+    monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
@@ -77,14 +76,14 @@ def test_a_ladder_may_bring_its_mode(
 
 def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(run_ladder, "run_ladder", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
+    monkeypatch.setattr(run, "run_ladder", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
     monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
         "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
         "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
     }  # fmt: skip
-    assert set(values) == {field.name for field in fields(LadderSettings)}
+    assert set(values) == set(LadderSettings.model_fields)
     more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
     assert main(load_config("vit_digits"), Options(**values, **more)) == 0
     ((settings, named),) = asked
@@ -94,7 +93,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "refused"), [(1, ["model.init"]), (0, [])])
-def test_rungs_are_checked_as_what_is_trained(
+def test_variants_are_checked_as_what_is_trained(
     seeds: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is trained, they are timed: LAMB's steps take the same time whatever the head begins with."""
@@ -107,7 +106,7 @@ def test_rungs_are_checked_as_what_is_trained(
             lines.extend(error.lines)
         return 0
 
-    monkeypatch.setattr(run_ladder, "run_ladder", instead)
+    monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"seeds={seeds}"])
     try:

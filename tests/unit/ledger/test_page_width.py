@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.ledger.charts import charts
-from pycls_fast.ledger.page import page
-from pycls_fast.ledger.reading import read_ledger
+from pycls_fast.ledger.report.page import ledger_page
+from pycls_fast.ledger.report.record import read_record
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -48,8 +47,7 @@ def overflow(text: str, width: int, folder: Path) -> int:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_does_not_scroll_sideways(width: int, tmp_path: Path) -> None:
-    record = read_ledger(RESULTS / "ledger_modern" / "ledger.json")
-    text = page(record, charts(record))
+    text = ledger_page(read_record(RESULTS / "ledger_modern" / "ledger.json")).html()
     assert overflow(text, width, tmp_path) == 0
     wide = f"<p style='width:{width + 100}px;max-width:none'>wide</p></body>"
     assert overflow(text.replace("</body>", wide), width, tmp_path) > 0

@@ -1,4 +1,4 @@
-"""Which arms a ladder makes."""
+"""Which variants a ladder makes."""
 
 from __future__ import annotations
 
@@ -6,63 +6,61 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.ladder import Ladder, Mode, Rung, for_experiment, read_ladder
+from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, read_ladder
 from pycls_fast.config.locations import CONFIGS
-from pycls_fast.config.quoting import text_override
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.plan import EVERYTHING, arms, merged, pick
+from pycls_fast.ledger.ladder.plan import EVERYTHING, Selection, merged, pick, plan, slug
 
 LADDER = Ladder(
     description="three changes",
-    baseline=Rung(name="base", overrides=("speed=reference", "precision=fp32")),
-    rungs=(
-        Rung(name="half", overrides=("precision=amp_bf16",)),
-        Rung(name="two", overrides=("parallel=ddp",), ranks=2),
-        Rung(name="fused", overrides=("speed.optimizer=fused",)),
+    baseline=Variant(name="base", overrides=("speed=reference", "precision=fp32")),
+    variants=(
+        Variant(name="half", overrides=("precision=amp_bf16",)),
+        Variant(name="two", overrides=("parallel=ddp",), ranks=2),
+        Variant(name="fused", overrides=("speed.optimizer=fused",)),
     ),
 )
 
 
-def test_cumulative_rungs_stand_on_each_other() -> None:
-    made = arms(LADDER, "cumulative")
-    assert [(a.name, a.before, a.ranks) for a in made] == [
+def test_cumulative_variants_stand_on_each_other() -> None:
+    made = plan(LADDER, "cumulative")
+    assert [(a.name, a.against, a.ranks) for a in made] == [
         ("base", None, 1), ("half", "base", 1), ("two", "half", 2), ("fused", "two", 2),
     ]  # fmt: skip
     assert made[1].overrides == ("speed=reference", "precision=amp_bf16")
     assert made[3].overrides == ("speed=reference", "precision=amp_bf16", "parallel=ddp", "speed.optimizer=fused")
 
 
-def test_what_cannot_run_is_an_arm_and_not_below_the_others() -> None:
-    made = arms(LADDER, "cumulative", impossible={"two"})
+def test_what_cannot_run_is_listed_and_not_below_the_others() -> None:
+    made = plan(LADDER, "cumulative", impossible={"two"})
     assert made[2].overrides[-1] == "parallel=ddp"
-    assert (made[3].before, made[3].ranks) == ("half", 1)
+    assert (made[3].against, made[3].ranks) == ("half", 1)
     assert made[3].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
 
 
 def test_one_at_a_time_stands_on_the_baseline() -> None:
-    made = arms(LADDER, "one_at_a_time", ranks=3)
-    assert [(a.before, a.ranks) for a in made] == [(None, 3), ("base", 3), ("base", 2), ("base", 3)]
+    made = plan(LADDER, "one_at_a_time", ranks=3)
+    assert [(a.against, a.ranks) for a in made] == [(None, 3), ("base", 3), ("base", 2), ("base", 3)]
     assert made[3].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
 
 
 def test_leave_one_out_stands_on_everything() -> None:
-    made = arms(LADDER, "leave_one_out", impossible={"two"})
+    made = plan(LADDER, "leave_one_out", impossible={"two"})
     assert [a.name for a in made] == [EVERYTHING, "without half", "two", "without fused"]
     assert made[0].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
     assert made[1].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
     assert made[2].overrides == ("speed=reference", "precision=fp32", "parallel=ddp")
-    assert {a.before for a in made[1:]} == {EVERYTHING}
-    assert not [a for a in made if a.overridden]
+    assert {a.against for a in made[1:]} == {EVERYTHING}
 
 
-def test_without_a_rung_that_others_override_nothing_changes() -> None:
-    quarter, nothing = Rung(name="quarter", overrides=("precision=fp8",)), Rung(name="nothing")
-    made = arms(LADDER.model_copy(update={"rungs": (*LADDER.rungs, quarter, nothing)}), "leave_one_out")
-    assert {a.name: a.overridden for a in made if a.overridden} == {
+def test_without_a_variant_that_others_override_nothing_changes() -> None:
+    quarter, nothing = Variant(name="quarter", overrides=("precision=fp8",)), Variant(name="nothing")
+    ladder = LADDER.model_copy(update={"variants": (*LADDER.variants, quarter, nothing)})
+    selection = Selection(ladder, "leave_one_out", 1, "cuda")
+    assert {v.name: why for v in selection.variants() if (why := selection.overridden(v))} == {
         "without half": "half is overridden by quarter: the same settings as 'everything'",
         "without nothing": "nothing changes nothing: the same settings as 'everything'",
     }
@@ -73,18 +71,18 @@ def test_the_last_of_two_overrides_stands() -> None:
 
 
 @pytest.mark.parametrize(("names", "picked"), [((), 3), (("half",), 1), (("optimizer", "precision"), 2)])
-def test_rungs_are_picked_by_name_or_switch(names: tuple[str, ...], picked: int) -> None:
-    assert len(pick(LADDER, names).rungs) == picked
+def test_variants_are_picked_by_name_or_switch(names: tuple[str, ...], picked: int) -> None:
+    assert len(pick(LADDER, names).variants) == picked
 
 
 STEPS = Ladder(
     description="one change behind the other",
-    baseline=Rung(name="base"),
-    rungs=(
-        Rung(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
-        Rung(name="one", overrides=("a=1",)),
-        Rung(name="two", overrides=("b=1", "a=1"), against="one"),
-        Rung(name="other", overrides=("d=1",)),
+    baseline=Variant(name="base"),
+    variants=(
+        Variant(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
+        Variant(name="one", overrides=("a=1",)),
+        Variant(name="two", overrides=("b=1", "a=1"), against="one"),
+        Variant(name="other", overrides=("d=1",)),
     ),
 )
 
@@ -93,33 +91,33 @@ STEPS = Ladder(
     ("name", "picked"),
     [("c", ["three", "one", "two"]), ("two", ["one", "two"]), ("b", ["one", "two"]), ("a", ["one"]), ("d", ["other"])],
 )
-def test_a_rung_brings_along_what_it_is_against(name: str, picked: list[str]) -> None:
-    assert [rung.name for rung in pick(STEPS, [name]).rungs] == picked
+def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str]) -> None:
+    assert [variant.name for variant in pick(STEPS, [name]).variants] == picked
 
 
-def test_a_rung_alone_is_one_step_from_what_it_is_against() -> None:
-    made = arms(STEPS, "one_at_a_time")
-    assert [(a.name, a.before, a.note) for a in made] == [
+def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
+    made = plan(STEPS, "one_at_a_time")
+    assert [(a.name, a.against, a.note) for a in made] == [
         ("base", None, ""),
         ("three", "two", "the one before is 'two'; slow"),
         ("one", "base", ""),
         ("two", "one", "the one before is 'one'"),
         ("other", "base", ""),
     ]
-    assert [a.before for a in arms(STEPS, "cumulative")] == [None, "base", "three", "one", "two"]
+    assert [a.against for a in plan(STEPS, "cumulative")] == [None, "base", "three", "one", "two"]
 
 
-def test_a_rung_that_is_not_there() -> None:
+def test_a_variant_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean fused"):
         pick(LADDER, ["fusde"])
 
 
 def test_a_larger_image_has_whole_patches() -> None:
-    ladder = LADDER.model_copy(update={"rungs": (Rung(name="larger", image_size_ratio=256 / 224),)})
+    ladder = LADDER.model_copy(update={"variants": (Variant(name="larger", image_size_ratio=256 / 224),)})
     for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
         config = load_config(name, overrides)
         patch, before = config.model.patch_size, config.data.image_size  # type: ignore[union-attr]
-        (override,) = for_experiment(ladder, config).rungs[0].overrides
+        (override,) = for_experiment(ladder, config).variants[0].overrides
         found = int(override.removeprefix("data.image_size="))
         assert found % patch == 0
         assert found > before
@@ -127,15 +125,15 @@ def test_a_larger_image_has_whole_patches() -> None:
 
 
 def test_a_batch_is_scaled_from_the_experiments() -> None:
-    ladder = LADDER.model_copy(update={"rungs": (Rung(name="both", image_size_ratio=2, batch_ratio=1.5),)})
+    ladder = LADDER.model_copy(update={"variants": (Variant(name="both", image_size_ratio=2, batch_ratio=1.5),)})
     config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=96"])
-    assert for_experiment(ladder, config).rungs[0].overrides == ("data.image_size=448", "data.global_batch_size=144")
+    assert for_experiment(ladder, config).variants[0].overrides == ("data.image_size=448", "data.global_batch_size=144")
     config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=auto"])
-    with pytest.raises(UserError, match=r"^data.global_batch_size: auto cannot be scaled .* 'both'; give a number$"):
+    with pytest.raises(UserError, match=r"^data.global_batch_size: auto cannot be scaled .* 'both'\); give a number$"):
         for_experiment(ladder, config)
 
 
-# The rungs of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).
+# The variants of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).
 TOGETHER = sorted(file for file in (CONFIGS / "ladder").glob("*.yaml") if file.stem != "switches")
 
 
@@ -143,28 +141,34 @@ TOGETHER = sorted(file for file in (CONFIGS / "ladder").glob("*.yaml") if file.s
 @pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
 @pytest.mark.parametrize("file", TOGETHER, ids=lambda file: file.stem)
 def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
-    """Every arm makes a configuration of a ViT, whose switches go together where all rungs are meant to run."""
+    """Every variant makes a configuration of a ViT, whose switches go together where all variants are meant to run."""
     ladder = read_ladder(file.stem, [CONFIGS])
-    made = arms(for_experiment(ladder, load_config("vit_digits")), mode)
-    for arm in made:
+    made = plan(for_experiment(ladder, load_config("vit_digits")), mode)
+    for variant in made:
         device = torch.device("cpu" if file.stem == "cpu" else "cuda")
-        build.switches(load_config("vit_digits", arm.overrides), device)
-    assert len({arm.slug for arm in made}) == len(ladder.rungs) + 1
+        build.switches(load_config("vit_digits", variant.overrides), device)
+    assert len({slug(variant) for variant in made}) == len(ladder.variants) + 1
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         (None, "there is no file"),
-        ("description: x\nbaseline: {name: a}\nrungs: []\n", "rungs"),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, overide: [x=1]}]\n", "rungs.0.overide"),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: a}]\n", "more than one rung is called a"),
+        ("description: x\nbaseline: {name: a}\nvariants: []\n", "variants"),
+        ("description: x\nbaseline: {name: a}\nvariants: [{name: b, overide: [x=1]}]\n", "variants.0.overide"),
+        ("description: x\nbaseline: {name: a}\nvariants: [{name: a}]\n", "more than one variant is called a"),
         (
-            "description: x\nbaseline: {name: a}\nrungs: [{name: bat, against: cat}, {name: cats}]\n",
-            "'bat' is against cat, which is not another rung; did you mean cats",
+            "description: x\nbaseline: {name: a}\nvariants: [{name: bat, against: cat}, {name: cats}]\n",
+            "'bat' is against cat, which is not another variant; did you mean cats",
         ),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: b}]\n", "is against b, which is not another"),
-        ("description: x\nbaseline: {name: a}\nrungs: [{name: b, against: a}]\n", "is against a, which is not another"),
+        (
+            "description: x\nbaseline: {name: a}\nvariants: [{name: b, against: b}]\n",
+            "is against b, which is not another",
+        ),
+        (
+            "description: x\nbaseline: {name: a}\nvariants: [{name: b, against: a}]\n",
+            "is against a, which is not another",
+        ),
         ("a: [", "cannot be read"),
     ],
 )
@@ -180,10 +184,3 @@ def test_a_ladder_with_a_mistake(text: str | None, line: str, tmp_path: Path) ->
 def test_a_ladder_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean modern"):
         read_ladder("moderm", [CONFIGS])
-
-
-def test_a_folder_with_a_comma_is_one_value() -> None:
-    file = text_override("output", "ledgers/a,b/turn.json")
-    (parsed,) = OverridesParser.create().parse_overrides([file])
-    assert (parsed.is_sweep_override(), parsed.value()) == (False, "ledgers/a,b/turn.json")
-    assert text_override("run_dir", "runs/a") == "run_dir=runs/a"

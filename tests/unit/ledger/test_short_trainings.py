@@ -14,9 +14,9 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.gradients import count_gradients
-from pycls_fast.ledger.numerics import measure_numerics
-from pycls_fast.ledger.timing import time_variants
+from pycls_fast.ledger.measure.gradients import count_gradients
+from pycls_fast.ledger.measure.numerics import measure_numerics
+from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.train.lr_range import lr_range_test
 from tests.integration.runs import TINY
 

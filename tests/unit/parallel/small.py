@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.ledger.live_memory import LiveMemory
+from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.parallel import save_activation_memory
 

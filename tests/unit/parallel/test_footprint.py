@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.live_memory import LiveMemory
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.clocks import LiveMemory
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, Copies, World, footprint, place_model
 from pycls_fast.parallel.mesh import make_mesh
 from pycls_fast.speed import OPTIMIZERS

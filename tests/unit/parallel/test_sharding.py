@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.live_memory import LiveMemory
+from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim import BATCH_NORM, NORMS, assign, local, local_slices
 from pycls_fast.parallel import StrategySettings, World, Wrapped, place_model, start_world, wrap_model

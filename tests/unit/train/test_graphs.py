@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step

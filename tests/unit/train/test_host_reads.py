@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.parts import synthetic_batch
+from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.building import make_step

@@ -17,8 +17,8 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.gradients import count_gradients
-from pycls_fast.ledger.numerics import measure_numerics
+from pycls_fast.ledger.measure.gradients import count_gradients
+from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.train import scored_split, scoring
 from pycls_fast.train.knn import score_neighbours
 from pycls_fast.train.lr_range import lr_range_test

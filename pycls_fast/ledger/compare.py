@@ -1,0 +1,412 @@
+"""Two runs side by side: settings, results, the images on which they disagree, and cost.
+
+`pycls-fast compare` prints a table, and writes `compare.json` and a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pycls_fast import build
+from pycls_fast.config.saved import saved_in_run, validate_saved
+from pycls_fast.data import DamagedImage, Source, decode, is_drawn
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
+from pycls_fast.ledger.report.comparison import comparison_page, print_comparison, shown_images
+from pycls_fast.ledger.report.record import curve
+from pycls_fast.ledger.report.statistics import pair_images
+from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
+from pycls_fast.our_files import checkpoints
+from pycls_fast.paths import user_path
+from pycls_fast.speed import CATALOGUE
+from pycls_fast.train.environment import environment_command, versions
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.output_file import write_json
+from pycls_fast.train.run_folder import RunFolder
+
+Record = dict[str, Any]
+
+# Other tables show the command, ranks and device; the memory size differs by a page from boot to boot.
+_NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
+
+
+def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
+    """Compare two runs, write and print the result; returns the exit status.
+
+    Args:
+        run_a, run_b: run folders, finished or not.
+        output: a folder, created if it does not exist; None for one in `comparisons/`.
+        images: how many to show of each kind of disagreement.
+
+    Raises:
+        UserError: a folder does not hold a run, or `output` cannot be written to.
+    """
+    a, b = read_run_files(run_a), read_run_files(run_b)
+    folder = user_path(output) if output else _default_folder(a.path, b.path)
+    record = comparison(a, b, images)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "compare.json", record)
+        html = comparison_page(record, _pictures(a, b, record)).html()
+        (folder / "index.html").write_text(html, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to ({error.strerror}); give another") from error
+    print_comparison(record)
+    print(f"page: {folder / 'index.html'}")
+    return DONE
+
+
+def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
+    """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
+    reason = why_not_paired(a, b)
+    cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
+    settings = differing(a.config, b.config, OF_THE_PLACE)
+    known = bool(a.environment and b.environment)
+    return {
+        "kind": "comparison",
+        "time": time.time(),
+        "command": environment_command(),
+        "versions": versions(),
+        "a": _run(a),
+        "b": _run(b),
+        # The class of a switch's numerics; None for other keys.
+        "settings": [row | {"class": cards.get(row["key"])} for row in settings],
+        "environment": differing(a.environment, b.environment, _NOT_TOLD) if known else [],
+        "not_paired": reason,
+        "without_pictures": (a.missing if a.source is None else None) and b.missing,
+        "images": None if reason is not None else compare_images(a, b, images),
+    }
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], left_out: set[str]) -> list[Record]:
+    """Keys whose values differ, as `{key, a, b}`, in the order of the file; "-" for a key that one lacks."""
+    first, second = texts(a), texts(b)
+    return [
+        {"key": key, "a": first.get(key, NOT_SET), "b": second.get(key, NOT_SET)}
+        for key in dict.fromkeys((*first, *second))
+        if key not in left_out and first.get(key, NOT_SET) != second.get(key, NOT_SET)
+    ]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as it is on disk, finished or not.
+
+    Attributes:
+        path: the run folder.
+        config: plain values, as saved.
+        records: the lines of `metrics.jsonl`.
+        summary: None until the run is finished.
+        environment: command, versions, commit and machine of its latest start; empty if they were not saved.
+        classes: names; None if neither a checkpoint nor the data has them.
+        predictions: of the latest evaluation; None before the first.
+        source: the images of the latest evaluation; None if they can no longer be opened, or have changed.
+        missing: why there is no `source`.
+        changed: whether the images have changed since the evaluation.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    records: list[Record]
+    summary: Record | None
+    environment: Mapping[str, Any]
+    classes: tuple[str, ...] | None
+    predictions: Predictions | None
+    source: Source | None = field(repr=False)
+    missing: str | None = None
+    changed: bool = False
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """Evaluations of the weights that were evaluated last: the average if there is one."""
+        found = [r for r in self.records if r["kind"] == "eval"]
+        return [r for r in found if (r["split"], r["weights"]) == (found[-1]["split"], found[-1]["weights"])]
+
+
+def read_run_files(text: str) -> RunFiles:
+    """Read a run folder.
+
+    Raises:
+        UserError: it is not a run folder, or its files are damaged.
+    """
+    folder = RunFolder(user_path(text))
+    saved = saved_in_run(folder.path)
+    summary, environment = (_json(folder.path / name) for name in ("summary.json", "environment.json"))
+    state = _newest_state(folder)
+    predictions = Predictions.load(folder.predictions) if folder.predictions.is_file() else None
+    splits, missing = _splits(saved.values, str(saved.file))
+    source = splits.get("val")
+    classes = state.get("classes") or (source.classes if source is not None else None)
+    changed = source is not None and predictions is not None and not _same_images(splits, predictions, state)
+    if changed:
+        source, missing = None, "the images have changed since the evaluation"
+    return RunFiles(
+        path=folder.path,
+        config=saved.values,
+        records=list(folder.records()),
+        summary=summary,
+        environment=environment or {},
+        classes=None if classes is None else tuple(classes),
+        predictions=predictions,
+        source=source,
+        missing=missing,
+        changed=changed,
+    )
+
+
+def _json(file: Path) -> Record | None:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read ({what}); remove it to compare without it") from error
+    if not (record is None or isinstance(record, dict)):
+        raise UserError(f"{file}: not an object; remove it to compare without it")
+    return record
+
+
+def _newest_state(folder: RunFolder) -> Record:
+    """What the newest readable checkpoint has besides tensors; empty if there is none."""
+    for checkpoint in checkpoints(folder.checkpoints):
+        try:
+            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict):
+            return state
+    return {}
+
+
+def _same_images(splits: Mapping[str, Source], predictions: Predictions, state: Record) -> bool:
+    """Whether these are the images that were evaluated, as far as labels and, if split at random, names tell."""
+    source, indices_N = splits["val"], predictions.indices_N
+    if len(indices_N) and indices_N.max() >= len(source):
+        return False
+    labels = getattr(source, "labels", None)
+    if labels is not None and (np.asarray(labels)[indices_N] != predictions.labels_N).any():
+        return False
+    # A random split of other images has other ones in both parts.
+    names = state.get("train_names")
+    return names is None or not is_drawn(source) or names == build.names_id(splits["train"])
+
+
+def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Source], str | None]:
+    """The run's own images by split, or why they cannot be opened; the device of its training is not needed."""
+    here: dict[str, Any] = {
+        # Nothing is built but the data.
+        "imports": [],
+        "run_dir": None,
+        "weights": None,
+        "parallel": {"name": "single"},
+        "runtime": {"device": "cpu"},
+    }
+    try:
+        checked = validate_saved({**config, **here}, where)
+        with build.world(checked) as world:
+            return build.sources(checked, world), None
+    except UserError as error:
+        return {}, error.lines[0]
+    except OSError as error:
+        return {}, str(error)
+
+
+def _run(run: RunFiles) -> Record:
+    """What is known about one run; numbers that it does not have yet are None."""
+    train = [r for r in run.records if r["kind"] == "train"]
+    evaluations = run.evaluations
+    last: Mapping[str, Any] = evaluations[-1] if evaluations else {}
+    summary = run.summary or {}
+    newest: Mapping[str, Any] = train[-1] if train else {}
+    return {
+        "path": str(run.path),
+        "config_name": run.config.get("config_name"),
+        "environment": dict(run.environment),
+        "finished": run.summary is not None,
+        "steps": summary.get("steps", newest.get("step")),
+        "epochs": summary.get("epochs", newest.get("epoch")),
+        "weights": last.get("weights"),
+        **{key: last.get(key) for key in ("top1", "top5", "loss", "count")},
+        "best_top1": max((r["top1"] for r in evaluations), default=None),
+        **{key: summary.get(key, newest.get(key)) for key in ("images_per_second", "memory_peak_bytes")},
+        "step_seconds_p50": summary.get("step_seconds_p50"),
+        **{
+            k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
+        },
+        "changes": _changes(run.records),
+        "curve": curve(train).model_dump(),
+        "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
+    }
+
+
+def _default_folder(a: Path, b: Path) -> Path:
+    """A folder of its own for each pair of runs, whose names may be those of other runs."""
+    paths = [path.resolve() for path in (a, b)]
+    digest = hashlib.sha256("\n".join(map(str, paths)).encode(errors="surrogateescape")).hexdigest()[:6]
+    return Path("comparisons") / f"{'--'.join('_'.join(path.parts[-2:]) for path in paths)}-{digest}"
+
+
+def _changes(records: Sequence[Record]) -> list[Record]:
+    """The settings that were changed when a run was resumed, as `{step, epoch, changed}`, without undone steps."""
+    found: list[Record] = []
+    for record in records:
+        if record.get("event") == "resumed":
+            # Steps after a checkpoint are trained again.
+            found = [earlier for earlier in found if earlier["step"] < record["step"]]
+            if record["changed"]:
+                found.append({key: record[key] for key in ("step", "epoch", "changed")})
+    return found
+
+
+def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
+    """The images of the disagreements by index, as far as they can still be read."""
+    found: dict[int, Image.Image] = {}
+    run = a if a.source is not None else b
+    if run.source is None:
+        return found
+    upright = run.config["data"]["exif_orientation"]
+    for each in (*shown_images(record, "only_a"), *shown_images(record, "only_b")):
+        try:
+            picture = decode(run.source.read(each["index"])[0], upright=upright)
+        except (OSError, DamagedImage):
+            continue
+        # No larger than it is shown.
+        picture.thumbnail((400, 400))
+        found[each["index"]] = picture
+    return found
+
+
+def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
+    """Why the two runs cannot be compared image by image; None if they can."""
+    for name, run in (("A", a), ("B", b)):
+        if run.predictions is None:
+            return f"{name} has no predictions yet: it has not been evaluated"
+    if a.classes is not None and b.classes is not None and a.classes != b.classes:
+        return f"their classes differ: A has {_sample(a.classes, b.classes)}, B has {_sample(b.classes, a.classes)}"
+    if a.changed != b.changed:
+        return f"the images of {'A' if a.changed else 'B'} have changed since its evaluation"
+    if a.source is not None and b.source is not None:
+        names, others = _names(a.source), _names(b.source)
+        if len(names) != len(others):
+            return f"they were evaluated on different images: {len(names):,} and {len(others):,}"
+        place = next((i for i, (one, two) in enumerate(zip(names, others, strict=True)) if one != two), None)
+        if place is not None:
+            return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
+    assert a.predictions is not None
+    assert b.predictions is not None
+    one, two = a.predictions, b.predictions
+    at_one, at_two = _shared(one, two)
+    if not len(at_one):
+        return "they have no image in common"
+    wrong = one.labels_N[at_one] != two.labels_N[at_two]
+    if wrong.any():
+        return (
+            f"they were evaluated on different images: the true class differs for {int(wrong.sum()):,} of "
+            f"{len(wrong):,}"
+        )
+    return None
+
+
+def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
+    """`pair`, `classes`, `only_a`, `only_b` (at most `most` images each, the clearest first), `both_wrong` and more.
+
+    Images that one of the two could not read are left out of both.
+    """
+    assert a.predictions is not None
+    assert b.predictions is not None
+    one, two = a.predictions, b.predictions
+    at_one, at_two = _shared(one, two)
+    labels_N, first_N, second_N = one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two]
+    losses_N2 = np.stack([one.losses_N[at_one], two.losses_N[at_two]], axis=1)
+    right_N2 = np.stack([first_N == labels_N, second_N == labels_N], axis=1)
+    classes = a.classes or b.classes or ()
+    source = a.source or b.source
+
+    def images(winner: int) -> list[Record]:
+        chosen = np.flatnonzero(right_N2[:, winner] & ~right_N2[:, 1 - winner])
+        # Largest if the winner was sure and the other was far off.
+        gap = losses_N2[chosen, 1 - winner] - losses_N2[chosen, winner]
+        return [
+            {
+                "index": (index := int(one.indices_N[at_one[i]])),
+                "name": source.name(index) if source is not None else None,
+                "class": class_name(classes, labels_N[i]),
+                "a": class_name(classes, first_N[i]),
+                "b": class_name(classes, second_N[i]),
+                "loss_a": _finite(losses_N2[i, 0]),
+                "loss_b": _finite(losses_N2[i, 1]),
+            }
+            for i in chosen[np.argsort(-gap, kind="stable")][:most].tolist()
+        ]
+
+    return {
+        "pair": asdict(pair_images(labels_N, first_N, second_N)),
+        "left_out": len(one.indices_N) + len(two.indices_N) - 2 * len(at_one),
+        "both_wrong": int((~right_N2.any(axis=1)).sum()),
+        "both_wrong_otherwise": int((~right_N2.any(axis=1) & (first_N != second_N)).sum()),
+        "classes": _by_class(classes, labels_N, right_N2),
+        "only_a": images(0),
+        "only_b": images(1),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """A loss, or None if it is not finite, which JSON cannot express."""
+    return float(value) if math.isfinite(value) else None
+
+
+def class_name(classes: Sequence[str], label: int) -> str:
+    """The name of a class, in text that can be drawn; "none" if the scores were not finite."""
+    name = "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
+    # Bytes of a folder's name that are not valid UTF-8 are shown as escapes.
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray) -> list[Record]:
+    """Accuracy of each class in percent, those that changed most first."""
+    found: list[Record] = []
+    for label in np.unique(labels_N).tolist():
+        rows_M2 = right_N2[labels_N == label]
+        a, b = (100.0 * rows_M2.mean(axis=0)).tolist()
+        lost = int((rows_M2[:, 0] & ~rows_M2[:, 1]).sum())
+        won = int((~rows_M2[:, 0] & rows_M2[:, 1]).sum())
+        found.append(
+            {"label": label, "class": class_name(classes, label), "images": len(rows_M2), "a": a, "b": b}
+            | {"difference": b - a, "only_a": lost, "only_b": won}
+        )
+    return sorted(found, key=lambda row: -abs(row["difference"]))
+
+
+def _shared(one: Predictions, two: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    """Positions in each run of the images that both have, without those that have no true class in either."""
+    _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
+    counted = (one.labels_N[at_one] >= 0) | (two.labels_N[at_two] >= 0)
+    return at_one[counted], at_two[counted]
+
+
+def _names(source: Source) -> list[str]:
+    """The images' names without their common folder, as the data may have been moved."""
+    names = [source.name(index) for index in range(len(source))]
+    # A table may mix relative and absolute paths, which have no common folder.
+    if len({name.startswith(os.sep) for name in names}) > 1:
+        return names
+    folders = {name.rpartition(os.sep)[0] for name in names}
+    common = os.path.commonpath(folders) + os.sep
+    return [name.removeprefix(common) for name in names]
+
+
+def _sample(mine: Sequence[str], other: Sequence[str]) -> str:
+    """Their number, and one that the other does not have."""
+    others = set(other)
+    own = next((name for name in mine if name not in others), None)
+    return f"{len(mine)}" + (f" ({own} among them)" if own is not None else "")

@@ -1,0 +1,235 @@
+"""From the files of a ledger's folder to its record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycls_fast.config.ladder import Variant
+from pycls_fast.ledger.ladder.folder import read_measurement
+from pycls_fast.ledger.ladder.plan import tree_path
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.record import (
+    EvaluationPoint,
+    GradientCounts,
+    Paired,
+    Record,
+    Rounding,
+    SeedRun,
+    Timing,
+    Training,
+    Unfinished,
+    VariantRecord,
+    compare_speed,
+    curve,
+    over_seeds,
+)
+from pycls_fast.ledger.report.statistics import Comparison, ImagePair, judge, pair_images
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
+from pycls_fast.train.environment import environment, environment_command, git_state, versions
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder
+
+_MODEL = (
+    "model", "parameters", "forward_flops_per_image", "image_size", "train_forward_flops_per_image",
+    "train_image_size", "num_classes", "data", "global_batch_size",
+)  # fmt: skip
+
+
+def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Record:
+    """The record of a ledger, finished or not."""
+    variants, stopwatch = ledger.selection.variants(), ledger.folder.stopwatch
+    records = [_variant(ledger, variant) for variant in variants]
+    of_different_starts = compare_speed(records, stopwatch.starts if stopwatch else [])
+    _compare_accuracy(ledger, variants, records)
+    timed = next((record for variant in variants for record in _timings(ledger, variant)), None)
+    # Device and ranks of this process, which measures nothing, are not the variants'.
+    here = environment(torch.device("cpu"), 1)
+    return Record(
+        config_name=config_name,
+        time=time.time(),
+        wall_seconds=stopwatch.seconds if stopwatch else None,
+        command=environment_command(),
+        ladder=ledger.ladder,
+        settings=ledger.settings,
+        base=[*ledger.flags, *ledger.typed],
+        looks=ledger.folder.looks,
+        model=timed and {key: timed[key] for key in _MODEL if key in timed},
+        device=timed["device"] if timed else None,
+        versions=versions(),
+        code=ledger.folder.codes,
+        environment={key: value for key, value in here.items() if key not in ("device", "world_size")},
+        gradients=_gradients(ledger),
+        unmeasured=ledger.unmeasured | of_different_starts,
+        unfinished=None if finished else _unfinished(ledger, records),
+        variants=records,
+    )
+
+
+def _unfinished(ledger: Ledger, records: Sequence[VariantRecord]) -> Unfinished:
+    """How many of the measurements of the variants that run here exist."""
+    s, run = ledger.settings, [record for record in records if record.status == "measured"]
+    done = sum(
+        (len(v.timing.rounds) if v.timing else 0) + bool(v.numerics) + (len(v.training.runs) if v.training else 0)
+        for v in run
+    )
+    gradients = ledger.folder.gradients_file(ledger.selection.variants()[0]).is_file()
+    rounding = 0 if s.numerics_steps is None else len(ledger.with_rounding())
+    return Unfinished(
+        done=done + (s.gradients and gradients),
+        of=len(run) * (s.rounds + s.seeds) + rounding + s.gradients,
+    )
+
+
+def _gradients(ledger: Ledger) -> GradientCounts | None:
+    """Gradient counts over all layers; those of each layer stay in their own file."""
+    file = ledger.folder.gradients_file(ledger.selection.variants()[0])
+    if not file.is_file():
+        return None
+    record = read_measurement(file)
+    return GradientCounts(**{key: record[key] for key in GradientCounts.model_fields})
+
+
+def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
+    status, selection = "measured", ledger.selection
+    if variant.name in selection.failed:
+        status = "failed"
+    elif variant.name in selection.impossible:
+        status = "cannot run"
+    elif selection.overridden(variant) is not None:
+        status = "overridden"
+    reason, name = selection.why_not(variant), variant.name
+    git = None if variant.tree is None else git_state(tree_path(variant.tree))
+    return VariantRecord(
+        name=name,
+        note="; ".join(filter(None, [variant.note, _code_note(variant, git)])),
+        overrides=list(variant.overrides),
+        ranks=variant.ranks or 1,
+        tree=variant.tree,
+        git=git,
+        before=variant.against,
+        status=status,  # type: ignore[arg-type]  # one of the four
+        reason=reason,
+        # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
+        needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
+        timing=_timing(ledger, variant),
+        numerics=_numerics(ledger, variant),
+        training=_training(ledger, variant),
+    )
+
+
+def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
+    """The checkout that a variant runs and its commit, if it is known; None for a variant with this code."""
+    if variant.tree is None:
+        return None
+    commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
+    return f"the code in {variant.tree}{commit}"
+
+
+def _timings(ledger: Ledger, variant: Variant) -> list[dict[str, Any]]:
+    return list(ledger.folder.timings(variant, ledger.settings.rounds))
+
+
+def _timing(ledger: Ledger, variant: Variant) -> Timing | None:
+    rounds = _timings(ledger, variant)
+    if not rounds:
+        return None
+    parts = [record["train"] for record in rounds]
+    steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
+    p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
+    images = parts[0]["images_per_step"]
+    median_rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
+    memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
+    products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
+    shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
+    return Timing(
+        images_per_second=median_rate,
+        step_seconds_p50=p50,
+        step_seconds_p90=p90,
+        images_per_step=images,
+        samples=len(steps),
+        flops_per_second=3 * flops * median_rate if "flops_per_second" in parts[0] else None,
+        share_of_matmul=float(np.median(shares)) if shares else None,
+        memory_peak_bytes=max(memory, default=None),
+        imagenet_epoch_seconds=IMAGENET_TRAINING_IMAGES / median_rate,
+        rounds=[part["images_per_second"] for part in parts],
+        paired_rounds=[],
+        matmul_flops_per_second=products if len(products) == len(rounds) else None,
+        times=[record["time"] for record in rounds],
+        image_size=rounds[0]["train_image_size"],
+        precision=rounds[0]["precision"],
+        switches=rounds[0]["switches"],
+    ).over([])
+
+
+def _numerics(ledger: Ledger, variant: Variant) -> list[Rounding] | None:
+    file = ledger.folder.numerics_file(variant)
+    return [Rounding(**each) for each in read_measurement(file)["errors"]] if file.is_file() else None
+
+
+def _training(ledger: Ledger, variant: Variant) -> Training | None:
+    runs = [run for seed in ledger.seeds if (run := _run(ledger, variant, seed)) is not None]
+    reason = ledger.untrained.get(variant.name)
+    if not runs and reason is None:
+        return None
+    top1, top5 = over_seeds([run.top1 for run in runs]), over_seeds([run.top5 for run in runs])
+    return Training(reason=reason, runs=runs, top1=top1, top5=top5)
+
+
+def _run(ledger: Ledger, variant: Variant, seed: int) -> SeedRun | None:
+    folder = RunFolder(ledger.folder.run_dir(variant, seed))
+    file = folder.path / "summary.json"
+    if not file.is_file():
+        return None
+    summary = read_measurement(file)
+    final, records = summary["final"], list(folder.records())
+    return SeedRun(
+        seed=seed,
+        **{key: final[key] for key in ("top1", "top5", "loss", "count", "weights", "split")},
+        best_top1=summary["best"]["top1"],
+        **{key: summary[key] for key in ("steps", "epochs", "wall_seconds", "images_per_second", "memory_peak_bytes")},
+        curve=curve(r for r in records if r["kind"] == "train"),
+        evaluations=[
+            EvaluationPoint(**{key: r[key] for key in EvaluationPoint.model_fields})
+            for r in records
+            if r["kind"] == "eval" and r["weights"] == final["weights"]
+        ],
+    )
+
+
+def _compare_accuracy(ledger: Ledger, variants: Sequence[Variant], records: Sequence[VariantRecord]) -> None:
+    """Add `against_reference` and `against_before` to the trainings."""
+    trainings = {record.name: record.training for record in records if record.training is not None}
+    by_name, first = {variant.name: variant for variant in variants}, variants[0].name
+    columns = {
+        key: [
+            Comparison(other, name, _pairs(ledger, by_name[other], by_name[name]))
+            for name in trainings
+            if (other := first if key == "against_reference" else by_name[name].against) is not None and other != name
+        ]
+        for key in ("against_reference", "against_before")
+    }
+    verdicts = judge(list(columns.values()), margin=ledger.settings.margin, look=len(ledger.folder.looks))
+    for (key, column), found in zip(columns.items(), verdicts, strict=True):
+        for comparison, verdict in zip(column, found, strict=True):
+            pairs = dict(comparison.pairs)
+            setattr(
+                trainings[comparison.second], key, Paired(reference=comparison.first, verdict=verdict, images=pairs)
+            )
+
+
+def _pairs(ledger: Ledger, first: Variant, second: Variant) -> dict[int, ImagePair]:
+    pairs = {}
+    for seed in ledger.seeds:
+        files = [ledger.folder.run_dir(variant, seed) for variant in (first, second)]
+        if not all((file / name).is_file() for file in files for name in ("summary.json", "predictions.npz")):
+            continue
+        one, two = (Predictions.load(RunFolder(file).predictions) for file in files)
+        # Images that one of the two could not read are left out of both.
+        _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
+        pairs[seed] = pair_images(one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two])
+    return pairs

@@ -1,0 +1,364 @@
+"""A ledger's folder: its plan, the code and machine it belongs to, its lock, and the file of each measurement."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycls_fast.config import RunConfig
+from pycls_fast.config.compose import groups
+from pycls_fast.config.keys import flat
+from pycls_fast.config.ladder import Mode, Variant
+from pycls_fast.config.locations import CONFIGS
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.plan import readable, slug
+from pycls_fast.train.environment import environment, versions
+from pycls_fast.train.output_file import write_json
+
+
+class LedgerFolder:
+    """The folder of one ledger, which belongs to a plan and to the code that it was measured with.
+
+    Args:
+        path: the folder, which need not exist.
+        say: called with a message.
+        code: returns the digest of the current code.
+        accept_code: whether the folder may hold measurements of different code.
+
+    Attributes:
+        stopwatch: the wall time of all starts, once the folder is open.
+        codes: digests of all code that the folder was measured with, once it is open.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        say: Callable[[str], None] = print,
+        code: Callable[[], str] = str,
+        accept_code: bool = False,
+    ) -> None:
+        self.path = path
+        self.stopwatch: Stopwatch | None = None
+        self.codes: list[str] = []
+        self._looks: list[int] = []
+        self._say, self._code, self._accept_code = say, code, accept_code
+        self._plan: dict[str, Any] = {}
+        self._lock: FolderLock | None = None
+
+    def open(self, plan: Mapping[str, Any]) -> None:
+        """Create the folder, or resume in it, and lock it until `close`, which must be called even after an error.
+
+        Raises:
+            UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
+        """
+        self._plan = json.loads(json.dumps(plan))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path, self._say)
+            if self._plan_file.is_file():
+                self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
+            else:
+                self.codes = [self._code()]
+            # A single seed has no interval, and is not tested.
+            if self._seeds > 1 and self._seeds not in self._looks:
+                self._looks.append(self._seeds)
+            self._write_plan()
+            self.stopwatch = Stopwatch(self.path / "took.json")
+            # Saved before any timing, so that each round can be assigned to its start.
+            self.stopwatch.lap()
+        except OSError as error:
+            raise UserError(f"output: {self.path} cannot be written to ({error.strerror}); give another") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"output: {self._plan_file} is damaged; choose another folder, or remove it") from error
+
+    def check(self, plan: Mapping[str, Any]) -> None:
+        """Check that the folder is new or belongs to the plan and the code; writes nothing.
+
+        Raises:
+            UserError: it holds results of a different plan or of different code.
+        """
+        self._plan = json.loads(json.dumps(plan))
+        if self._plan_file.is_file():
+            try:
+                before = json.loads(self._plan_file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"output: {self._plan_file} cannot be read ({error}); choose another folder, or remove it"
+                ) from error
+            self._resume(before)
+
+    def close(self) -> None:
+        """Save the time of this start, and unlock the folder."""
+        try:
+            if self.stopwatch is not None:
+                self.stopwatch.lap()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            self._lock = None
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """File descriptors that keep the folder locked as long as a process has them open."""
+        return () if self._lock is None else (self._lock.inherited,)
+
+    def _resume(self, before: Mapping[str, Any]) -> None:
+        # More seeds or rounds extend the same plan.
+        asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
+        other = changed(before, asked)
+        if other:
+            raise UserError(
+                f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
+                "remove it"
+            )
+        self.codes, self._looks = before["code"], before["looks"]
+        if self._code() not in self.codes and not self._accept_code:
+            raise UserError(
+                f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
+                "accept_code=true if the change does not affect the measurements"
+            )
+
+    @property
+    def looks(self) -> list[int]:
+        """Numbers of seeds of the reports on this folder up to the present one; empty if nothing can be tested.
+
+        A start with a new number of seeds is another look at the results (`statistics.level_of_tests`).
+        """
+        return self._looks[: self._looks.index(self._seeds) + 1] if self._seeds in self._looks else []
+
+    @property
+    def _seeds(self) -> int:
+        return int(self._plan.get("seeds", 0))
+
+    @property
+    def _plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    def _write_plan(self) -> None:
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "looks": self._looks})
+
+    def note_code(self) -> None:
+        """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
+        now = self._code()
+        if now not in self.codes:
+            self.codes.append(now)
+            self._write_plan()
+            self._say("the code differs from that of earlier measurements in this folder; the report says so")
+
+    def timing_file(self, variant: Variant, number: int) -> Path:
+        """The file of a variant's timing in one round."""
+        return self.path / "timings" / slug(variant) / f"round_{number}.json"
+
+    def numerics_file(self, variant: Variant) -> Path:
+        """The file of a variant's rounding errors."""
+        return self.path / "numerics" / f"{slug(variant)}.json"
+
+    def gradients_file(self, variant: Variant) -> Path:
+        """The file of a variant's gradient counts."""
+        return self.path / "gradients" / f"{slug(variant)}.json"
+
+    def run_dir(self, variant: Variant, seed: int) -> Path:
+        """The folder of a variant's training run."""
+        return self.path / "runs" / slug(variant) / f"seed_{seed}"
+
+    def log_file(self, made: Path) -> Path:
+        """The log of the process that makes a file or folder of this folder."""
+        name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
+        return self.path / "logs" / f"{name}.txt"
+
+    def timings(self, variant: Variant, rounds: int) -> Iterator[dict[str, Any]]:
+        """Records of those of a variant's `rounds` rounds that exist, in order."""
+        for number in range(rounds):
+            file = self.timing_file(variant, number)
+            if file.is_file():
+                yield read_measurement(file)
+
+
+def read_measurement(file: Path) -> dict[str, Any]:
+    """What a measurement has written.
+
+    Raises:
+        UserError: the file is damaged, for example by a power failure.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"output: {file} is damaged ({error}); remove it, and it is measured again") from error
+    if not isinstance(record, dict):
+        raise UserError(f"output: {file} is damaged (not an object); remove it, and it is measured again")
+    return record
+
+
+# What may change when a ledger is resumed.
+_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
+
+
+def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:
+    """The default folder of a ledger; the same each time, so that it resumes after a kill."""
+    picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
+    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
+
+
+class FolderLock:
+    """Two locked files, which the kernel unlocks when the last process that has them open ends.
+
+    One is the ledger's own. The other stays open in the processes that it starts (`inherited`): if the ledger is killed
+    with -9, they continue for a while and save their state in folders that the next start would write to.
+
+    Args:
+        folder: an existing folder.
+        say: called with a message if locking has to wait or is not possible.
+
+    Raises:
+        UserError: another ledger is using the folder.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._own = _open(folder / ".ledger.lock")
+        self.inherited = _open(folder / ".processes.lock")
+        try:
+            self._take(folder, say)
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, folder: Path, say: Callable[[str], None]) -> None:
+        try:
+            fcntl.flock(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = os.pread(self._own, 200, 0).decode(errors="replace") or "another process"
+            raise UserError(
+                f"output: {folder} is in use by another ledger ({other}); wait until it has ended, or choose another "
+                "folder"
+            ) from None
+        except OSError as error:
+            # Network file systems may not support locks.
+            say(f"{folder} cannot be locked ({error.strerror}): do not start a second ledger in it")
+            return
+        os.ftruncate(self._own, 0)
+        os.pwrite(self._own, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        try:
+            fcntl.flock(self.inherited, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{folder}: waiting for a process of an earlier start, which was killed, to end")
+            fcntl.flock(self.inherited, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Unlock the folder for another ledger, which still waits for the processes of this one to end."""
+        os.close(self._own)
+        os.close(self.inherited)
+
+
+def _open(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+class Stopwatch:
+    """Seconds worked over all starts, saved in a file at each lap; a kill -9 loses the time since the last one.
+
+    Args:
+        file: holds the seconds and the starts; continued if it exists.
+
+    Attributes:
+        starts: when each start began, this one last, in seconds since 1970.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        before: dict[str, Any] = {"seconds": 0.0, "starts": []}
+        if file.is_file():
+            before = json.loads(file.read_text(encoding="utf-8"))
+        self._before: float = before["seconds"]
+        self.starts: list[float] = [*before["starts"], time.time()]
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds worked in all starts up to now."""
+        return self._before + time.monotonic() - self._started
+
+    def lap(self) -> None:
+        """Save the seconds and the starts."""
+        write_json(self._file, {"seconds": self.seconds, "starts": self.starts})
+
+
+# Packages beside torch that provide models and images.
+_PACKAGES = ("torchvision", "timm")
+# At most so many changed keys are listed in a message.
+_MOST_KEYS = 5
+
+
+def conditions(config: RunConfig, device: str) -> dict[str, Any]:
+    """The experiment with all its settings, the machine, torch, torchvision and timm.
+
+    Args:
+        config: the experiment.
+        device: "cpu" or "cuda": where the variants run.
+    """
+    here = environment(torch.device("cpu"), 1)
+    return {
+        "experiment": config.model_dump(mode="json", exclude={"run_dir"}),
+        "device": _gpu() if device == "cuda" else device,
+        "processor": here["processor"],
+        "cores": here["cpu_count"],
+        "torch": torch.__version__,
+        **{name: versions()[name] for name in _PACKAGES},
+    }
+
+
+def code_digest(tools: Path, configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
+    """SHA-256 of the code that a variant's processes run; takes milliseconds.
+
+    Args:
+        tools: the folder of the tools.
+        configs: folders of configurations. Only the files of groups count, which variants choose by name: the plan
+            itself holds the experiment and the ladder.
+        trees: other checkouts that variants run.
+    """
+    others = ((tree / "pycls_fast", tree / "tools", [tree / "configs"]) for tree in trees)
+    digests = [_digest(*parts) for parts in ((Path(__file__).parents[2], tools, configs), *others)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _digest(package: Path, tools: Path, configs: Sequence[Path]) -> str:
+    files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
+    files += [(tools, file) for file in tools.glob("*.py")]
+    files += [(root, file) for root in configs for name in groups([CONFIGS]) for file in (root / name).glob("*.yaml")]
+    contents: list[tuple[bytes, bytes]] = []
+    for root, file in files:
+        # Unreadable: the lock file of an editor, or a file that is being replaced.
+        with suppress(OSError):
+            contents.append((os.fsencode(file.relative_to(root)), hashlib.sha256(file.read_bytes()).digest()))
+    return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
+    names = [name for name, value in now.items() if value != before.get(name)]
+    if "experiment" not in names:
+        return names
+    old, new = (flat(plan.get("experiment", {})) for plan in (before, now))
+    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    more = [f"{len(keys) - _MOST_KEYS} more keys"] if len(keys) > _MOST_KEYS else []
+    # The keys say what changed; that `base` differs too adds nothing.
+    return [*(name for name in names if name not in ("base", "experiment")), *keys[:_MOST_KEYS], *more]
+
+
+def _gpu() -> str:
+    # Asked in a separate process: this one must not hold GPU memory while variants are measured.
+    code = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

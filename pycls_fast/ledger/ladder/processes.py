@@ -1,0 +1,252 @@
+"""Child processes that run this project's tools: their arguments, how they start, and how they ended.
+
+Their output goes to a file, and they end with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pycls_fast import build
+from pycls_fast.config.ladder import Variant
+from pycls_fast.config.quoting import as_typed, key_of, text_override
+from pycls_fast.config.schema import Parallel
+from pycls_fast.exit_status import MISTAKE, OUT_OF_MEMORY
+
+_PR_SET_PDEATHSIG = 1
+# From SIGTERM to SIGKILL.
+_SAVING_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """How a process ended: its exit status, its wall time in seconds and the file of its output."""
+
+    status: int
+    seconds: float
+    log: Path
+
+    @property
+    def refused(self) -> bool:
+        """Whether its settings cannot run on this machine or with this model.
+
+        The tools report that as a user error. They do so for running out of memory, too, which does not count here.
+        """
+        return self.status == MISTAKE and OUT_OF_MEMORY not in self.reason()
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it failed, perhaps for lack of memory: it said so, or was killed."""
+        return self.status != 0 and OUT_OF_MEMORY in self.reason()
+
+    def reason(self) -> str:
+        """Why it failed: its "error:" lines, else its exception, else the signal's name or the last line of output.
+
+        The signal's name is used for a process that a signal ended, since it could not report that itself.
+        """
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
+        said = [line.strip() for line in lines if line.strip(" -=")]
+        last = said[-1] if said else f"exit status {self.status}"
+        return "; ".join(errors) or _exception(lines) or (_signal(-self.status) if self.status < 0 else last)
+
+
+def _signal(number: int) -> str:
+    named = {each.value: each.name for each in signal.Signals}.get(number, "no name")
+    # The kernel sends SIGKILL when memory runs out.
+    return f"killed by signal {number} ({named}{'; out of memory?' if number == signal.SIGKILL else ''})"
+
+
+# The last line of a traceback; with several ranks torch prefixes lines with the rank.
+_EXCEPTION = re.compile(r"(?:\[(rank\d+)\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)")
+
+
+def _exception(lines: Sequence[str]) -> str | None:
+    """The exception of the rank that failed first; the others fail because it is gone."""
+    found = [match for line in lines if (match := _EXCEPTION.fullmatch(line.rstrip()))]
+    # torchrun's own exception only says that a rank has failed.
+    found = [match for match in found if "ChildFailedError" not in match[2]]
+    return next((match[2] for match in reversed(found) if match[1] == found[0][1]), None)
+
+
+class Process:
+    """A tool of this project with its arguments, started at once; under torchrun with more than one rank.
+
+    Args:
+        tool: the tool's file.
+        arguments: of the command line.
+        ranks: number of processes.
+        log: the file for its output.
+        inherits: file descriptors that stay open in it while it runs.
+        tree: the checkout whose package it imports; None for the one that this process imports.
+        devices: the CUDA devices that it sees, as in `CUDA_VISIBLE_DEVICES`; empty for those that this process sees.
+    """
+
+    def __init__(
+        self,
+        tool: Path,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        log: Path,
+        inherits: Sequence[int] = (),
+        tree: Path | None = None,
+        devices: Sequence[str] = (),
+    ) -> None:
+        launcher = [sys.executable, "-u"]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        self._log, self._ranks = log, ranks
+        self._started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*launcher, str(tool), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(ranks, devices) | ({} if tree is None else _imports(tree)),
+                pass_fds=inherits,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+    def finished(self) -> ProcessResult | None:
+        """How it ended, or None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        if status != 0 and self._ranks > 1:
+            status = _of_first_rank(self._log) or status
+        return ProcessResult(status, time.monotonic() - self._started, self._log)
+
+    def wait(self) -> ProcessResult:
+        """Wait for the end."""
+        self._process.wait()
+        ended = self.finished()
+        assert ended is not None
+        return ended
+
+    @staticmethod
+    def stop(processes: Iterable[Process]) -> None:
+        """Ask all of them to save and exit, then kill those that have not within 30 s."""
+        stopping = [process._process for process in processes]
+        for process in stopping:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _SAVING_SECONDS
+        for process in stopping:
+            try:
+                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+# Part of torchrun's final message; its own status is 1 whatever the ranks' statuses are.
+_FIRST_RANK = re.compile(r"^Root Cause .*?^ *exitcode *: *(-?\d+)", re.MULTILINE | re.DOTALL)
+
+
+def _of_first_rank(log: Path) -> int | None:
+    """The status of the rank that failed first; None if torchrun did not report it."""
+    found = _FIRST_RANK.search(log.read_text(encoding="utf-8", errors="replace"))
+    return int(found[1]) if found else None
+
+
+def visible_devices(count: int) -> tuple[str, ...]:
+    """Names, in the form that `CUDA_VISIBLE_DEVICES` takes, of the `count` CUDA devices that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(count)) if given is None else given.split(",")[:count])
+
+
+def _environment(ranks: int, devices: Sequence[str] = ()) -> dict[str, str]:
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    if devices:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
+    share = max(build.cores() // ranks, 1)
+    return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
+
+
+def _imports(tree: Path) -> dict[str, str]:
+    # The user's own path stays: other packages may be found only through it.
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
+
+
+def _die_with_parent() -> None:
+    # If this process is killed with -9, the kernel signals the children, as it cannot do so itself.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# Settings for several processes, which a variant may set and a single process refuses or ignores.
+_SEVERAL = (
+    "compression", "static_graph", "reshard_after_forward", "shard_degree", "replicate_degree", "prefetch_units",
+    "powersgd_rank", "powersgd_start_step", "sync_batchnorm",
+)  # fmt: skip
+_ONE_PROCESS = (
+    "parallel=single",
+    "parallel.name=single",
+    *(f"parallel.{key}={as_typed(Parallel.model_fields[key].default)}" for key in _SEVERAL),
+)
+
+
+def timing_arguments(
+    variant: Variant, file: Path, *, steps: int, warmup_steps: int, seconds: float = 0.0, mode: str = "train"
+) -> list[str]:
+    """One turn of `time_net` on the training step. It refuses `weights`, which do not affect time."""
+    return [
+        *variant.overrides, "weights=null", f"mode={mode}", f"steps={steps}", f"warmup_steps={warmup_steps}",
+        f"seconds={seconds:g}", "repeats=1", text_override("output", str(file)),
+    ]  # fmt: skip
+
+
+def rounding_arguments(variant: Variant, file: Path, *, steps: int) -> list[str]:
+    """Rounding errors against float64, in one process."""
+    return [*variant.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", text_override("output", str(file))]
+
+
+def with_own_rounding(variants: Sequence[Variant], typed: Sequence[str] = ()) -> list[Variant]:
+    """The variants whose rounding one process can measure, without those that are the same as an earlier one there.
+
+    Args:
+        variants: in order.
+        typed: overrides of the experiment.
+    """
+    found: list[Variant] = []
+    for variant in variants:
+        same = [other for other in found if _in_one_process(other) == _in_one_process(variant)]
+        # The same overrides twice show how reproducible a measurement is.
+        repeated = any((other.overrides, other.ranks) == (variant.overrides, variant.ranks) for other in same)
+        if not _compresses(variant, typed) and (repeated or not same):
+            found.append(variant)
+    return found
+
+
+def _compresses(variant: Variant, typed: Sequence[str]) -> bool:
+    """Whether its ranks round the gradients that they exchange."""
+    values = {key_of(override): override.partition("=")[2] for override in (*typed, *variant.overrides)}
+    return (variant.ranks or 1) > 1 and values.get("parallel.compression", "none") != "none"
+
+
+def _in_one_process(variant: Variant) -> tuple[object, ...]:
+    """The checkout of a variant, and the overrides that `_ONE_PROCESS` leaves it."""
+    reset = {key_of(override) for override in _ONE_PROCESS}
+    return variant.tree, *(override for override in variant.overrides if key_of(override) not in reset)
+
+
+def gradients_arguments(variant: Variant, file: Path) -> list[str]:
+    """Gradient counts, in one process and in float32, so that nothing has rounded them."""
+    return [*variant.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", text_override("output", str(file))]
+
+
+def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[str]:
+    """One run of `train_net`."""
+    return [*variant.overrides, f"seed={seed}", text_override("run_dir", str(run_dir)), "runtime.progress=plain"]

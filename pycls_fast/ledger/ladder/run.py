@@ -1,0 +1,223 @@
+"""Run a ladder from start to end: plan, dry run, measurements, files."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.config.ladder import Ladder, LadderSettings, Mode, Variant, for_experiment
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, FAULT, STOPPED
+from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.dry_run import show_plan
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
+from pycls_fast.ledger.ladder.plan import pick, tree_path
+from pycls_fast.ledger.ladder.processes import visible_devices
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.record import Record
+from pycls_fast.ledger.report.text import print_table
+from pycls_fast.train.display import Display
+from pycls_fast.train.output_file import write_json
+from pycls_fast.train.weights import find_weights
+
+
+def run_ladder(
+    config: RunConfig,
+    ladder: Ladder,
+    settings: LadderSettings,
+    *,
+    switches: Sequence[str],
+    base: tuple[Sequence[str], Sequence[str]],
+    compose: Callable[[Sequence[str]], RunConfig],
+    folder: Path,
+    tools: Path,
+    dry_run: bool,
+    configs: Sequence[Path] = (),
+    accept_code: bool = False,
+) -> int:
+    """Run a ladder, or print what would be run.
+
+    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
+
+    Args:
+        config: the checked experiment.
+        ladder: the changes to it.
+        settings: what is measured for each variant.
+        switches: variants to run, by name or by a key that they set; empty for all.
+        base: options and overrides of the experiment, for every tool.
+        compose: composes the experiment with the overrides of a variant.
+        folder: holds the report and everything it is made from.
+        tools: the folder of the tools.
+        dry_run: only print the variants and an estimate of the time.
+        configs: folders of configurations, which are part of the code.
+        accept_code: resume in a folder that was measured with different code.
+
+    Raises:
+        UserError: a plan that cannot be carried out.
+    """
+    flags, typed = base
+    display = Display(speaks=True, mode=config.runtime.progress)
+    _check(config, ladder, settings, typed)
+    if config.runtime.tracker != "none":
+        # The trainings are measurements. Only if one is set: a variant's older checkout may not know the key.
+        typed = [*typed, "runtime.tracker=none"]
+    device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
+    chosen = for_experiment(pick(ladder, switches), config)
+    trees = _trees(chosen, settings.mode)
+    code = partial(code_digest, tools, configs, trees)
+    place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
+    ledger = Ledger(chosen, settings, flags, typed, device, place, tools, say=display.note)
+    # Before any timing: variants that are known to fail, even if only in training.
+    refused = ledger.selection.rule_out(lambda variant: refusal(variant, compose, torch.device(device)))
+    if device == "cuda" and settings.seeds and settings.jobs > 1:
+        ledger.cuda_devices = visible_devices(torch.cuda.device_count())
+        _check_jobs(ledger)
+    ledger.conditions = conditions(config, device)
+    if dry_run:
+        ledger.check_folder()
+        show_plan(ledger, display)
+        return DONE
+    for name, why in refused.items():
+        display.note(f"{name}: cannot run: {why}")
+    try:
+        record = _work(ledger, config.config_name)
+    except KeyboardInterrupt:
+        display.note("stopped; everything finished so far is saved, and the same command resumes")
+        return STOPPED
+    print_table(record)
+    display.note(f"report: {folder / 'index.html'}")
+    # The report exists, but a script that asked for accuracies must not take it for complete.
+    return FAULT if ledger.selection.variants()[0].name in ledger.untrained else DONE
+
+
+def _check(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> None:
+    """Check what no measurement would notice, or only the last one.
+
+    Raises:
+        UserError: it cannot be carried out.
+    """
+    if ladder.mode not in (None, settings.mode):
+        raise UserError(
+            f"mode: the variants of this ladder are alternatives, which {settings.mode} would combine; use "
+            f"mode={ladder.mode}"
+        )
+    for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
+        if any(override.lstrip("+").startswith(f"{key}=") for override in typed):
+            raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
+    if config.resume != "auto":
+        raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
+    if config.weights is not None:
+        # Timing does not read them; without this check only the first training would notice that they are missing.
+        find_weights(config.weights)
+
+
+def _check_jobs(ledger: Ledger) -> None:
+    """Check that concurrent training runs need not share CUDA devices.
+
+    Raises:
+        UserError: there are too few devices.
+    """
+    jobs, ranks = ledger.settings.jobs, min(variant.ranks or 1 for variant in ledger.selection.runnable())
+    slots = len(ledger.cuda_devices) // ranks
+    if jobs > slots:
+        each = f" of {ranks} ranks each" if ranks > 1 else ""
+        raise UserError(
+            f"jobs: {jobs} trainings at a time{each} need {jobs * ranks} CUDA devices and this process sees "
+            f"{len(ledger.cuda_devices)}; use jobs={max(slots, 1)}"
+        )
+
+
+# What the measurements start, and the package that they import.
+_IN_A_CHECKOUT = ("pycls_fast/__init__.py", "tools/time_net.py", "tools/train_net.py", "tools/ledger.py")
+
+
+def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
+    """The checkouts of the variants that have one of their own.
+
+    Raises:
+        UserError: a folder is not a checkout, or the mode combines variants.
+    """
+    trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
+    if trees and mode != "one_at_a_time":
+        raise UserError(f"mode: '{next(iter(trees))}' runs other code, which {mode} cannot combine; use one_at_a_time")
+    wrong = [(name, why) for name, tree in trees.items() if (why := _not_a_checkout(tree))]
+    if wrong:
+        raise UserError(*(f"ladder: '{name}': {why}; give the folder of a checkout as its tree" for name, why in wrong))
+    return list(trees.values())
+
+
+def _not_a_checkout(tree: Path) -> str | None:
+    """Why the tools cannot be run from a folder; None if they can."""
+    if not tree.is_dir():
+        return f"there is no folder {tree}"
+    missing = [part for part in _IN_A_CHECKOUT if not (tree / part).is_file()]
+    return f"{tree} is not a checkout of pycls_fast (it has no {', '.join(missing)})" if missing else None
+
+
+@contextmanager
+def _stopped_by_signals(ledger: Ledger) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger; a second Ctrl-C ends it at once.
+
+    The handlers raise nothing, as Python drops exceptions of handlers that run while a process is forked.
+    """
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if ledger.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        ledger.stop_requested = True
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _work(ledger: Ledger, config_name: str) -> Record:
+    """Measure everything and write the report; returns its record."""
+    with closing(ledger):
+        ledger.open()
+        with _stopped_by_signals(ledger):
+            finished = False
+            try:
+                ledger.run(after_phase=lambda: _report(ledger, config_name, finished=False))
+                finished = True
+            finally:
+                record = _report(ledger, config_name, finished=finished)
+    return record
+
+
+def _report(ledger: Ledger, config_name: str, *, finished: bool) -> Record:
+    """Write `ledger.json` and the page from what is measured so far; returns the record."""
+    # Only here: matplotlib takes long to import.
+    from pycls_fast.ledger.report.page import write_page
+
+    record = collect(ledger, config_name, finished=finished)
+    write_json(ledger.folder.path / "ledger.json", record.model_dump(mode="json"))
+    write_page(record, ledger.folder.path)
+    return record
+
+
+def refusal(variant: Variant, compose: Callable[[Sequence[str]], RunConfig], device: torch.device) -> str | None:
+    """Why a variant's settings are refused, as far as is known without building anything; None if they are not."""
+    if variant.tree is not None:
+        # Its own code may have other keys, and says what it refuses when it is first timed.
+        return None
+    try:
+        config = compose(variant.overrides)
+        build.switches(config, torch.device("cpu") if config.runtime.device == "cpu" else device)
+    except UserError as error:
+        return "; ".join(error.lines)
+    return None

@@ -1,0 +1,200 @@
+"""The training runs of a ledger: which one starts when, on which GPUs, what its failure means, and how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pycls_fast.config.ladder import Variant
+from pycls_fast.ledger.ladder.processes import Process, ProcessResult
+from pycls_fast.train.run_folder import RunFolder
+
+_EVERY_SECONDS = 60.0
+# Holds a hundred records or more; the whole file of a long run may have megabytes.
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run that waits for its turn; `alone` lets no other one run at the same time."""
+
+    variant: Variant
+    seed: int
+    folder: Path
+    alone: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.variant.name}: training, seed {self.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier start has finished it."""
+        return (self.folder / "summary.json").is_file()
+
+
+@dataclass
+class _Running:
+    run: TrainingRun
+    process: Process
+    devices: list[str]
+    # Whether another run was there at some time.
+    shared: bool
+
+
+class Trainings:
+    """All training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
+
+    A run that lacked memory while others ran is started once more without them, after all others. If a run of a variant
+    ends early, no more of its runs start; if it is one of the first variant, none of any.
+
+    Args:
+        runs: in order; the first is one of the variant that all others are compared with.
+        jobs: runs at a time.
+        devices: the CUDA devices to divide among them; empty if there is no need to.
+        start: starts a run, which sees only these devices if there are any.
+        finished: how a process ended, or None while it runs.
+        done: called with a run that is done, and with how its process ended if this start did it.
+        say: called with a message.
+
+    Attributes:
+        untrained: variants of which a run ended early, and why.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[TrainingRun],
+        *,
+        jobs: int,
+        devices: Sequence[str],
+        start: Callable[[TrainingRun, Sequence[str]], Process],
+        finished: Callable[[Process], ProcessResult | None],
+        done: Callable[[TrainingRun, ProcessResult | None], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.untrained: dict[str, str] = {}
+        self._start_run, self._finished, self._done, self._say = start, finished, done, say
+        self._reference = runs[0].variant.name
+        self._jobs, self._has_devices = jobs, bool(devices)
+        self._waiting, self._running, self._free = deque(runs), list[_Running](), list(devices)
+        self._watch_due = time.monotonic() + _EVERY_SECONDS
+
+    def processes(self) -> list[Process]:
+        """The runs that have been started and not ended."""
+        return [running.process for running in self._running]
+
+    def advance(self) -> bool:
+        """Start what can start, take note of what has ended; returns whether any run is left."""
+        while self._waiting and self._fits(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        for running in list(self._running):
+            finished = self._finished(running.process)
+            if finished is not None:
+                self._running.remove(running)
+                self._free += running.devices
+                self._end(running, finished)
+        if time.monotonic() >= self._watch_due:
+            self._watch_due = time.monotonic() + _EVERY_SECONDS
+            for running in self._running:
+                self._say(f"{running.run}: {reached(RunFolder(running.run.folder).metrics)}")
+        return bool(self._waiting or self._running)
+
+    def _fits(self, run: TrainingRun) -> bool:
+        if not self._running:
+            return True
+        if run.alone or any(running.run.alone for running in self._running):
+            return False
+        has_devices = not self._has_devices or len(self._free) >= (run.variant.ranks or 1)
+        return len(self._running) < self._jobs and has_devices
+
+    def _start(self, run: TrainingRun) -> None:
+        if run.is_done:
+            self._done(run, None)
+        elif not {run.variant.name, self._reference} & set(self.untrained):
+            ranks = run.variant.ranks or 1
+            devices, self._free = self._free[:ranks], self._free[ranks:]
+            self._running.append(_Running(run, self._start_run(run, devices), devices, shared=False))
+            for running in self._running:
+                running.shared |= len(self._running) > 1
+
+    def _end(self, running: _Running, finished: ProcessResult) -> None:
+        run = running.run
+        if finished.lacked_memory and running.shared:
+            self._say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
+            self._waiting.append(TrainingRun(run.variant, run.seed, run.folder, alone=True))
+            return
+        self._done(run, finished)
+        if finished.status != 0:
+            self.untrained[run.variant.name] = f"seed {run.seed}: {finished.reason()}"
+            if run.variant.name == self._reference:
+                self._say(f"nothing to compare with: no training is started without '{self._reference}'")
+
+
+def reached(metrics: Path) -> str:
+    """The newest step in a run's metrics, with its epoch and loss; a line that a kill has cut off is skipped."""
+    for line in reversed(_last_lines(metrics)):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["kind"] == "train":
+            loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+            return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"
+    return "no step logged yet"
+
+
+def _last_lines(file: Path) -> list[bytes]:
+    """The complete lines among the last bytes of a file; none if there is no file."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        start = max(stream.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
+        stream.seek(start)
+        lines = stream.read().split(b"\n")
+    return lines[1 if start else 0 : -1]
+
+
+class Progress:
+    """Counts finished measurements and training runs, those of earlier starts too, and the time of this start's.
+
+    Attributes:
+        done: both together.
+        trained: training runs only.
+    """
+
+    def __init__(self) -> None:
+        self.done = self.trained = 0
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+
+    def note(self, *, training: bool, seconds: float | None = None) -> None:
+        """Count a measurement or training run that is finished, and how long it took if this start did it."""
+        self.done += 1
+        self.trained += training
+        self._seconds[training] += [] if seconds is None else [seconds]
+
+    def left(self, total: int, trainings: int, jobs: int) -> str:
+        """The remaining time in words.
+
+        Args:
+            total: number of measurements and training runs in the plan.
+            trainings: training runs in the plan.
+            jobs: training runs at a time.
+        """
+        runs = max(trainings - self.trained, 0)
+        others = max(total - self.done - runs, 0)
+        # How long a training takes is not known before one has ended.
+        unknown = runs > 0 and not self._seconds[True]
+        if unknown and not others:
+            return "the training comes next"
+        seconds = others * _mean(self._seconds[False]) + runs * _mean(self._seconds[True]) / jobs
+        text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"about {text} left{' before the training' if unknown else ''}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known) if known else 0.0

@@ -1,0 +1,187 @@
+"""Measuring a device: time between marks, memory, and the rate of a large matrix product."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pycls_fast.ledger.report.statistics import spread
+from pycls_fast.parallel import World
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Marks:
+    """Time stamps in the device's stream: CUDA events, which do not block the host, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Record a time stamp after everything queued so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Seconds between each mark and the next; waits for the device."""
+        synchronize(self._device)
+        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+def timed(action: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` consecutive calls; on CUDA the host runs ahead."""
+    synchronize(device)
+    marks = Marks(device)
+    marks.mark()
+    for _ in range(steps):
+        action()
+        marks.mark()
+    return marks.seconds()
+
+
+@dataclass
+class DeviceMemory:
+    """CUDA memory of one of several variants in a process: what it holds, and its highest peak by part.
+
+    Nothing is counted on the CPU, where the system keeps a single peak for the whole process.
+    """
+
+    device: torch.device
+    held: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count memory that is allocated inside the context towards `part`."""
+        if self.device.type != "cuda":
+            yield
+            return
+        synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        synchronize(self.device)
+        rise = torch.cuda.max_memory_allocated(self.device) - before
+        self.peaks[part] = max(self.peaks.get(part, 0), self.held + rise)
+        self.held += torch.cuda.memory_allocated(self.device) - before
+
+
+def sustained_seconds(action: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of a call in the last half of a series that lasts about so long: a GPU that was idle clocks higher for
+    its first tenths of a second than its power allows it to go on."""
+    _, first = timed(action, 2, device)
+    calls = max(int(seconds / first), 4)
+    return spread(timed(action, calls, device)[calls // 2 :]).p50
+
+
+# Large enough to reach the device's peak rate, small enough to be quick.
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MATMULS = 3
+# On a GPU, before those that count.
+_BUSY_SECONDS = 0.5
+
+
+class MatmulPeak:
+    """The rate of a square matrix product of random values (zeros would draw less power and run faster).
+
+    Measured repeatedly between the turns, so that its median is of the same machine state as theirs.
+    """
+
+    def __init__(self, dtype: torch.dtype, world: World, size: int | None = None) -> None:
+        """
+        Args:
+            dtype: of the matrices.
+            world: all ranks multiply at the same time, as they train at the same time.
+            size: side of the matrices; None for 2048 on the CPU and 8192 on CUDA.
+        """
+        self.dtype = dtype
+        self.size = size or _MATMUL_SIZE[world.device.type]
+        self._world = world
+        self._seconds: list[float] = []
+        self._generator = torch.Generator(world.device).manual_seed(0)
+
+    def measure(self) -> None:
+        """Time a few products; of each, the slowest rank's time is kept."""
+        device, shape = self._world.device, (self.size, self.size)
+        a_NN, b_NN = (torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2))
+        out_NN = torch.empty_like(a_NN)
+        self._world.barrier()
+        if device.type == "cuda":
+            sustained_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, _BUSY_SECONDS)
+        # The first one warms up.
+        _, *seconds = timed(lambda: torch.mm(a_NN, b_NN, out=out_NN), 1 + _MATMULS, device)
+        self._seconds += [max(each) for each in zip(*self._world.gather(seconds), strict=True)]
+
+    @property
+    def flops_per_second(self) -> float:
+        """Rate of all ranks together; a multiply-add counts 2."""
+        return 2 * self.size**3 / spread(self._seconds).p50 * self._world.size
+
+    def record(self) -> dict[str, Any]:
+        """The values for JSON."""
+        return {
+            "size": self.size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seconds_p50": spread(self._seconds).p50,
+            "samples": len(self._seconds),
+            "flops_per_second": self.flops_per_second,
+        }
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts storages allocated inside the context, on any device and whatever keeps them alive.
+
+    `live` is the number of bytes alive now, `peak` its maximum over the ends of operators.
+
+    Args:
+        known: tensors not to count, such as parameters.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        identity = storage._cdata
+        if identity in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(identity)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        # torch keeps a storage's Python object alive as long as the storage itself.
+        weakref.finalize(storage, self._drop, identity, size)
+
+    def _drop(self, identity: int, size: int) -> None:
+        self._seen.discard(identity)
+        self.live -= size

@@ -1,0 +1,325 @@
+"""What float16 would lose in a real training: gradients below its range, updates below its resolution.
+
+The figures are those of Micikevicius et al., Mixed Precision Training, ICLR 2018: the histogram of the gradients'
+exponents (figures 2b and 3), the share that loss scaling recovers (section 3.2), and the updates that vanish
+when they are added to a float16 weight (section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.data import to_device
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
+from pycls_fast.network import Network
+from pycls_fast.parallel import World
+from pycls_fast.paths import timestamp
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import TrainingParts, build_parts
+from pycls_fast.train.damage import noting_damage, report_damage
+from pycls_fast.train.display import Display
+from pycls_fast.train.enough import enough_images
+from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.output_file import is_special_file, output_file, write_json
+
+LOW, HIGH = -60, 16
+"""Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
+SMALLEST_NORMAL, SMALLEST_SUBNORMAL, LARGEST = -14, -24, 65504.0
+"""float16: exponents of its smallest normal and subnormal numbers, and its largest number (IEEE 754, binary16)."""
+
+
+@dataclass
+class LayerCounts:
+    """Counts of one layer's values over steps, on the device; `scale` is the loss scale to try."""
+
+    scale: float
+    exponents: Tensor
+    """Number of values by floor(log2 |g|), LOW..HIGH."""
+    sums: Tensor
+    """[values, zeros, flushed, flushed scaled, overflowed scaled, subnormal, subnormal scaled, updates, lost in
+    float16, lost in bfloat16]."""
+
+    @classmethod
+    def empty(cls, scale: float, device: torch.device) -> LayerCounts:
+        """Counts of zero."""
+        return cls(
+            scale,
+            torch.zeros(HIGH - LOW + 1, dtype=torch.int64, device=device),
+            torch.zeros(10, dtype=torch.int64, device=device),
+        )
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Count a gradient, in float32 or wider and without the loss scale."""
+        size = gradient.abs().flatten()
+        nonzero = size > 0
+        exponent = torch.frexp(size).exponent.long() - 1
+        inside = exponent.clamp(LOW, HIGH) - LOW
+        self.exponents.scatter_add_(0, inside, nonzero.long())
+        scaled = size * self.scale
+        self.sums[:7] += torch.stack(
+            [
+                torch.ones_like(nonzero).sum(),
+                (~nonzero).sum(),
+                (nonzero & (size.half() == 0)).sum(),
+                (nonzero & (scaled.half() == 0)).sum(),
+                (scaled > LARGEST).sum(),
+                (nonzero & (size < 2.0**SMALLEST_NORMAL)).sum(),
+                (nonzero & (scaled < 2.0**SMALLEST_NORMAL)).sum(),
+            ]
+        )
+
+    def add_update(self, before: Tensor, after: Tensor) -> None:
+        """Count weights that an update moves in float32 but would not move in a 16-bit format."""
+        change = after - before
+        moved = change != 0
+        lost = [moved & (_without_master(before, change, dtype) == 0) for dtype in (torch.float16, torch.bfloat16)]
+        self.sums[7:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
+
+    def record(self) -> dict[str, Any]:
+        """Counts and shares for JSON; shares of gradients are of those that are not zero in float32."""
+        counts = self.sums.tolist()
+        values, zeros, flushed, scaled, over, subnormal, subnormal_scaled, updates, lost, lost_bf16 = counts
+        some, moved = max(values - zeros, 1), max(updates, 1)
+        return {
+            "gradients": values,
+            "zero": zeros,
+            "exponents": {str(LOW + i): n for i, n in enumerate(self.exponents.tolist()) if n},
+            "below_subnormal": flushed / some,
+            "below_subnormal_scaled": scaled / some,
+            "below_normal": subnormal / some,
+            "below_normal_scaled": subnormal_scaled / some,
+            "overflow_scaled": over / some,
+            "updates": updates,
+            "updates_lost_float16": lost / moved,
+            "updates_lost_bfloat16": lost_bf16 / moved,
+        }
+
+    def __add__(self, other: LayerCounts) -> LayerCounts:
+        return LayerCounts(self.scale, self.exponents + other.exponents, self.sums + other.sums)
+
+
+def _without_master(before: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far a weight of this format moves when the sum is rounded to the format."""
+    weight = before.to(dtype)
+    return (weight.float() + change).to(dtype) - weight
+
+
+@dataclass
+class Watch:
+    """Counts every layer's gradients after each microbatch's backward pass, and the optimizer's updates."""
+
+    network: Network
+    scale: float
+    counts: dict[str, LayerCounts] = field(default_factory=dict)
+
+    @contextmanager
+    def around(self, optimizer: Optimizer) -> Iterator[None]:
+        """Count backward passes, and steps of this optimizer, inside the context."""
+        before: dict[str, Tensor] = {}
+
+        @torch.no_grad()
+        def first(*_: Any) -> None:
+            for name, parameter in self._trained():
+                before[name] = parameter.detach().clone()
+
+        @torch.no_grad()
+        def then(*_: Any) -> None:
+            for name, parameter in self._trained():
+                self._of(name, parameter).add_update(before.pop(name), parameter)
+
+        # Gradients are counted before clipping, which works on float32 gradients at every precision.
+        hooks: list[Any] = [
+            parameter.register_hook(partial(self._add_gradient, name))
+            for name, parameter in self.network.named_parameters()
+            if parameter.requires_grad
+        ]
+        hooks += [optimizer.register_step_pre_hook(first), optimizer.register_step_post_hook(then)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        self._of(name, gradient).add_gradient(gradient)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.network.named_parameters() if p.grad is not None]
+
+    def _of(self, name: str, parameter: Tensor) -> LayerCounts:
+        layer = name.rpartition(".")[0] or name
+        if layer not in self.counts:
+            self.counts[layer] = LayerCounts.empty(self.scale, parameter.device)
+        return self.counts[layer]
+
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """Records by layer, in the network's order (`counts` has that of the backward pass)."""
+        order = {name.rpartition(".")[0] or name: None for name, _ in self.network.named_parameters()}
+        return {name: self.counts[name].record() for name in order if name in self.counts}
+
+    def total(self) -> LayerCounts:
+        """The sum over all layers."""
+        first, *others = self.counts.values()
+        return sum(others, first)
+
+
+def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_scale: float, output: str | None) -> int:
+    """Train, count, write the numbers as JSON and draw a PNG beside it; returns the exit status.
+
+    Args:
+        config: an experiment in float32 or under autocast, so that its gradients and weights are float32.
+        steps: training steps to count.
+        warmup_steps: training steps before them.
+        loss_scale: tried on the gradients; the training itself is not scaled.
+        output: the JSON file; None for one in `run_dir` if that is set, else in `gradients/`.
+
+    Raises:
+        UserError: a precision that rounds gradients, several ranks, CUDA graphs, an `output` that cannot be written,
+            or anything that training would refuse.
+    """
+    level = build.level(config)
+    if level.compute == "float16" or level.weights != "float32":
+        raise UserError(
+            f"precision: {config.precision.name} rounds gradients before they are counted; use precision=fp32 or "
+            "amp_bf16"
+        )
+    with build.world(config) as world:
+        if world.size > 1:
+            raise UserError("mode: gradients are counted by one process; start without torchrun")
+        if build.switches(config, world.device)[SwitchName.CUDA_GRAPHS] == "on":
+            raise UserError(
+                "speed.cuda_graphs: on replays steps without Python, which counts; use speed.cuda_graphs=off"
+            )
+        file = _output_file(config, output)
+        display = Display(speaks=True, mode="plain")
+        parts = build_parts(config, world, display)
+        config, step = parts.config, parts.step
+        metrics, watch = TrainMetrics(world.device), Watch(parts.network, loss_scale)
+        whole = warmup_steps + steps
+        loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=whole)
+        damaged: dict[str, str] = {}
+        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
+        with closing(batches), enough_images():
+            for number in range(whole):
+                microbatches = list(islice(batches, config.optim.accumulation_steps))
+                if number < warmup_steps:
+                    step(number, microbatches, metrics)
+                    continue
+                with watch.around(step.optimizer):
+                    step(number, microbatches, metrics)
+        report_damage(damaged, config.data.max_damaged, world, display)
+        record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
+        write_json(file, record)
+        written = [file]
+        # A pipe or a device has no place beside it for a picture.
+        if not is_special_file(file):
+            written.append(file.with_suffix(".png"))
+            _draw(record, written[-1])
+        _print(display, record)
+        print(f"written to {' and '.join(map(str, written))}")
+        return DONE
+
+
+def _output_file(config: RunConfig, output: str | None) -> Path:
+    if output is not None:
+        return output_file(output)
+    if config.run_dir is not None:
+        return output_file(Path(config.run_dir) / "gradients.json")
+    return output_file(Path("gradients") / f"{config.config_name}-{timestamp()}.json")
+
+
+def _record(
+    parts: TrainingParts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
+) -> dict[str, Any]:
+    """The record to write."""
+    config = parts.config
+    return {
+        "kind": "gradients",
+        "config_name": config.config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "loss_scale": watch.scale,
+        "clip_norm": config.optim.clip_norm,
+        "parameters": parts.complexity.parameters,
+        "loss": metrics.read(world)["loss"],
+        **provenance(world.device, world.size),
+        "total": watch.total().record(),
+        "layers": watch.layers(),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _print(display: Display, record: Mapping[str, Any]) -> None:
+    total, scale = record["total"], record["loss_scale"]
+
+    def percent(key: str) -> str:
+        return f"{100 * total[key]:.3g}%"
+
+    display.table(
+        f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}",
+        [
+            ("gradients that are zero in float16", percent("below_subnormal")),
+            (f"the same, loss x {scale:g}", percent("below_subnormal_scaled")),
+            ("gradients subnormal or zero in float16", percent("below_normal")),
+            (f"the same, loss x {scale:g}", percent("below_normal_scaled")),
+            (f"gradients above float16's largest number, loss x {scale:g}", percent("overflow_scaled")),
+            ("updates lost without a float32 master, float16", percent("updates_lost_float16")),
+            ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
+        ],
+    )
+
+
+def _draw(record: Mapping[str, Any], file: Path) -> None:
+    """Draw the histogram and the lost updates of all layers together and of each, as a PNG."""
+    # Only here: matplotlib takes long to import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    total, layers = record["total"], {"all": record["total"], **record["layers"]}
+    used = [int(exponent) for exponent in total["exponents"]] or [0]
+    low, high = min(*used, SMALLEST_SUBNORMAL) - 1, max(*used, SMALLEST_NORMAL) + 1
+    shares = []
+    for layer in layers.values():
+        count = max(sum(layer["exponents"].values()), 1)
+        shares.append([100 * layer["exponents"].get(str(exponent), 0) / count for exponent in range(low, high + 1)])
+    figure = Figure(figsize=(13, 2 + 0.2 * len(layers)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(
+        shares, aspect="auto", cmap="viridis", extent=(low, high + 1, len(layers) - 0.5, -0.5), interpolation="nearest"
+    )
+    scaled = SMALLEST_SUBNORMAL - 1 - math.log2(record["loss_scale"])
+    for exponent, text, color in (
+        (SMALLEST_SUBNORMAL - 1, "0 in float16", "tab:red"),
+        (SMALLEST_NORMAL, "subnormal in float16", "tab:orange"),
+        (scaled, f"0 in float16, loss × {record['loss_scale']:g}", "tab:purple"),
+    ):
+        axes.axvline(exponent, color=color, linestyle="--", linewidth=1, label=f"left of here: {text}")
+    labels = [f"{name}  (lost: {100 * layer['updates_lost_float16']:.0f}%)" for name, layer in layers.items()]
+    axes.set_yticks(range(len(layers)), labels, fontsize=7)
+    steps = f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}"
+    axes.set(
+        xlim=(low, high + 1), xlabel="log₂ |gradient|", title=f"{steps}; lost: updates without a master in float16"
+    )
+    figure.legend(fontsize=8, loc="outside upper center", ncols=3)
+    figure.colorbar(image, ax=axes, label="% of the layer's gradients")
+    figure.savefig(file, dpi=110)

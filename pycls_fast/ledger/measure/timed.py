@@ -1,0 +1,319 @@
+"""A configuration to be timed: its network, its step and its input pipeline, built; and the record of its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.counter import counter_seed
+from pycls_fast.data import Source
+from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak
+from pycls_fast.ledger.measure.workloads import (
+    InferencePart,
+    LoaderPart,
+    Part,
+    PartName,
+    StepRange,
+    Trainer,
+    TrainPart,
+    Turn,
+    synthetic_batch,
+)
+from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
+from pycls_fast.models import Complexity, complexity
+from pycls_fast.parallel import World, place_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
+from pycls_fast.train.resolving import with_precision
+
+_EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
+
+
+@dataclass
+class TimedVariant:
+    """A built configuration with its measurements."""
+
+    name: str
+    config: RunConfig
+    switches: build.Switches
+    sources: dict[str, Source]
+    # For one image of evaluation, and for one of the first epoch.
+    complexity: Complexity
+    training_complexity: Complexity
+    classes: int
+    memory: DeviceMemory
+    matmul: MatmulPeak | None = None
+    trainer: Trainer | None = None
+    parts: dict[PartName, Part] = field(default_factory=dict)
+    turns: dict[PartName, list[Turn]] = field(default_factory=dict)
+    skipped_steps: int = 0
+    # Record of the input pipeline's stages.
+    stages: dict[str, Any] | None = None
+    # Peak memory of the process after the first part, on the CPU.
+    process_peak: int | None = None
+
+
+def build_variant(
+    name: str,
+    config: RunConfig,
+    parts: Sequence[PartName],
+    world: World,
+    order: StepRange,
+    others: Sequence[TimedVariant],
+    matmul_size: int | None,
+) -> TimedVariant:
+    """Build what the parts need.
+
+    Args:
+        name: the variant's.
+        config: its configuration.
+        parts: which parts will be timed.
+        world: the ranks.
+        order: the steps whose images no input pipeline has read so far.
+        others: variants built before: the same data is opened once, and the same products have one peak.
+        matmul_size: side of the matrices whose product sets the peak; None for the device's default.
+
+    Raises:
+        UserError: something cannot be built or read.
+    """
+    if config.data.source != "synthetic" and config.data.root is None:
+        # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
+        # somewhere, and the record says from where.
+        config = config.with_values(data={"source": "synthetic"})
+    config = with_precision(config, world)
+    switches = build.switches(config, world.device)
+    build.set_backend(config, world.device, switches)
+    build.microbatch_size(config, world)
+    same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
+    sources = same_data[0] if same_data else build.sources(config, world)
+    train = sources["train"]
+    config = build.resolve_auto(config, len(train), world)
+    microbatch = build.microbatch_size(config, world)
+    if {"loader", "both"} & set(parts):
+        # Only these parts read images, and need at least one global batch.
+        build.steps_per_epoch(config, len(train))
+    classes = build.num_classes(config, train)
+    counted = {
+        size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
+        for size in {config.data.image_size, config.data.training_image_sizes[0]}
+    }
+    variant = TimedVariant(
+        name=name,
+        config=config,
+        switches=switches,
+        sources=sources,
+        complexity=counted[config.data.image_size],
+        training_complexity=counted[config.data.training_image_sizes[0]],
+        classes=classes,
+        memory=DeviceMemory(world.device),
+    )
+    if {"train", "inference", "both"} & set(parts):
+        peaks = (other.matmul for other in others if _products(other.config) == _products(config))
+        variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
+        # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
+        variant.matmul.measure()
+        with variant.memory.during("building"):
+            _build_model_parts(variant, parts, microbatch, world)
+    if "loader" in parts:
+        variant.parts["loader"] = LoaderPart(config, train, switches, world, order)
+    if "both" in parts:
+        assert variant.trainer is not None
+        variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
+    return variant
+
+
+def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
+    # TF32 and float32 have the same dtype.
+    return build.compute_dtype(config), build.level(config).tf32
+
+
+def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
+    config, switches = variant.config, variant.switches
+    network = build.model(config, variant.classes, switches, empty=build.is_sharded(config, world))
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
+    step = make_step(config, network, world, switches, steps_per_epoch)
+    variant.trainer = Trainer(step, world, switches)
+    host = build.prepare_on_host(config, switches)
+    if "train" in parts:
+        batch = synthetic_batch(
+            microbatch,
+            config.data.training_image_sizes[0],
+            variant.classes,
+            erase_probability=config.augment.erase_probability,
+            seed=counter_seed(config.seed, _TRAINING_BATCH, world.rank),
+            device=world.device,
+            host=host,
+        )
+        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.accumulation_steps, world)
+    if "inference" in parts:
+        batch = synthetic_batch(
+            config.data.eval_batch_size or microbatch,
+            config.data.image_size,
+            variant.classes,
+            erase_probability=0.0,
+            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
+            device=world.device,
+            host=host and replace(host, mixer=None),
+        )
+        variant.parts["inference"] = InferencePart(network, step, batch, world)
+
+
+def variant_record(variant: TimedVariant, *, alone: bool) -> dict[str, Any]:
+    """What a timing file says of a variant; rates in images per second, memory in bytes.
+
+    Args:
+        variant: with its turns.
+        alone: no other variant was timed in this process: only then is the process's peak memory this one's.
+    """
+    config, counted, trained = variant.config, variant.complexity, variant.training_complexity
+    first = next(iter(variant.turns))
+    parts: dict[str, Any] = {}
+    for name, turns in variant.turns.items():
+        peak = variant.memory.peaks.get(name)
+        if peak is None and alone and name == first:
+            peak = variant.process_peak
+        parts[name] = part_record(
+            name,
+            turns,
+            images_per_step=variant.parts[name].images_per_step,
+            forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
+            matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
+            memory_peak_bytes=peak,
+            frozen=config.optim.trainable != ("all",),
+        )
+    return {
+        "name": variant.name,
+        "model": config.model.kind,
+        "parameters": counted.parameters,
+        "forward_flops_per_image": counted.forward_flops,
+        "activations_per_image": counted.activations,
+        "image_size": config.data.image_size,
+        # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
+        "train_image_size": config.data.training_image_sizes[0],
+        "train_forward_flops_per_image": trained.forward_flops,
+        "num_classes": variant.classes,
+        "data": variant.sources["train"].describe(),
+        "global_batch_size": config.data.global_batch_size,
+        "accumulation_steps": config.optim.accumulation_steps,
+        "steps_per_run": _steps_per_run(variant),
+        "evaluated_images_per_run": _evaluated_images_per_run(variant),
+        "num_workers": build.num_workers(config),
+        "precision": config.precision.name,
+        "switches": {str(switch): value for switch, value in variant.switches.items()},
+        "matmul": variant.matmul.record() if variant.matmul is not None else None,
+        "skipped_steps": variant.skipped_steps,
+        **({"input_pipeline": variant.stages} if variant.stages is not None else {}),
+        # The part that the names shared by all tools refer to.
+        "headline": first,
+        **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
+        **parts,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _steps_per_run(variant: TimedVariant) -> int:
+    schedule = variant.config.schedule
+    whole = schedule.epochs * (len(variant.sources["train"]) // variant.config.data.global_batch_size)
+    return min(whole, schedule.max_steps or whole)
+
+
+def _evaluated_images_per_run(variant: TimedVariant) -> int:
+    """Images that the evaluations of a whole run score, twice each if there is an average of the weights."""
+    config = variant.config
+    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
+    every = config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
+    evaluations = -(-_steps_per_run(variant) // every)
+    return evaluations * len(variant.sources["val"]) * (1 if config.optim.ema_decay is None else 2)
+
+
+# Operations of a step, in forward passes: the backward pass has two products for each one of the forward pass
+# (gradients of input and weight; Kaplan et al. 2020, section 2.1). Optimizer and recomputation are not counted.
+_FORWARD_PASSES: Mapping[PartName, int] = {"train": 3, "inference": 1, "both": 3}
+
+# Compute steps are alike, and each is a sample. Batches from workers arrive in bursts, so that most waits are zero and
+# a few are long: there the mean of a turn is the sample.
+_SAMPLE_PER_STEP: frozenset[PartName] = frozenset({"train", "inference"})
+
+
+def part_record(
+    name: PartName,
+    turns: Sequence[Turn],
+    *,
+    images_per_step: int,
+    forward_flops_per_image: int,
+    matmul_flops_per_second: float | None,
+    memory_peak_bytes: int | None,
+    frozen: bool = False,
+) -> dict[str, Any]:
+    """The numbers of one part.
+
+    Args:
+        name: the part.
+        turns: as measured, merged over the ranks by `slowest`.
+        images_per_step: over all ranks.
+        forward_flops_per_image: a multiply-add counts 2.
+        matmul_flops_per_second: of all ranks together, or None if it was not measured.
+        memory_peak_bytes: the largest of all ranks, or None if it is not known.
+        frozen: some parameters are not trained; how much of the backward pass that saves is not known.
+    """
+    turn_seconds = [turn.total / len(turn.seconds) for turn in turns]
+    samples = [s for turn in turns for s in turn.seconds] if name in _SAMPLE_PER_STEP else turn_seconds
+    summary = spread(samples)
+    images_per_second = images_per_step / summary.p50
+    record: dict[str, Any] = {
+        "images_per_second": images_per_second,
+        "images_per_step": images_per_step,
+        "step_seconds_p50": summary.p50,
+        "step_seconds_p10": summary.p10,
+        "step_seconds_p90": summary.p90,
+        "step_seconds_mean": summary.mean,
+        "samples": summary.count,
+        "sample": "step" if name in _SAMPLE_PER_STEP else "turn",
+        "memory_peak_bytes": memory_peak_bytes,
+    }
+    if name in _FORWARD_PASSES and not (frozen and _FORWARD_PASSES[name] > 1):
+        flops_per_second = _FORWARD_PASSES[name] * forward_flops_per_image * images_per_second
+        record["flops_per_second"] = flops_per_second
+        if matmul_flops_per_second is not None:
+            record["share_of_matmul"] = flops_per_second / matmul_flops_per_second
+    if name == "both":
+        record["data_wait_fraction"] = sum(turn.waited for turn in turns) / sum(turn.total for turn in turns)
+    first_batches = [turn.first_batch for turn in turns if turn.first_batch is not None]
+    if first_batches:
+        record["first_batch_seconds_p50"] = spread(first_batches).p50
+        record["first_batch_seconds"] = first_batches
+    record["turn_seconds"] = turn_seconds
+    record["step_seconds_each"] = [list(turn.seconds) for turn in turns]
+    return record
+
+
+def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
+    """The variant's images per second over the reference's, turn by turn."""
+    rates = [
+        [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]
+        for record in (reference, variant)
+    ]
+    ratio = paired_ratio(*rates)
+    low, high = ratio.interval or (None, None)
+    return {
+        "part": part,
+        "variant": variant["name"],
+        "reference": reference["name"],
+        **{f"speedup_{key}": value for key, value in asdict(ratio.spread).items() if key.startswith("p")},
+        "speedup_low": low,
+        "speedup_high": high,
+        "confidence": CONFIDENCE,
+        "pairs": list(ratio.pairs),
+        "memory_ratio": _memory_ratio(reference[part], variant[part]),
+    }
+
+
+def _memory_ratio(reference: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:
+    old, new = reference["memory_peak_bytes"], variant["memory_peak_bytes"]
+    return None if old is None or new is None else new / old

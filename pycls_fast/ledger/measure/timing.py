@@ -1,0 +1,334 @@
+"""Timing one experiment, or several variants of it in turns: build, measure, record, print."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
+from pycls_fast.ledger.measure.stages import measure_stages
+from pycls_fast.ledger.measure.timed import TimedVariant, build_variant, speed_comparison, variant_record
+from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, Turn, slowest
+from pycls_fast.parallel import World
+from pycls_fast.paths import timestamp
+from pycls_fast.train.display import Display, human, plain_table, wide_console
+from pycls_fast.train.enough import enough_images
+from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.metrics import memory_peak_bytes
+from pycls_fast.train.output_file import output_file, write_json
+
+Mode = Literal["train", "model", "loader", "both", "all"]
+
+PARTS: Mapping[Mode, tuple[PartName, ...]] = {
+    "train": ("train",),
+    "model": ("train", "inference"),
+    "loader": ("loader",),
+    "both": ("both",),
+    "all": ("train", "inference", "loader", "both"),
+}
+
+
+def time_variants(
+    variants: Sequence[tuple[str, RunConfig]],
+    *,
+    mode: Mode,
+    steps: int,
+    warmup_steps: int,
+    repeats: int,
+    seconds: float = 0.0,
+    matmul_size: int | None = None,
+    output: str | None = None,
+) -> int:
+    """Time configurations in turns, print a table, write JSON; returns the exit status.
+
+    Args:
+        variants: name and configuration; the others are compared with the first.
+        mode: which parts are timed.
+        steps: timed steps per turn, at least.
+        warmup_steps: steps before the first turn (before every turn for parts with the input pipeline), at least.
+        repeats: turns per part and variant.
+        seconds: a turn lasts at least this long, and the warm-up half of it, whatever the number of steps.
+        matmul_size: side of the matrices whose product sets the peak; None for the device's default.
+        output: the JSON file; None for one in `run_dir` if that is set, else in `timings/`.
+
+    Raises:
+        UserError: something cannot be built, read, compared or written.
+    """
+    base = variants[0][1]
+    _check_comparable(variants)
+    with build.world(base) as world:
+        file = _output_file(base, output, world)
+        display = Display(speaks=world.is_main, mode="plain")
+        order = StepRange()
+        built: list[TimedVariant] = []
+        for name, config in variants:
+            built.append(build_variant(name, config, PARTS[mode], world, order, built, matmul_size))
+        for part in PARTS[mode]:
+            length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
+            display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
+            _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats, seconds=seconds)
+        if {"loader", "both"} & set(PARTS[mode]):
+            for variant in built:
+                display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
+                first = order.take(repeats + 1)
+                train = variant.sources["train"]
+                variant.stages = measure_stages(
+                    variant.config, train, world, variant.switches, start=first, repeats=repeats
+                )
+        for variant in built:
+            if variant.skipped_steps:
+                display.warn(
+                    f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
+                    "if loss scaling skips them, they take less time than full steps"
+                )
+        if not world.is_main:
+            return DONE
+        settings = {
+            "mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats, "seconds": seconds
+        }  # fmt: skip
+        record = _record(built, settings, world)
+        write_json(file, record)
+        print_record(display, record)
+        display.note(f"written to {file}")
+        return DONE
+
+
+def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
+    base = variants[0][1]
+    problems = []
+    for name, config in variants:
+        if config.weights is not None:
+            problems.append("weights: timing does not depend on them; leave it out")
+        for key in ("runtime", "parallel", "imports"):
+            if getattr(config, key) != getattr(base, key):
+                problems.append(f"compare: '{name}' changes {key}, which all variants share; time it in a separate run")
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
+def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
+    if output is not None:
+        return output_file(output, world)
+    if config.run_dir is not None:
+        return output_file(Path(config.run_dir) / f"timing-{timestamp()}.json", world)
+    return output_file(Path("timings") / f"{config.config_name}-{timestamp()}.json", world)
+
+
+def _measure(
+    variants: Sequence[TimedVariant],
+    name: PartName,
+    world: World,
+    *,
+    steps: int,
+    warmup_steps: int,
+    repeats: int,
+    seconds: float = 0.0,
+) -> None:
+    lengths = {}
+    for variant in variants:
+        variant.turns[name] = []
+        with _at_work(variant, name, world):
+            variant.parts[name].warm_up(warmup_steps)
+            lengths[variant.name] = turn_length(variant.parts[name], world, steps, seconds)
+        _read_metrics(variant, world)
+    owners = {id(v.matmul): v for v in variants if v.matmul is not None and name != "loader"}
+    for repeat in range(repeats):
+        for owner in owners.values():
+            assert owner.matmul is not None
+            build.set_backend(owner.config, world.device, owner.switches)
+            owner.matmul.measure()
+        # Alternating order: a steady drift and the position in the round cancel over two rounds.
+        for variant in variants if repeat % 2 == 0 else reversed(variants):
+            world.at(f"timing {variant.name}, {name}: turn {repeat + 1}")
+            with _at_work(variant, name, world):
+                turn = variant.parts[name].turn(lengths[variant.name])
+            variant.turns[name].append(slowest(turn, world))
+    for variant in variants:
+        variant.skipped_steps += _read_metrics(variant, world)
+        if world.device.type == "cpu" and variant.process_peak is None:
+            variant.process_peak = max(world.gather(memory_peak_bytes(world.device)))
+        elif world.device.type == "cuda":
+            variant.memory.peaks[name] = max(world.gather(variant.memory.peaks[name]))
+
+
+@contextmanager
+def _at_work(variant: TimedVariant, part: PartName, world: World) -> Iterator[None]:
+    """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
+    build.set_backend(variant.config, world.device, variant.switches)
+    world.barrier()
+    with variant.memory.during(part), enough_images():
+        yield
+
+
+def _read_metrics(variant: TimedVariant, world: World) -> int:
+    """Number of steps since the last call whose gradients were not finite."""
+    return int(variant.trainer.metrics.read(world)["skipped_steps"]) if variant.trainer is not None else 0
+
+
+def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """The record to write: a single variant's values at the top level, several in `variants`."""
+    shared: dict[str, Any] = {
+        "kind": "timing",
+        "config_name": variants[0].config.config_name,
+        "time": time.time(),
+        "command": environment_command(),
+        **settings,
+        **provenance(world.device, world.size),
+        # Of rank 0 so far, without its workers; on the CPU the system keeps only this peak.
+        "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
+    }
+    if len(variants) == 1:
+        return {**shared, **variant_record(variants[0], alone=True)}
+    records = [variant_record(variant, alone=False) for variant in variants]
+    comparisons = [
+        speed_comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
+    ]
+    return {**shared, "variants": records, "comparisons": comparisons}
+
+
+def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
+    """Steps of a turn that lasts at least `seconds` and has at least `steps`; the same on all ranks.
+
+    Steps are run to find out, until half of `seconds` has passed: clocks and power take a while to settle under load.
+    With `seconds` 0, none are.
+
+    Args:
+        part: warmed up as far as kernels and memory go.
+        world: its ranks.
+        steps: the fewest steps.
+        seconds: the shortest time.
+    """
+    if not seconds:
+        return steps
+    turn = slowest(part.turn(1), world)
+    warm = turn.total
+    while warm < seconds / 2:
+        turn = slowest(part.turn(_steps_within(seconds / 2 - warm, turn)), world)
+        warm += turn.total
+    return max(steps, _steps_within(seconds, turn))
+
+
+def _steps_within(seconds: float, turn: Turn) -> int:
+    """Number of steps, as long as the turn's, that take at least `seconds`."""
+    return max(math.ceil(seconds * len(turn.seconds) / max(turn.total, 1e-9)), 1)
+
+
+# Part -> its name in the tables.
+_TITLES = {
+    "train": "training step",
+    "inference": "forward pass",
+    "loader": "loader",
+    "both": "training + loader",
+}
+
+Row = dict[str, str]
+
+
+def print_record(display: Display, record: Mapping[str, Any]) -> None:
+    """Print a timing: a table of the parts or, with several variants, one table of variants per part."""
+    variants: Sequence[Mapping[str, Any]] = record.get("variants", [record])
+    first = variants[0]
+    parts = [part for part in _TITLES if part in first]
+    display.table(f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first))
+    if len(variants) == 1:
+        _print(display, [{"": _TITLES[part], **_cells(first[part])} for part in parts])
+        _print_stages(display, variants)
+        return
+    for part in parts:
+        speedups = {c["variant"]: _speedup(c) for c in record["comparisons"] if c["part"] == part}
+        _print(
+            display,
+            [
+                {
+                    _TITLES[part]: each["name"],
+                    **_cells(each[part]),
+                    **speedups.get(each["name"], {"speed-up": "1"}),
+                }
+                for each in variants
+            ],
+        )
+    _print_stages(display, variants)
+    display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
+
+
+def _print_stages(display: Display, variants: Sequence[Mapping[str, Any]]) -> None:
+    """Print images per second of each stage on one core, in pipeline order."""
+    if "input_pipeline" not in variants[0]:
+        return
+    rows: list[Row] = []
+    for each in variants:
+        found = each["input_pipeline"]
+        row = {"input pipeline, images/s": each["name"] if len(variants) > 1 else "on one core"}
+        for stage, numbers in found["stages"].items():
+            rate = numbers["images_per_second"]
+            row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
+        row["per worker"] = f"{found['images_per_second_per_core']:,.0f}"
+        row["all workers, expected"] = f"{found['images_per_second_expected']:,.0f}"
+        rows.append({**row, "limit": found["limit"]})
+    _print(display, rows)
+
+
+def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    matmul = record["matmul"]
+    model = f"{record['model']}, {human(record['parameters'])} parameters, {record['num_classes']} classes"
+    one = f"{record['image_size']} px, {human(record['forward_flops_per_image'], 'FLOP')} forward"
+    if record["train_image_size"] != record["image_size"]:
+        trained = human(record["train_forward_flops_per_image"], "FLOP")
+        one += f"; in training {record['train_image_size']} px, {trained}"
+    batch = f"{record['global_batch_size']}"
+    if record["accumulation_steps"] > 1:
+        batch += f" in {record['accumulation_steps']} microbatches"
+    rows = [
+        ("model", model),
+        ("one image", one),
+        ("data", f"{record['data']}, {record['num_workers']} workers"),
+        ("global batch", batch),
+        ("precision", record["precision"]),
+        ("switches", "  ".join(f"{key}={value}" for key, value in record["switches"].items())),
+    ]
+    if matmul is not None:
+        product = f"{matmul['size']} x {matmul['size']}, {matmul['dtype']}"
+        rows.append(("matrix product", f"{human(matmul['flops_per_second'], 'FLOP/s')} ({product})"))
+    return rows
+
+
+def _cells(part: Mapping[str, Any]) -> Row:
+    rate = part["images_per_second"]
+    p10, p50, p90 = (f"{part[f'step_seconds_{p}'] * 1e3:.2f}" for p in ("p10", "p50", "p90"))
+    row = {
+        "images/s": f"{rate:,.1f}" if rate < 1000 else f"{rate:,.0f}",
+        "ms a step": p50,
+        "p10 - p90": f"{p10} - {p90}",
+    }
+    if "flops_per_second" in part:
+        row["FLOP/s"] = human(part["flops_per_second"])
+        row["of matmul"] = f"{part['share_of_matmul']:.1%}"
+    if "data_wait_fraction" in part:
+        row["data wait"] = f"{part['data_wait_fraction']:.1%}"
+    if "first_batch_seconds_p50" in part:
+        row["1st batch"] = f"{part['first_batch_seconds_p50']:.2f} s"
+    if part["memory_peak_bytes"] is not None:
+        row["memory"] = human(part["memory_peak_bytes"], "B")
+    return row
+
+
+def _speedup(comparison: Mapping[str, Any]) -> Row:
+    low, high = comparison["speedup_low"], comparison["speedup_high"]
+    return {
+        "speed-up": f"{comparison['speedup_p50']:.3f}",
+        "95% interval": "needs 6 pairs" if low is None else f"{low:.3f} - {high:.3f}",
+    }
+
+
+def _print(display: Display, rows: Sequence[Row]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [[row.get(column, "") for column in columns] for row in rows]
+    console = display.console if display.console.is_terminal else wide_console()
+    console.print(plain_table(columns, cells, right=columns[1:], no_wrap=True))

@@ -1,0 +1,1 @@
+"""What a ledger says: its record, statistics, text, charts, page, and the gate that compares two records."""

@@ -1,0 +1,274 @@
+"""A comparison of two runs in words, tables and charts: on the terminal and on its page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from pycls_fast.config.quoting import as_typed
+from pycls_fast.inference.sheet import tile
+from pycls_fast.ledger.report.drawing import INK, LINE, PALE, Chart, literal, plain_axes
+from pycls_fast.ledger.report.page import Page, PagePart, Tile
+from pycls_fast.ledger.report.text import duration
+from pycls_fast.train.display import epochs, human, plain_table, wide_console
+
+Record = Mapping[str, Any]
+Row = dict[str, str]
+
+# The number of loader workers follows the cores, even if the numbers of threads are equal.
+_MACHINE = {"processor", "cpu_count", "threads"}
+# Pixels of a picture on the page, and classes in a table.
+_SIDE, _CLASSES = 176, 50
+
+
+def shown_images(record: Record, kind: str) -> Sequence[Record]:
+    """The images of one kind of disagreement ("only_a": only A is right); empty if they were not compared."""
+    return record["images"][kind] if record["images"] is not None else ()
+
+
+def said(each: Record) -> list[str]:
+    """What each run predicted, with the cross-entropy of the image in nats."""
+    losses = ("-" if each[f"loss_{run}"] is None else f"{each[f'loss_{run}']:.2f}" for run in "ab")
+    return [f"{run.upper()}: {each[run]} ({loss})" for run, loss in zip("ab", losses, strict=True)]
+
+
+def verdict(record: Record) -> str:
+    """The result of the comparison image by image."""
+    if record["not_paired"] is not None:
+        return f"Not compared image by image: {record['not_paired']}. The numbers below are each over its own images."
+    pair = record["images"]["pair"]
+    if not pair["changed"]:
+        return f"Every prediction is the same on all {pair['images']:,} images."
+    winner = "B" if pair["difference"] > 0 else "A"
+    no = f"No difference that {pair['images']:,} images can show"
+    said = no if pair["p_value"] >= 0.05 else f"{winner} is right more often on these {pair['images']:,} images"
+    return (
+        f"{said}: {pair['difference']:+.2f} points of top-1, B minus A (95% over the images: {pair['low']:+.2f} to "
+        f"{pair['high']:+.2f}; McNemar p = {pair['p_value']:.2g}). This holds for these two runs, not for other seeds."
+    )
+
+
+def notes(record: Record) -> list[str]:
+    """Remarks that the numbers need."""
+    a, b, found = record["a"], record["b"], record["images"]
+    lines = [f"{name} is not finished." for name, run in (("A", a), ("B", b)) if not run["finished"]]
+    for name in ("a", "b"):
+        for change in record[name]["changes"]:
+            pairs = (f"{key} {as_typed(old)} -> {as_typed(new)}" for key, (old, new) in change["changed"].items())
+            lines.append(f"{name.upper()} changed after epoch {epochs(change['epoch'])}: {', '.join(pairs)}")
+    places = [(run["device"], run["world_size"]) for run in (a, b)]
+    elsewhere = None not in (a["device"], b["device"]) and places[0] != places[1]
+    if elsewhere or _MACHINE & {row["key"] for row in record["environment"]}:
+        lines.append("The runs had different devices, ranks, machines or threads: their speeds are not comparable.")
+    if found is None:
+        return lines
+    if found["left_out"]:
+        lines.append(f"{found['left_out']:,} images that only one of the two could read are left out.")
+    if record["without_pictures"]:
+        lines.append(f"No pictures: {record['without_pictures']}.")
+    if found["pair"]["changed"]:
+        pair = found["pair"]
+        lines.append(
+            f"only A right: {pair['only_first']:,}; only B right: {pair['only_second']:,}; both wrong: "
+            f"{found['both_wrong']:,}, of which {found['both_wrong_otherwise']:,} with different predictions"
+        )
+    return lines
+
+
+# What a row of numbers is called, its key, its text, and how B is compared with A.
+_NUMBERS: Sequence[tuple[str, str, Callable[[float], str], str]] = (
+    ("top-1, %", "top1", "{:.2f}".format, "+.2f"),
+    ("top-5, %", "top5", "{:.2f}".format, "+.2f"),
+    ("loss", "loss", "{:.4f}".format, "+.4f"),
+    ("best top-1, %", "best_top1", "{:.2f}".format, "+.2f"),
+    ("images evaluated", "count", "{:,}".format, ""),
+    ("epochs", "epochs", "{:.1f}".format, ""),
+    ("images/s", "images_per_second", "{:,.0f}".format, "ratio"),
+    ("ms a step", "step_seconds_p50", lambda value: f"{1e3 * value:.1f}", "ratio"),
+    ("peak memory", "memory_peak_bytes", lambda value: human(value, "B"), "ratio"),
+    ("total time", "wall_seconds", duration, "ratio"),
+    ("parameters", "parameters", human, "ratio"),
+    ("forward pass", "forward_flops_per_image", lambda value: human(value, "FLOP"), "ratio"),
+    ("ranks", "world_size", "{}".format, ""),
+)
+
+
+def numbers(record: Record) -> list[Row]:
+    """Rows (number, A, B, B compared with A) of what at least one of the runs has."""
+    a, b = record["a"], record["b"]
+    rows = []
+    for what, key, text, against in _NUMBERS:
+        one, two = a[key], b[key]
+        if one is None and two is None:
+            continue
+        compared = ""
+        if one is not None and two is not None and against:
+            compared = f"{two - one:{against}}" if against != "ratio" else f"{two / one:.2f}x" if one else ""
+        cells = ("-" if value is None else text(value) for value in (one, two))
+        rows.append(dict(zip(("number", "A", "B", "B to A"), (what, *cells, compared), strict=True)))
+    if a["device"] != b["device"]:
+        rows.append({"number": "device", "A": a["device"] or "-", "B": b["device"] or "-", "B to A": ""})
+    return rows
+
+
+def _rows(found: Sequence[Record]) -> list[Row]:
+    """Differing settings as table rows; long fractions are shortened if they still differ then."""
+    rows = []
+    for row in found:
+        a, b = (re.sub(r"\d+\.\d{7,}", lambda long: f"{float(long[0]):.6g}", row[name]) for name in ("a", "b"))
+        a, b = (row["a"], row["b"]) if a == b else (a, b)
+        rows.append(
+            {"setting": row["key"], "A": a, "B": b} | ({"numerics": row["class"] or ""} if "class" in row else {})
+        )
+    return rows
+
+
+def _class_rows(record: Record, *, changed: bool) -> list[Row]:
+    found = record["images"]["classes"] if record["images"] is not None else []
+    return [
+        {
+            "class": row["class"],
+            "images": f"{row['images']:,}",
+            "A, %": f"{row['a']:.1f}",
+            "B, %": f"{row['b']:.1f}",
+            "points": f"{row['difference']:+.1f}",
+        }
+        for row in found
+        if row["difference"] or not changed
+    ]
+
+
+def print_comparison(record: Record) -> None:
+    """Print the comparison on the terminal."""
+    console = wide_console()
+    for name in ("a", "b"):
+        console.print(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})", markup=False)
+    if not record["settings"]:
+        console.print("Their settings are the same.")
+    for rows in (_rows(record["settings"]), _rows(record["environment"]), numbers(record)):
+        if rows:
+            console.print()
+            console.print(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+    console.print()
+    for line in (verdict(record), *notes(record)):
+        console.print(line, markup=False)
+    classes = _class_rows(record, changed=True)[:10]
+    if classes:
+        console.print()
+        console.print(plain_table(list(classes[0]), [list(row.values()) for row in classes]))
+
+
+def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> Page:
+    """The page; for images that cannot be read the name is shown."""
+    a, b, found = record["a"], record["b"], record["images"]
+    words = ("setting", "A", "B")
+    parts = [
+        PagePart("Numbers", numbers(record)),
+        PagePart("Settings that differ", _rows(record["settings"]), words=words),
+        PagePart("Versions and machine", _rows(record["environment"]), words=words),
+    ]
+    for kind, title, key in (
+        ("only_a", "Right in A, wrong in B", "only_first"),
+        ("only_b", "Right in B, wrong in A", "only_second"),
+    ):
+        shown = [_picture(each, pictures) for each in shown_images(record, kind)]
+        if shown and found is not None:
+            count = found["pair"][key]
+            of = f"{count:,}" if len(shown) == count else f"{len(shown):,} of {count:,}"
+            parts.append(PagePart(f"{title}: {of}", pictures=shown, notes=["In brackets: cross-entropy in nats."]))
+    classes = _class_rows(record, changed=False)
+    more = [f"{len(classes) - _CLASSES:,} more, which changed less, are in compare.json."]
+    parts.append(PagePart("Accuracy by class", classes[:_CLASSES], notes=more if len(classes) > _CLASSES else []))
+    commands = [f"{name.upper()}: {record[name]['environment'].get('command')}" for name in ("a", "b")]
+    parts.append(PagePart("Commands", codes=[*commands, f"this page: {record['command']}"]))
+    return Page(
+        title=f"Two runs: {a['path']} and {b['path']}",
+        heading="Two runs",
+        intro=[f"{name}: {run['path']} ({run['config_name']})" for name, run in (("A", a), ("B", b))],
+        lead=verdict(record),
+        facts=[
+            time.strftime("%Y-%m-%d", time.gmtime(record["time"])),
+            *notes(record),
+            ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        ],
+        charts=charts(record),
+        parts=[part for part in parts if part.rows or part.pictures or part.codes],
+    )
+
+
+def _picture(each: Record, pictures: Mapping[int, Image.Image]) -> Tile:
+    name = each["name"] or f"image {each['index']}"
+    picture = pictures.get(each["index"])
+    lines = [] if picture is not None else [name]
+    return Tile(name, each["class"], None if picture is None else _embedded(picture), [*said(each), *lines])
+
+
+def _embedded(picture: Image.Image) -> str:
+    """A data URL of the picture, as large as it is shown."""
+    # Enlarged pixels are small as PNG and ugly as JPEG, photographs the other way round.
+    kind = "PNG" if max(picture.size) * 3 <= _SIDE else "JPEG"
+    buffer = io.BytesIO()
+    tile(picture, _SIDE).save(buffer, format=kind, quality=85)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+_BARS = 20
+# A thick pale line and a thin dark one stay distinguishable where they overlap.
+_LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "a": {"color": PALE, "linewidth": 4.5, "marker": "s"},
+    "b": {"color": INK, "linewidth": 1.3, "marker": "o"},
+}
+
+
+def charts(record: Record) -> list[Chart]:
+    """All charts for which the record has numbers."""
+    made = (
+        _lines(record, "loss", "loss, nats", "Training loss (thick and thin lines) and that of evaluations (dashed)."),
+        _lines(record, "top1", "top-1, %", "Top-1 of the evaluated weights."),
+        _classes(record),
+    )
+    return [chart for chart in made if chart is not None]
+
+
+def _lines(record: Record, key: str, label: str, what: str) -> Chart | None:
+    figure, axes = plain_axes(3.6)
+    for name in ("a", "b"):
+        run, looks = record[name], _LOOKS[name]
+        if key == "loss" and run["curve"]["epoch"]:
+            axes.plot(run["curve"]["epoch"], run["curve"]["loss"], label=f"{name.upper()}, training",
+                      color=looks["color"], linewidth=looks["linewidth"])  # fmt: skip
+        scored = [(each["epoch"], each[key]) for each in run["evaluations"] if each[key] is not None]
+        if scored:
+            style = {"linestyle": "--", "linewidth": 0.9, "color": INK} if key == "loss" else {}
+            axes.plot(*zip(*scored, strict=True), label=name.upper(), markersize=5, **{**looks, **style})
+    if not axes.lines:
+        return None
+    axes.set_xlabel("epoch", fontsize=9)
+    axes.set_ylabel(label, fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    return Chart(key, label.partition(",")[0].capitalize(), what, figure)
+
+
+def _classes(record: Record) -> Chart | None:
+    found = record["images"]
+    rows = [row for row in found["classes"] if row["difference"]][:_BARS] if found is not None else []
+    if not rows:
+        return None
+    rows.sort(key=lambda row: row["difference"])
+    figure, axes = plain_axes(0.9 + 0.27 * len(rows))
+    for place, row in enumerate(rows):
+        gain = row["difference"] > 0
+        color, hatch = (INK, None) if gain else ("white", "////")
+        axes.barh(place, row["difference"], height=0.66, edgecolor=INK, color=color, hatch=hatch)
+    axes.axvline(0, color=LINE, linewidth=1)
+    axes.set_yticks(range(len(rows)), [literal(row["class"], 22) for row in rows])
+    axes.set_xlabel("points of accuracy, B minus A", fontsize=9)
+    few = 100 / min(row["images"] for row in rows)
+    what = f"The classes that changed most. Hatched: worse in B. One image of the smallest is {few:.2g} points."
+    return Chart("classes", "Classes", what, figure)

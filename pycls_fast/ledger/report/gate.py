@@ -1,0 +1,288 @@
+"""Regression check of two ledgers, for continuous integration: has a variant lost speed or accuracy?
+
+`pycls-fast ledger check` prints how two ledgers differ; the exit status says whether something is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pycls_fast.config.reporting import reporting
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
+from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
+from pycls_fast.ledger.report.statistics import (
+    CONFIDENCE,
+    Speedup,
+    geometric_mean,
+    p_less_accurate,
+    p_slower,
+    two_sided,
+)
+from pycls_fast.paths import user_path
+from pycls_fast.train.display import plain_table, wide_console
+
+LEVEL = (1 - CONFIDENCE) / 2
+"""Significance level of each one-sided test, after Holm's correction over the variants."""
+LOST = 1
+_SETTINGS = ("tolerance=", "absolute=")
+_USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
+
+
+@dataclass(frozen=True)
+class Change:
+    """The result for one quantity of a variant: its values before and now, and whether that is a loss."""
+
+    variant: str
+    quantity: str
+    before: str
+    now: str
+    lost: bool
+    text: str
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Run the command: prints a table; returns 1 if something was lost, 0 if not, 2 for a user error."""
+    return reporting(lambda: _check(arguments))
+
+
+def _check(arguments: Sequence[str]) -> int:
+    # A sweep's folders contain "=" too (`seed=1/ledger.json`).
+    settings = dict(a.split("=", 1) for a in arguments if a.startswith(_SETTINGS))
+    files = [user_path(a) for a in arguments if not a.startswith(_SETTINGS)]
+    if len(files) != 2:
+        raise UserError(f"check: needs two files; got {' '.join(map(str, files)) or 'none'}; use {_USAGE}")
+    tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
+    if absolute not in ("true", "false"):
+        raise UserError(f"absolute: must be true or false; got {absolute}")
+    before, now = (read_record(file) for file in files)
+    for file, record in zip(files, (before, now), strict=True):
+        if record.unfinished:
+            raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
+    changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute == "true")
+    rows = [(change.variant, change.quantity, change.before, change.now, change.text) for change in changes]
+    wide_console().print(plain_table(("variant", "quantity", "before", "now", ""), rows, no_wrap=True))
+    return LOST if any(change.lost for change in changes) else DONE
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise UserError(f"tolerance: must be a share from 0 up to 1; got {text}")
+    return value
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A variant's speed before and now."""
+
+    quantity: str
+    before: Speedup
+    now: Speedup
+
+
+def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
+    """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules.
+
+    Args:
+        before, now: two records.
+        tolerance: share of the speed.
+        absolute: whether the first variant's rate is compared; false for a machine whose speed changes.
+
+    Raises:
+        UserError: the ledgers have different plans, or `before` has nothing to compare with.
+    """
+    for what, one, other in (
+        ("experiment", before.config_name, now.config_name),
+        ("mode", before.settings.mode, now.settings.mode),
+        ("first variant", before.reference.name, now.reference.name),
+    ):
+        if one != other:
+            raise UserError(f"check: ledgers with a different {what} ({one} and {other}) cannot be compared")
+    by_name = {variant.name: variant for variant in now.variants}
+    measured = [variant for variant in before.variants if variant.status == "measured"]
+    speeds = [_speeds(old, by_name.get(old.name), before, now, absolute) for old in measured]
+    p_speeds = two_sided([p_slower(found[-1].before, found[-1].now) if found else None for found in speeds])
+    p_accuracies = two_sided([_p_accuracy(old, by_name.get(old.name)) for old in measured])
+    changes: list[Change] = []
+    for old, found, p_speed, p_accuracy in zip(measured, speeds, p_speeds, p_accuracies, strict=True):
+        new = by_name.get(old.name)
+        if new is None or new.status != "measured":
+            reason = "variant is missing" if new is None else (new.reason or new.status)
+            changes.append(Change(old.name, "runs", "yes", "no", True, f"LOST: {reason}"))
+            continue
+        first = old is before.reference
+        if found:
+            *shown, tested = found
+            changes += [_untested(old.name, each) for each in shown]
+            changes.append(_speed_change(old.name, tested, p_speed, tolerance))
+        elif _is_timed(old, first) and not _is_timed(new, first):
+            quantity = "images/s" if first else "speed-up"
+            changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
+        elif first and absolute and old.timing and new.timing:
+            changes.append(Change(old.name, "images/s", "", "", False, "different machine: not compared"))
+        accuracy = _accuracy_change(old, new, now, p_accuracy)
+        changes += [accuracy] if accuracy is not None else []
+    if not changes:
+        raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
+    return [*_different_machine(before, now), *_different_plans(before, now), *changes]
+
+
+def _speeds(old: VariantRecord, new: VariantRecord | None, before: Record, now: Record, absolute: bool) -> list[Speeds]:
+    """What there is to compare, of which the last is to be tested; empty if there is nothing."""
+    if new is None or not old.timing or not new.timing:
+        return []
+    if old is before.reference:
+        same = _machine(before) == _machine(now) and old.ranks == new.ranks
+        return _first_speeds(old.timing, new.timing) if absolute and same else []
+    a, b = old.timing.speedup, new.timing.speedup
+    return [Speeds("speed-up", a, b)] if a and b else []
+
+
+def _first_speeds(before: Timing, now: Timing) -> list[Speeds]:
+    """Speeds of the first variant from its timings in two ledgers of one machine; the last one is to be tested.
+
+    The rate of the same code differs between two sessions on a shared machine, by more than it does within one. The
+    rate of a large matrix product, measured in every round, differs with it; images/s are therefore compared relative
+    to it, if both ledgers have it.
+    """
+
+    def made(quantity: str, *rounds: Sequence[float]) -> Speeds:
+        return Speeds(quantity, *(geometric_mean(each) for each in rounds))
+
+    rates = (before.rounds, now.rounds)
+    if before.matmul_flops_per_second is None or now.matmul_flops_per_second is None:
+        return [made("images/s", *rates)]
+    products = [[flops / 1e12 for flops in t.matmul_flops_per_second or ()] for t in (before, now)]
+    relative = [[r / p for r, p in zip(*both, strict=True)] for both in zip(rates, products, strict=True)]
+    return [
+        made("images/s", *rates),
+        made("matrix product, TFLOP/s", *products),
+        made("images/s per TFLOP/s", *relative),
+    ]
+
+
+def _is_timed(variant: VariantRecord, first: bool) -> bool:
+    """Whether its speed is known: the first variant's rate, or another one's speed-up over the first."""
+    return bool(variant.timing and (first or variant.timing.speedup))
+
+
+def _speed_change(name: str, speeds: Speeds, p_value: float, tolerance: float) -> Change:
+    """Whether the speed is lost: it fell by more than the tolerance, and the test confirms it.
+
+    Args:
+        name: the variant's.
+        speeds: before and now.
+        p_value: after Holm's correction.
+        tolerance: share of the speed.
+    """
+    a, b = speeds.before, speeds.now
+    beyond = b.ratio < a.ratio * (1 - tolerance)
+    unpaired = a.unpaired or b.unpaired
+    tested = a.low is not None and b.low is not None
+    shown = p_value <= LEVEL
+    text = _untested(name, speeds).text
+    if unpaired:
+        text += ", timed in different starts: not tested"
+    elif not tested:
+        text += ", without an interval"
+    elif not shown:
+        text += ", too few rounds to say" if beyond else ", within the intervals"
+    lost = beyond and (shown or not (tested or unpaired))
+    return Change(name, speeds.quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
+
+
+def _untested(name: str, speeds: Speeds) -> Change:
+    """A speed that is shown only."""
+    a, b = speeds.before, speeds.now
+    return Change(name, speeds.quantity, _interval(a), _interval(b), False, f"{b.ratio / a.ratio - 1:+.1%}")
+
+
+def _interval(values: Speedup) -> str:
+    text, *ends = (
+        f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        for value in (values.ratio, values.low, values.high)
+        if value is not None
+    )
+    return f"{text} ({' - '.join(ends)})" if ends else text
+
+
+def _p_accuracy(old: VariantRecord, new: VariantRecord | None) -> float | None:
+    before, now = _top1(old), _top1(new)
+    if not before or not now:
+        return None
+    counts = [each.training.runs[0].count for each in (old, new) if each and each.training]
+    return p_less_accurate(before, now, (counts[0], counts[1]))
+
+
+def _accuracy_change(old: VariantRecord, new: VariantRecord, record: Record, p_value: float) -> Change | None:
+    """Whether the accuracy is lost; None if the variant was not trained before.
+
+    Args:
+        old, new: the variant before and now.
+        record: the ledger now.
+        p_value: after Holm's correction.
+    """
+    before, now, settings = _top1(old), _top1(new), record.settings
+    if not before:
+        return None
+    first, second = (f"{np.mean(v):.2f} ({len(v)} seed{'s' * (len(v) > 1)})" if v else "-" for v in (before, now))
+
+    def made(lost: bool, text: str) -> Change:
+        return Change(old.name, "top-1", first, second, lost, f"LOST: {text}" if lost else text)
+
+    if new.ended and (not now or not old.ended):
+        return made(True, f"training ended early: {new.ended}")
+    if not now:
+        return made(True, "no run finished")
+    if len(now) < min(settings.seeds, len(before)):
+        return made(True, f"{len(now)} of {settings.seeds} runs finished")
+    if sorted(before) == sorted(now):
+        return made(False, "the same")
+    difference = float(np.mean(now) - np.mean(before))
+    if p_value <= LEVEL:
+        return made(difference < 0, f"{difference:+.2f}")
+    doubt = "too few seeds to say" if difference < -settings.margin else "within the intervals"
+    return made(False, f"{difference:+.2f}, {doubt}")
+
+
+def _top1(variant: VariantRecord | None) -> list[float]:
+    return [run.top1 for run in variant.training.runs] if variant and variant.training else []
+
+
+def _machine(record: Record) -> dict[str, object]:
+    environment = record.environment
+    return {"processor": environment["processor"], "cores": environment["cpu_count"], "device": record.device}
+
+
+def _different_machine(before: Record, now: Record) -> list[Change]:
+    """What differs between the machines and versions of torch; a ledger that timed nothing has no device."""
+    old, new = ({**_machine(record), "torch": record.versions.get("torch")} for record in (before, now))
+    return [
+        Change("all", what, str(old[what]), str(new[what]), False, "differs from the baseline; speed-ups may, too")
+        for what in old
+        if old[what] != new[what] and None not in (old[what], new[what])
+    ]
+
+
+def _different_plans(before: Record, now: Record) -> list[Change]:
+    """Settings of the experiment, and of variants in both, that differ."""
+    by_name = {variant.name: variant for variant in now.variants}
+    plans = [("all", before.base, now.base)]
+    for old in before.variants:
+        if old.status == "measured" and old.name in by_name:
+            one, other = ([*each.overrides, f"ranks={each.ranks}"] for each in (old, by_name[old.name]))
+            plans.append((old.name, one, other))
+    found = []
+    for name, mine, theirs in plans:
+        gone, added = (" ".join(s for s in one if s not in other) for one, other in ((mine, theirs), (theirs, mine)))
+        if gone or added:
+            found.append(Change(name, "overrides", gone, added, False, "differ from the baseline"))
+    return found

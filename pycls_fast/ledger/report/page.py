@@ -1,0 +1,164 @@
+"""`index.html`: a ledger on one self-contained page; and the template that the page of `compare.py` shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from pycls_fast.config.reporting import reporting
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE
+from pycls_fast.ledger.report.charts import charts
+from pycls_fast.ledger.report.drawing import Chart
+from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
+from pycls_fast.ledger.report.text import (
+    facts,
+    headline,
+    print_table,
+    remarks,
+    rows,
+    seed_rows,
+    speed_text,
+    state,
+    title,
+    unfinished,
+    verdict,
+)
+from pycls_fast.paths import user_path
+
+
+@dataclass(frozen=True)
+class Card:
+    """A variant at a glance; `kind` is "", "open", "loss" or "missing"."""
+
+    name: str
+    kind: str
+    big: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """An image with its title and lines; `data` is a data URL, or None for its name only."""
+
+    name: str
+    title: str
+    data: str | None
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """A heading with a table, pictures, notes and code below it; columns in `words` may be broken into lines."""
+
+    title: str
+    rows: Sequence[Mapping[str, str]] = ()
+    words: Sequence[str] = ()
+    pictures: Sequence[Tile] = ()
+    notes: Sequence[str] = ()
+    codes: Sequence[str] = ()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the template shows, from top to bottom; all text is plain."""
+
+    title: str
+    heading: str
+    intro: Sequence[str]
+    lead: str
+    facts: Sequence[str]
+    charts: Sequence[Chart]
+    parts: Sequence[PagePart]
+    cards: Sequence[Card] = ()
+    partly: str | None = None
+
+    def html(self) -> str:
+        """The page, which needs no other file."""
+        template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+        return environment.from_string(template).render(vars(self))
+
+
+def ledger_page(record: Record) -> Page:
+    """The page of a ledger."""
+    named, ladder, against = title(record), record.ladder, ("against the first", "against the one before")
+    notes = [f"{variant.name}: {variant.note}" for variant in record.variants if variant.note]
+    missing = [f"{variant.name}: {variant.reason}" for variant in record.variants if variant.reason]
+    unmeasured = [f"{what}: {why}" for what, why in record.unmeasured.items()]
+    settings = [f"{v.name}: {' '.join(v.overrides) or 'as the experiment'}" for v in record.variants]
+    parts = [
+        PagePart("All numbers", rows(record), words=against, notes=remarks(record)),
+        PagePart("Each seed", seed_rows(record), folded=True),
+        PagePart("Notes", notes=notes),
+        PagePart("Not measured", notes=unmeasured),
+        PagePart("Not run here", notes=missing),
+        PagePart("Command", codes=[record.command]),
+        PagePart("Settings of each variant", codes=settings, folded=True),
+    ]
+    return Page(
+        title=f"{named}: {ladder.description}",
+        heading=named,
+        intro=[ladder.description, *([f"Ladder: {ladder.source}"] if ladder.source else [])],
+        partly=unfinished(record),
+        lead=headline(record),
+        facts=facts(record),
+        cards=[_card(variant, record) for variant in record.variants],
+        charts=charts(record),
+        parts=[part for part in parts if part.rows or part.notes or part.codes],
+    )
+
+
+def _card(variant: VariantRecord, record: Record) -> Card:
+    timing, training, first = variant.timing, variant.training, variant is record.reference
+    if variant.status != "measured":
+        return Card(variant.name, "missing", "", [state(variant)])
+    ranks = f"{variant.ranks} ranks" if variant.ranks != record.reference.ranks or variant.ranks > 1 else ""
+    ended = f"training ended early: {variant.ended}" if variant.ended else ""
+    if first:
+        rate = f"{timing.images_per_second:,.0f} images/s" if timing else ""
+        top1 = f"top-1 {training.top1.mean:.2f}%" if training and training.top1 else ""
+        return Card(variant.name, "open", "1x", [ranks, rate, top1, ended])
+    ratio, _, interval = speed_text(timing.speedup if timing else None).partition(" ")
+    paired = training and training.against_reference
+    kinds = {"loss": "loss", "small loss": "loss", "not enough runs": "open"}
+    kind = kinds.get(paired.verdict.finding, "") if paired else ""
+    return Card(variant.name, kind, ratio, [interval.strip("()"), ranks, verdict(variant, "against_reference"), ended])
+
+
+def write_page(record: Record, folder: Path) -> None:
+    """Write `index.html` and `charts/NAME.png` into the folder."""
+    page = ledger_page(record)
+    (folder / "charts").mkdir(exist_ok=True)
+    for old in (folder / "charts").glob("*.png"):
+        # An earlier page may have had more charts than this one.
+        old.unlink()
+    for chart in page.charts:
+        chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
+    (folder / "index.html").write_text(page.html(), encoding="utf-8")
+
+
+def redraw(arguments: Sequence[str]) -> int:
+    """Run `report LEDGER.json [output=FOLDER]`: draw the page of a `ledger.json`; returns 0, or 2 for a user error."""
+    return reporting(lambda: _redraw(arguments))
+
+
+def _redraw(arguments: Sequence[str]) -> int:
+    outputs = [a.removeprefix("output=") for a in arguments if a.startswith("output=")]
+    files = [user_path(a) for a in arguments if not a.startswith("output=")]
+    if len(files) != 1 or len(outputs) > 1:
+        raise UserError(f"report: needs one file; got {' '.join(arguments) or 'none'}; use LEDGER.json [output=FOLDER]")
+    record = read_record(files[0])
+    folder = user_path(outputs[0]) if outputs else files[0].parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_page(record, folder)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written ({error.strerror}); choose another folder") from error
+    print_table(record)
+    print(f"report: {folder / 'index.html'}")
+    return DONE

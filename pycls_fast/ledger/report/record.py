@@ -1,0 +1,303 @@
+"""`ledger.json`: the one record of a ledger, which is written and read; and what its timings say together."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pycls_fast.config.ladder import Ladder, LadderSettings
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.report.statistics import (
+    ImagePair,
+    Speedup,
+    Verdict,
+    geometric_mean,
+    mean_interval,
+    speedup,
+)
+from pycls_fast.published import IMAGENET_TRAINING_IMAGES
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+# At most so many points per loss curve; more could not be told apart.
+_MOST_POINTS = 400
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class Timing(_Part):
+    """A variant's timings, of all ranks together; memory per rank.
+
+    `images_per_second` and `flops_per_second` are over `paired_rounds` (those that one start timed together with the
+    first variant's), or over all `rounds` if none is; `step_seconds_*` are over all steps.
+    """
+
+    images_per_second: Positive
+    step_seconds_p50: Positive
+    step_seconds_p90: Positive
+    images_per_step: int
+    samples: int
+    # None if parts of the network are frozen, which makes the backward pass smaller.
+    flops_per_second: Positive | None
+    share_of_matmul: Finite | None
+    memory_peak_bytes: int | None
+    imagenet_epoch_seconds: Positive
+    rounds: Annotated[list[Positive], Field(min_length=1)]
+    paired_rounds: list[int]
+    # The machine's own speed in each round.
+    matmul_flops_per_second: list[Positive] | None
+    times: list[float]
+    image_size: int
+    precision: str
+    switches: dict[str, Any]
+    speedup: Speedup | None = None
+    speedup_before: Speedup | None = None
+
+    def over(self, paired_rounds: Sequence[int]) -> Timing:
+        """The timing with its rates over these rounds, or over all if there are none.
+
+        The quotient of two rates over the same rounds is the geometric mean of the quotients of the rounds, which is
+        the speed-up. Medians over all steps would contradict it.
+        """
+        rate = geometric_mean([self.rounds[i] for i in paired_rounds or range(len(self.rounds))]).ratio
+        flops = self.flops_per_second
+        return self.model_copy(
+            update={
+                "images_per_second": rate,
+                "flops_per_second": None if flops is None else flops * rate / self.images_per_second,
+                "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
+                "paired_rounds": list(paired_rounds),
+            }
+        )
+
+
+class Rounding(_Part):
+    """Relative errors against float64 after `step` steps; "not finite" if they are not."""
+
+    step: int
+    logit_error: Finite | Literal["not finite"] | None
+    gradient_error: Finite | Literal["not finite"] | None
+
+
+class Curve(_Part):
+    """A loss curve, thinned."""
+
+    epoch: list[Finite]
+    loss: list[Finite]
+
+
+class EvaluationPoint(_Part):
+    """An evaluation during training."""
+
+    epoch: float
+    top1: Finite
+    loss: float | None
+
+
+class SeedRun(_Part):
+    """One training run; top-1 and top-5 in percent, of its last evaluation."""
+
+    seed: int
+    top1: Finite
+    top5: Finite
+    loss: float | None
+    count: Annotated[int, Field(gt=0)]
+    weights: str
+    split: str
+    best_top1: Finite
+    steps: int
+    epochs: float
+    wall_seconds: float
+    images_per_second: float | None
+    memory_peak_bytes: int | None
+    curve: Curve
+    evaluations: list[EvaluationPoint]
+
+
+class SeedMean(_Part):
+    """Mean over the seeds, and half its 95% interval (Student's t)."""
+
+    mean: Finite
+    half: Finite | None
+    seeds: int
+
+
+class Paired(_Part):
+    """A variant's accuracy compared with another's: the verdict, and the images of each pair of runs by seed."""
+
+    reference: str
+    verdict: Verdict
+    images: dict[int, ImagePair]
+
+
+class Training(_Part):
+    """A variant's training runs; `reason` if one ended early."""
+
+    reason: str | None
+    runs: list[SeedRun]
+    top1: SeedMean | None
+    top5: SeedMean | None
+    against_reference: Paired | None = None
+    against_before: Paired | None = None
+
+
+class VariantRecord(_Part):
+    """What was measured of a variant; `before` is the one that it is one step away from."""
+
+    name: str
+    note: str
+    overrides: list[str]
+    ranks: Annotated[int, Field(gt=0)]
+    tree: str | None
+    git: dict[str, Any] | None
+    before: str | None
+    status: Literal["measured", "cannot run", "failed", "overridden"]
+    reason: str | None
+    needs: str | None
+    timing: Timing | None
+    numerics: list[Rounding] | None
+    training: Training | None
+
+    @property
+    def ended(self) -> str | None:
+        """Why a training ended early; None if none did."""
+        return self.training.reason if self.training else None
+
+
+class GradientCounts(_Part):
+    """The first variant's gradients over all layers (`measure.gradients`)."""
+
+    total: dict[str, Any]
+    steps: int
+    warmup_steps: int
+    loss_scale: float
+
+
+class Unfinished(_Part):
+    """How many of how many measurements exist."""
+
+    done: int
+    of: int
+
+
+class Record(_Part):
+    """A ledger; its first variant is the one that all others are compared with. docs/ledger.md describes the fields."""
+
+    kind: Literal["ledger"] = "ledger"
+    config_name: str
+    time: float
+    wall_seconds: float | None
+    command: str
+    ladder: Ladder
+    settings: LadderSettings
+    base: list[str]
+    looks: list[int]
+    model: dict[str, Any] | None
+    device: str | None
+    versions: dict[str, str]
+    code: list[str]
+    environment: dict[str, Any]
+    gradients: GradientCounts | None
+    unmeasured: dict[str, str]
+    unfinished: Unfinished | None
+    variants: Annotated[list[VariantRecord], Field(min_length=1)]
+
+    @property
+    def reference(self) -> VariantRecord:
+        """The first variant."""
+        return self.variants[0]
+
+    @property
+    def timed(self) -> list[tuple[VariantRecord, Timing]]:
+        """The variants that were timed."""
+        return [(variant, variant.timing) for variant in self.variants if variant.timing is not None]
+
+    @property
+    def trained(self) -> list[tuple[VariantRecord, Training]]:
+        """The variants that were trained."""
+        return [(variant, variant.training) for variant in self.variants if variant.training is not None]
+
+
+def read_record(file: Path) -> Record:
+    """The record of a `ledger.json`.
+
+    Raises:
+        UserError: it cannot be read, or is not the record of a ledger.
+    """
+    try:
+        return Record.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give the path of a ledger.json") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file}: not a ledger.json ({where and f'{where}: '}{first['msg']}); give another") from error
+
+
+def over_seeds(values: Sequence[float]) -> SeedMean | None:
+    """Mean over the seeds with its interval; None without any."""
+    if not values:
+        return None
+    mean, half = mean_interval(values)
+    return SeedMean(mean=mean, half=half, seeds=len(values))
+
+
+def curve(records: Iterable[Mapping[str, Any]]) -> Curve:
+    """Epochs and losses of training's metrics lines for a chart: at most 400 points, those with a finite loss."""
+    known = [record for record in records if record["loss"] is not None]
+    every = -(-len(known) // _MOST_POINTS) or 1
+    return Curve(epoch=[each["epoch"] for each in known[::every]], loss=[each["loss"] for each in known[::every]])
+
+
+def compare_speed(variants: Sequence[VariantRecord], starts: Sequence[float]) -> dict[str, str]:
+    """Add `speedup` and `speedup_before` to the timings; returns what is not counted, and why.
+
+    Args:
+        variants: the first is the reference.
+        starts: when each start of the ledger began, in seconds since 1970.
+    """
+    by_name = {variant.name: variant for variant in variants}
+    without = {}
+    for variant in variants:
+        for key, other in (("speedup", variants[0].name), ("speedup_before", variant.before)):
+            reference = by_name[other].timing if other in by_name else None
+            timing = variant.timing
+            if timing is None or reference is None:
+                continue
+            together = _paired_rounds(reference, timing, starts)
+            found = _in_pairs(reference, timing, together)
+            timing = timing.over(together) if other == variants[0].name else timing
+            variant.timing = timing.model_copy(update={key: found})
+            rounds = min(len(reference.rounds), len(timing.rounds))
+            if found.rounds < rounds:
+                what = "interval" if found.low is None else f"{rounds - found.rounds} of {rounds} rounds"
+                without[f"{variant.name}: {what} of the speed-up over '{other}'"] = (
+                    "their rounds are from different starts, between which the machine's speed drifts; with more "
+                    "rounds= both are timed again"
+                )
+    return without
+
+
+def _paired_rounds(reference: Timing, timing: Timing, starts: Sequence[float]) -> list[int]:
+    """The rounds in which one start timed both.
+
+    A variant that was repaired, or that failed in an earlier start, may be timed on a different day than the reference.
+    """
+    # After a kill one of them may be a round ahead.
+    rounds = range(min(len(reference.rounds), len(timing.rounds)))
+    return [i for i in rounds if bisect(starts, reference.times[i]) == bisect(starts, timing.times[i])]
+
+
+def _in_pairs(reference: Timing, timing: Timing, together: Sequence[int]) -> Speedup:
+    """The speed-up over paired rounds; if there are none, over all rounds without an interval."""
+    rounds = together or range(min(len(reference.rounds), len(timing.rounds)))
+    found = speedup(*([one.rounds[i] for i in rounds] for one in (reference, timing)))
+    return found if together else replace(found, low=None, high=None, rounds=0)

@@ -1,0 +1,390 @@
+"""A table of many runs: the settings in which they differ, and what each one reached (`pycls-fast runs`)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pycls_fast.config.keys import flat
+from pycls_fast.config.saved import saved_in_run
+from pycls_fast.errors import UserError
+from pycls_fast.exit_status import DONE, MISTAKE
+from pycls_fast.ledger.report.statistics import mean_interval
+from pycls_fast.ledger.report.text import duration
+from pycls_fast.our_files import checkpoints
+from pycls_fast.paths import user_path
+from pycls_fast.train.best import best_evaluation
+from pycls_fast.train.display import plain_table, wide_console
+from pycls_fast.train.environment import environment_command
+from pycls_fast.train.output_file import output_file, write_json, write_text
+from pycls_fast.train.run_folder import RunFolder
+
+OF_THE_PLACE = {"run_dir", "resume"}
+"""Keys that say where a run is and how it started, not what it computes."""
+NOT_SET = "-"
+SEED, FOLD = "seed", "data.fold"
+
+Values = Mapping[str, Any]
+State = Literal["finished", "stopped", "failed", "running or killed"]
+
+# Key -> its column, and its text. Accuracies are in percent; `class_top1` is the mean over classes, of the best one.
+_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "best_top1": ("best\ntop-1, %", "{:.2f}".format),
+    "final_top1": ("final\ntop-1, %", "{:.2f}".format),
+    "class_top1": ("class\ntop-1, %", "{:.2f}".format),
+    "images_per_second": ("images/s", "{:,.0f}".format),
+    "hours": ("time", lambda hours: duration(3600 * hours)),
+    "epoch": ("epoch", "{:.1f}".format),
+}
+# A folder with two of these is a run's: so damaged ones are found, and folders of other programs are not.
+_FILES = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "checkpoints"}
+_NOT_SEARCHED = {"checkpoints", "tensorboard", "wandb"}
+# Keys that choose the kind of a group, which decides what other keys and values the group has.
+_CHOOSE = ("name", "kind", "preset")
+
+
+def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
+    """Find, read, print and write; returns the exit status.
+
+    Args:
+        folders: run folders, or folders that contain some.
+        sort: a key of the numbers, such as best_top1.
+        output: a .csv or .json file.
+
+    Raises:
+        UserError: a folder does not exist, there are no runs, or the file cannot be written.
+    """
+    paths = find_runs(folders)
+    file = None if output is None else output_file(output)
+    runs, left_out = list[SavedRun](), dict[Path, str]()
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            left_out[path] = error.lines[0]
+    table = rows(runs, sort)
+    keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
+    if table:
+        _print(table, keys)
+    for reason in left_out.values():
+        print(f"left out: {reason}", file=sys.stderr)
+    records = [row.record(keys) for row in table]
+    if file is not None and file.suffix.lower() == ".csv":
+        write_text(file, _csv(records, keys))
+    elif file is not None:
+        lost = [{"run": str(path), "reason": reason} for path, reason in left_out.items()]
+        about = {"kind": "runs", "time": time.time(), "command": environment_command()}
+        write_json(file, {**about, "rows": records, "left_out": lost})
+    return DONE if table else MISTAKE
+
+
+def find_runs(folders: Sequence[str]) -> list[Path]:
+    """All run folders, nested ones included, each once and sorted by path.
+
+    Raises:
+        UserError: a folder does not exist, or none of them contains a run.
+    """
+    found, seen = list[Path](), set[Path]()
+    for folder in folders:
+        if not user_path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder; give run folders, or folders that contain some")
+        for path, inside, files in os.walk(user_path(folder), followlinks=True):
+            # Links may lead to a folder that was searched before, or form a loop.
+            if (whole := Path(path).resolve()) in seen:
+                inside.clear()
+                continue
+            seen.add(whole)
+            is_run = len(_FILES & {*inside, *files}) > 1
+            found += [Path(path)] if is_run else []
+            inside[:] = [n for n in inside if not n.startswith(".") and not (is_run and n in _NOT_SEARCHED)]
+    if not found:
+        raise UserError(f"{', '.join(folders)}: no run folders found; give folders that training has written")
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run on disk, finished or not.
+
+    Attributes:
+        path: of its folder.
+        settings: values of all configuration keys as text, except `run_dir` and `resume`.
+        numbers: accuracies in percent, images/s, hours (of an unfinished run up to its newest checkpoint), epochs; None
+            if not known yet.
+        state: how it ended.
+        derived: those of the settings that a preset chose, not the user; empty if that is not known.
+    """
+
+    path: Path
+    settings: Mapping[str, str]
+    numbers: Mapping[str, float | None]
+    state: State
+    derived: frozenset[str]
+
+    @property
+    def repetition(self) -> tuple[str, str]:
+        """The seed and the fold."""
+        return self.settings.get(SEED, NOT_SET), self.settings.get(FOLD, NOT_SET)
+
+
+def read_run(path: Path) -> SavedRun:
+    """Read a run folder.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    try:
+        values = saved_in_run(path).values
+        records, summary = list(RunFolder(path).records()), _json(path / "summary.json")
+        state = _state(path, summary, records)
+        newest = next(checkpoints(path / "checkpoints"), None)
+        saved = None if newest is None else _json(newest / "state.json")
+        numbers = _of_summary(summary) if state == "finished" else _so_far(saved, records, values.get("schedule", {}))
+        if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
+            raise TypeError("text where a number should be")
+        # `config.yaml` has the switches' resolved values, a checkpoint what was asked for.
+        speed = {} if saved is None else saved.get("config", {}).get("speed", {})
+        derived = frozenset(f"speed.{key}" for key, value in speed.items() if value is None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
+    settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
+    return SavedRun(path, settings, numbers, state, derived)
+
+
+def texts(values: Values) -> dict[str, str]:
+    """Nested values as text by their dotted keys (`optim.lr`), in order; values other than strings as JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def _state(path: Path, summary: Values | None, records: Sequence[Values]) -> State:
+    # A process removes its lock when it ends, unless it is killed.
+    if (path / ".lock").exists():
+        return "running or killed"
+    if records and records[-1].get("event") == "stopped":
+        return "stopped"
+    # If a finished run was continued with more epochs, its summary is that of the first part.
+    trained = max((record["step"] for record in records if record["kind"] == "train"), default=0)
+    return "finished" if summary is not None and summary["steps"] >= trained else "failed"
+
+
+def _of_summary(summary: Values) -> dict[str, float | None]:
+    return {
+        **_accuracies(summary["best"], summary["final"]),
+        "images_per_second": summary["images_per_second"],
+        "hours": summary["wall_seconds"] / 3600,
+        "epoch": summary["epochs"],
+    }
+
+
+def _so_far(saved: Values | None, records: Sequence[Values], schedule: Values) -> dict[str, float | None]:
+    taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
+    # If there is a moving average, only its evaluations count.
+    weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
+    evaluations = [record for record in taken if record["weights"] == weights]
+    metric = str(schedule.get("best_metric", "top1")), float(schedule.get("best_tolerance", 0.0))
+    best = best_evaluation(evaluations, *metric)
+    rates = [record["images_per_second"] for record in records if record["kind"] == "train"]
+    return {
+        **_accuracies(None if best is None else evaluations[best], evaluations[-1] if evaluations else None),
+        # As in the summary: the first interval is warm-up.
+        "images_per_second": statistics.median(rates[1:] or rates) if rates else None,
+        "hours": None if saved is None else saved["seconds"] / 3600,
+        "epoch": records[-1]["epoch"] if records else 0.0,
+    }
+
+
+def _accuracies(best: Values | None, final: Values | None) -> dict[str, float | None]:
+    found = {"best_top1": (best, "top1"), "final_top1": (final, "top1"), "class_top1": (best, "class_top1")}
+    return {key: None if values is None else values[name] for key, (values, name) in found.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, or several that differ only in their seed or fold.
+
+    Attributes:
+        runs: by seed and fold.
+        numbers: means over the runs; None if one of the runs has none.
+        halves: half the width of the 95% interval of each mean (Student's t); None for a single run.
+    """
+
+    runs: Sequence[SavedRun]
+    numbers: Mapping[str, float | None]
+    halves: Mapping[str, float | None]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Settings of these runs, without seed and fold."""
+        return {key: value for key, value in self.runs[0].settings.items() if key not in (SEED, FOLD)}
+
+    @property
+    def seeds(self) -> list[str]:
+        """One per run."""
+        return [run.repetition[0] for run in self.runs]
+
+    @property
+    def folds(self) -> list[str]:
+        """One per run."""
+        return [run.repetition[1] for run in self.runs]
+
+    @property
+    def state(self) -> State:
+        """How the run ended; always finished if there are several."""
+        return self.runs[0].state
+
+    def record(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Everything that a file says of it."""
+        return {
+            "runs": [str(run.path) for run in self.runs],
+            "state": self.state,
+            "settings": {key: self.settings.get(key) for key in keys},
+            "seeds": self.seeds,
+            "folds": self.folds,
+            "count": len(self.runs),
+            **self.numbers,
+            **{f"{key}_half": half for key, half in self.halves.items()},
+        }
+
+
+def rows(runs: Sequence[SavedRun], sort: str) -> list[Row]:
+    """The rows, largest number first, those without a number last.
+
+    A run that is not finished, or repeats a seed and fold, gets a row of its own: counting the same run twice would
+    make the interval too narrow.
+    """
+    groups: dict[tuple[object, ...], list[SavedRun]] = {}
+    for number, run in enumerate(runs):
+        shared = tuple(sorted(item for item in run.settings.items() if item[0] not in (SEED, FOLD)))
+        group = groups.setdefault(shared, [])
+        if run.state == "finished" and run.repetition not in {other.repetition for other in group}:
+            group.append(run)
+        else:
+            groups[number,] = [run]
+    made = [_row(group) for group in groups.values() if group]
+    return sorted(made, key=lambda row: -value if (value := row.numbers[sort]) is not None else float("inf"))
+
+
+def _row(runs: Sequence[SavedRun]) -> Row:
+    # Numbers as text: shorter ones are smaller.
+    runs = sorted(runs, key=lambda run: [(len(text), text) for text in run.repetition])
+    numbers, halves = dict[str, float | None](), dict[str, float | None]()
+    for key in _COLUMNS:
+        known = [value for run in runs if (value := run.numbers[key]) is not None]
+        numbers[key], halves[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
+    return Row(runs, numbers, halves)
+
+
+def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
+    """Keys with more than one value in the table, in the given order; a missing key counts as a value."""
+    return [
+        key for key in order if key not in (SEED, FOLD) and len({row.settings.get(key, NOT_SET) for row in table}) > 1
+    ]
+
+
+def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """The differing keys without those that the user did not choose.
+
+    Left out are switches whose value a preset chose in every row, and keys that follow from another: of
+    `optim=sgd,adamw`, `optim.name` but not `momentum`.
+
+    A key follows from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key
+    also agree in this one.
+    """
+
+    def follows(key: str, choice: str) -> bool:
+        values = {(row.settings.get(choice), row.settings.get(key)) for row in table}
+        return len(values) == len({value for value, _ in values})
+
+    choices = [key for key in keys if key.rpartition(".")[2] in _CHOOSE]
+    if "config_name" in keys:
+        # An experiment decides all keys, these among them.
+        choices = ["config_name", *(key for key in choices if not follows(key, "config_name"))]
+
+    def follows_from_another(key: str) -> bool:
+        above = [choice for choice in choices if choice != key and key.startswith(choice.rpartition(".")[0])]
+        return any(follows(key, choice) for choice in above)
+
+    derived = frozenset.intersection(*(run.derived for row in table for run in row.runs)) if table else frozenset()
+    return [key for key in keys if key not in derived and not follows_from_another(key)]
+
+
+def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
+    shown = telling(table, keys)
+    numbers = [key for key in _COLUMNS if any(row.numbers[key] is not None for row in table)]
+    several = [(SEED, [row.seeds for row in table]), (FOLD, [row.folds for row in table])]
+    folder = _common([run.path for row in table for run in row.runs])
+    # A key on two lines keeps its column narrow.
+    columns = {re.sub(r"\.(?=[^.]*$)", ".\n", key): [_short(row, key) for row in table] for key in shown}
+    for head, repeated in several:
+        if len({text for texts in repeated for text in texts}) > 1:
+            columns[head.replace(".", ".\n")] = [", ".join(dict.fromkeys(texts)) for texts in repeated]
+    columns |= {_COLUMNS[key][0]: [_number(row, key) for row in table] for key in numbers}
+    columns |= {"state": [row.state for row in table], "run": [_name(row, folder) for row in table]}
+    console = wide_console()
+    console.print(f"runs in {folder}", markup=False)
+    cells = zip(*columns.values(), strict=True)
+    console.print(plain_table(list(columns), cells, right=[_COLUMNS[key][0] for key in numbers]))
+    hidden = len(keys) - len(shown)
+    if hidden:
+        console.print(f"{hidden} more settings differ along with those shown; output=runs.csv has them", markup=False)
+    if any(row.halves["best_top1"] is not None for row in table):
+        over = [f"the {head.rpartition('.')[2]}s" for head, lists in several if any(len(set(t)) > 1 for t in lists)]
+        rough = ", which share training images: a rough guide" if "the folds" in over else ""
+        console.print(f"±: half of the 95% interval of the mean over {' or '.join(over)}{rough}", markup=False)
+
+
+def _short(row: Row, key: str) -> str:
+    """A setting, with long fractions shortened."""
+    return re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", row.settings.get(key, NOT_SET))
+
+
+def _number(row: Row, key: str) -> str:
+    value, half = row.numbers[key], row.halves[key]
+    if value is None:
+        return "-"
+    return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith("top1") else "")
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The deepest folder that contains all of them."""
+    if any(path.is_absolute() for path in paths):
+        # The others may be relative to the working folder.
+        paths = [path.absolute() for path in paths]
+    return Path(os.path.commonpath([path.parent for path in paths]))
+
+
+def _name(row: Row, folder: Path) -> str:
+    """The path of the first run below `folder`, and how many more share its row."""
+    first, more = row.runs[0].path, len(row.runs) - 1
+    path = first.absolute() if folder.is_absolute() else first
+    return f"{path.relative_to(folder)}" + (f" +{more}" if more else "")
+
+
+def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = [name for key in _COLUMNS for name in (key, f"{key}_half")]
+    writer.writerow(["runs", "state", *keys, SEED, FOLD, "count", *numbers])
+    for row in records:
+        runs, seeds, folds = (";".join(row[key]) for key in ("runs", "seeds", "folds"))
+        settings = ["" if value is None else value for value in row["settings"].values()]
+        writer.writerow([runs, row["state"], *settings, seeds, folds, row["count"], *(row[name] for name in numbers)])
+    return text.getvalue()

@@ -1,0 +1,18 @@
+"""Fixtures of the ledger's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycls_fast.ledger.ladder import work as at_work
+from tests.unit.ledger.stand_ins import FakeProcess
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
+    """Processes of ledgers are stand-ins."""
+    monkeypatch.setattr(at_work, "Process", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "broken", {})
+    monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(FakeProcess, "trees", [])
+    return FakeProcess

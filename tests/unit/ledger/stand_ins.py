@@ -1,0 +1,199 @@
+"""Stand-ins that the ledger's tests share: a process that writes what its tool would, a finished run, a record."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.folder import LedgerFolder
+from pycls_fast.ledger.ladder.plan import plan, slug
+from pycls_fast.ledger.ladder.processes import ProcessResult
+from pycls_fast.ledger.ladder.run import run_ladder
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.record import Record
+from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
+from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.run_folder import RunFolder
+
+LADDER = Ladder(
+    description="two changes",
+    baseline=Variant(name="base"),
+    variants=(Variant(name="B", overrides=("b=1",)), Variant(name="C", overrides=("c=1",))),
+)
+SETTINGS: Mapping[str, Any] = {"seeds": 0, "rounds": 2, "numerics_steps": None, "gradients": False}
+
+
+def ladder_of(*variants: Variant, **changed: Any) -> Ladder:
+    """The ladder with other variants."""
+    return LADDER.model_copy(update={"variants": variants, **changed})
+
+
+def slug_of(name: str) -> str:
+    """A part of the paths of one of the ladder's variants."""
+    return next(slug(variant) for variant in plan(LADDER, "cumulative") if variant.name == name)
+
+
+class FakeProcess:
+    """Writes what its tool would, or ends with the status and words that `broken` has for a part of its log's name."""
+
+    broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
+    started: ClassVar[list[list[str]]] = []
+    trees: ClassVar[list[tuple[object, Path]]] = []
+
+    def __init__(
+        self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None,
+        devices: object = (),
+    ) -> None:  # fmt: skip
+        del ranks, inherits, devices
+        self.trees.append((tree, tool))
+        self.started.append(arguments)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._status, said = next((end for part, end in self.broken.items() if part in log.name), (0, ""))
+        log.write_text(said)
+        if self._status == 0:
+            given = dict(argument.partition("=")[::2] for argument in arguments)
+            file = Path(given["output"]) if "output" in given else Path(given["run_dir"]) / "summary.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._write(file, arguments)
+
+    def _write(self, file: Path, arguments: list[str]) -> None:
+        if file.name == "summary.json":
+            make_run(file.parent, wrong=5)
+            (file.parent / "arguments").write_text(json.dumps(arguments))
+            return
+        step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
+        record = {
+            "errors": [], "train": {**step, "step_seconds_p50": 0.1}, "both": {**step, "step_seconds_p50": 0.125},
+            "steps_per_run": 9000, "evaluated_images_per_run": 1600, "memory_peak_bytes": None, "time": time.time(),
+            "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
+            "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8,
+            "num_classes": 10, "data": "x", "global_batch_size": 8, "total": {}, "steps": 1, "warmup_steps": 0,
+            "loss_scale": 1.0,
+        }  # fmt: skip
+        file.write_text(json.dumps({**record, "arguments": arguments}))
+
+    def finished(self) -> ProcessResult:
+        return ProcessResult(self._status, 1.0, self._log)
+
+    wait = finished
+
+    def stop(self) -> None:
+        pass
+
+
+def given(file: Path) -> list[str]:
+    """The arguments of the process that wrote a file."""
+    if file.name == "summary.json":
+        return list(json.loads((file.parent / "arguments").read_text()))
+    return list(json.loads(file.read_text())["arguments"])
+
+
+def quiet(text: str) -> None:
+    """Say nothing."""
+    del text
+
+
+def made(
+    folder: Path, ladder: Ladder = LADDER, *, device: str = "cpu", typed: Sequence[str] = (), **settings: Any
+) -> Ledger:
+    """A ledger that is not open."""
+    chosen = LadderSettings(**{**SETTINGS, **settings})
+    place = LedgerFolder(folder, say=quiet)
+    return Ledger(ladder, chosen, ["--config-name", "x"], typed, device, place, Path("tools"), say=quiet)
+
+
+def start(folder: Path, ladder: Ladder = LADDER, **settings: Any) -> Ledger:
+    """A ledger that has done its work."""
+    ledger = made(folder, ladder, **settings)
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+    return ledger
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """An experiment that has no convolutions, and knows nothing of keys that the ladders here make up."""
+    if "c=conv" in overrides:
+        raise UserError("c: conv is for a ResNet; use c=1")
+    return load_config("vit_digits")
+
+
+def work(
+    folder: Path, ladder: Ladder = LADDER, *, typed: Sequence[str] = (), dry_run: bool = False, **settings: Any
+) -> int:
+    """The whole command; returns its status."""
+    return run_ladder(
+        load_config("vit_digits", typed), ladder, LadderSettings(**{**SETTINGS, **settings}), switches=(),
+        base=([], []), compose=composed, folder=folder, tools=Path("tools"), dry_run=dry_run,
+    )  # fmt: skip
+
+
+def make_run(path: Path, wrong: int) -> None:
+    """A finished run that got the first so many of 100 images wrong."""
+    predicted = (np.arange(100) < wrong).astype(np.int64)
+    folder = RunFolder(path)
+    folder.create()
+    ones = np.ones(100, np.float32)
+    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, ones, ones).save(folder.predictions)
+    final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
+    sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
+    folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})
+
+
+def timing(rounds: Sequence[float], speedup: Speedup | None = None, **changed: Any) -> dict[str, Any]:
+    """The values of a timing whose rounds had these rates."""
+    rate = geometric_mean(rounds).ratio
+    return {
+        "images_per_second": rate, "step_seconds_p50": 64 / rate, "step_seconds_p90": 70 / rate, "images_per_step": 64,
+        "samples": 9, "flops_per_second": 1e9 * rate, "share_of_matmul": 0.25, "memory_peak_bytes": 2_000_000_000,
+        "imagenet_epoch_seconds": 1_281_167 / rate, "rounds": list(rounds), "paired_rounds": [*range(len(rounds))],
+        "matmul_flops_per_second": None, "times": [float(i) for i in range(len(rounds))], "image_size": 224,
+        "precision": "fp32", "switches": {}, "speedup": speedup, "speedup_before": speedup, **changed,
+    }  # fmt: skip
+
+
+def training(*top1: float, count: int = 50_000, **changed: Any) -> dict[str, Any]:
+    """The values of trainings that ended with these scores, one per seed."""
+    curve = {"epoch": [1.0, 2.0, 3.0], "loss": [2.0, 1.0, 0.5]}
+    runs = [
+        {
+            "seed": seed, "top1": score, "top5": 99.5, "loss": 0.5, "count": count, "weights": "model", "split": "val",
+            "best_top1": score, "steps": 9, "epochs": 3.0, "wall_seconds": 1.0, "images_per_second": 1.0,
+            "memory_peak_bytes": None, "curve": curve, "evaluations": [],
+        }
+        for seed, score in enumerate(top1)
+    ]  # fmt: skip
+    mean = {"mean": float(np.mean(top1)), "half": 0.3, "seeds": len(top1)} if top1 else None
+    return {"reason": None, "runs": runs, "top1": mean, "top5": None, **changed}
+
+
+def variant(name: str, before: str | None, **values: Any) -> dict[str, Any]:
+    """The values of a variant."""
+    empty = {
+        "note": "", "overrides": [f"{name}=1"], "ranks": 1, "tree": None, "git": None, "status": "measured",
+        "reason": None, "needs": None, "timing": None, "numerics": None, "training": None,
+    }  # fmt: skip
+    return {"name": name, "before": before, **empty, **values}
+
+
+def record_of(*variants: Mapping[str, Any], **changed: Any) -> Record:
+    """A record of these variants."""
+    return Record.model_validate(
+        {
+            "config_name": "vit", "time": 1.8e9, "wall_seconds": 60.0, "command": "python tools/ledger.py",
+            "ladder": LADDER, "settings": LadderSettings(), "base": ["--config-name", "vit", "optim.lr=1"],
+            "looks": [3], "model": None, "device": "cpu", "versions": {"torch": "2"}, "code": ["a"],
+            "environment": {"processor": "P", "cpu_count": 2, "git": None}, "gradients": None, "unmeasured": {},
+            "unfinished": None, "variants": list(variants), **changed,
+        }
+    )  # fmt: skip

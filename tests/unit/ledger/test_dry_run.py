@@ -1,0 +1,98 @@
+"""The dry run of a ladder: what it lists, and its estimate from a pace that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast.config.ladder import Variant
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.dry_run import Pace, estimate
+from tests.unit.ledger.stand_ins import LADDER, FakeProcess, ladder_of, made, work
+
+PACE = Pace(start=5.0, step=0.5, fed_step=0.75, steps=100)
+EVERYTHING: dict[str, Any] = {"numerics_steps": 20, "gradients": True}
+
+
+def test_every_piece_counts(tmp_path: Path) -> None:
+    pace = Pace(5.0, 0.5, 0.75, 100, evaluation_steps=20.0)
+    assert estimate(made(tmp_path, rounds=4, seeds=2, **EVERYTHING), pace) == {
+        # 10 steps and 5 to warm up, which last longer than 2 s and 1 s.
+        "timings": 3 * 4 * (5 + 15 * 0.5),
+        "rounding": 3 * (5 + 30 * 0.75),
+        "gradients": 5 + 40 * 0.75,
+        "training": 3 * 2 * (5 + 120 * 0.75),
+    }
+    quick = estimate(made(tmp_path, rounds=1, seconds=4.0), Pace(5.0, 0.01, 0.02, 100))
+    assert quick == {"timings": 3 * (5 + 4 + 2), "rounding": 0, "gradients": 0, "training": 0}
+
+
+def test_jobs_help_where_each_has_its_gpu(tmp_path: Path) -> None:
+    found = [estimate(made(tmp_path, seeds=1, jobs=2, device=device), PACE)["training"] for device in ("cpu", "cuda")]
+    assert found == [3 * 80.0, 2 * 80.0]
+
+
+def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
+    ledger = made(tmp_path, rounds=2, seeds=1, **EVERYTHING)
+    before = estimate(ledger, PACE)
+    first, *_, last = ledger.selection.variants()
+    files = (
+        ledger.folder.timing_file(first, 0),
+        ledger.folder.timing_file(last, 1),
+        ledger.folder.numerics_file(last),
+        ledger.folder.gradients_file(first),
+        ledger.folder.run_dir(first, 0) / "summary.json",
+    )
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    after = estimate(ledger, PACE)
+    shares = {name: after[name] / before[name] for name in before}
+    assert shares == pytest.approx({"timings": 4 / 6, "rounding": 2 / 3, "gradients": 0, "training": 2 / 3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
+def test_it_counts_what_can_run(
+    mode: str, tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fake.broken = {"c-": (2, "error: c needs a package")}
+    elsewhere = Variant(name="G", overrides=("c=3",), needs="cuda")
+    said = []
+    for ladder in (ladder_of(*LADDER.variants, elsewhere), LADDER):
+        assert work(tmp_path / "report", ladder, dry_run=True, mode=mode, seeds=1) == 0
+        said.append(capsys.readouterr().out.splitlines())
+    assert "G: not run, needs CUDA" in said[0]
+    assert not [started for started in fake.started if "c=3" in started]
+    assert said[0][-3:] == said[1][-3:]
+    assert ("C: not run, c needs a package" in said[1]) == (mode == "leave_one_out")
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.slow
+def test_it_leaves_out_what_its_folder_has(
+    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And refuses the folder if the work itself would."""
+    settings: dict[str, Any] = {"rounds": 30, "seconds": 0.0}
+
+    def totals(*typed: str, dry_run: bool = True) -> list[str]:
+        work(tmp_path / "report", typed=typed, dry_run=dry_run, **settings)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("in total")]
+
+    # 90 timings of 0.7 s and 15 steps of 0.1 s.
+    (before,) = totals()
+    assert before.startswith(
+        "in total about 3 min if every variant is as fast as the first (100 ms a step, 9,000 steps"
+    )
+    totals(dry_run=False)
+    (after,) = totals()
+    assert after.startswith("in total about 0 min")
+    assert after.endswith(f"; what {tmp_path / 'report'} already has is not counted")
+    with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr; choose"):
+        totals("optim.lr=0.5")

@@ -1,0 +1,208 @@
+"""A ledger's folder: whose it is, who uses it, how often its results were looked at, how long its starts took."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycls_fast.config import load_config
+from pycls_fast.config.ladder import LadderSettings
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import folder as module
+from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.folder import (
+    FolderLock,
+    LedgerFolder,
+    Stopwatch,
+    changed,
+    code_digest,
+    conditions,
+    default_folder,
+)
+from pycls_fast.ledger.ladder.processes import Process
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.text import facts
+from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, ladder_of, made, make_run, quiet
+
+
+def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+
+    def opened(now: Mapping[str, Any]) -> None:
+        place = LedgerFolder(folder, say=quiet)
+        ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, Path("tools"), say=quiet, conditions=now)
+        with closing(ledger):
+            ledger.open()
+
+    before = conditions(load_config("vit_digits", ["optim.lr=0.001"]), "cpu")
+    opened(before)
+    opened(before)
+    other = conditions(load_config("vit_digits", ["optim.lr=0.002", "schedule.epochs=7"]), "cpu")
+    with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr, schedule\.epochs; choose another"):
+        opened(other)
+    for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):
+        with pytest.raises(UserError, match=f"different {key}; choose"):
+            opened({**before, key: "?"})
+    with pytest.raises(UserError, match=r"[0-9]+ more keys; choose"):
+        opened(conditions(load_config("resnet_digits"), "cpu"))
+    assert changed({**before, "experiment": {**before["experiment"], "speedy": 1}}, before) == ["speedy"]
+
+
+def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """Otherwise the old numbers would be reported as those of the new code."""
+
+    def opened(code: str, *, accept: bool = False, rounds: int = 1) -> list[str]:
+        said: list[str] = []
+        place = LedgerFolder(tmp_path, say=said.append, code=lambda: code, accept_code=accept)
+        settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
+        ledger = Ledger(LADDER, settings, [], [], "cpu", place, Path("tools"), say=quiet)
+        with closing(ledger):
+            ledger.open()
+            ledger.run()
+        assert json.loads((tmp_path / "plan.json").read_text())["code"] == place.codes
+        assert bool(said) == (code not in before)
+        before.update(place.codes)
+        return place.codes
+
+    before = {"a"}
+    assert opened("a") == opened("a") == ["a"]
+    with pytest.raises(UserError, match=r"was measured with different code; .* or add accept_code=true if"):
+        opened("b")
+    before.add("b")
+    # Nothing is left to measure, so that all is still of the first.
+    assert opened("b", accept=True) == ["a"]
+    before.remove("b")
+    assert opened("b", accept=True, rounds=2) == ["a", "b"]
+
+
+def test_code_that_changes_while_it_runs_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    place = LedgerFolder(tmp_path, say=quiet, code=lambda: "old" if len(fake.started) < 3 else "new")
+    ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, Path("tools"), say=quiet)
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+    record = collect(ledger, "x")
+    assert record.code == ["old", "new"]
+    assert "measured with 2 states of the code" in facts(record)
+
+
+def test_the_code_is_that_of_the_package_the_tools_and_the_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, tools, configs = tmp_path / "pycls_fast", tmp_path / "tools", tmp_path / "configs"
+    monkeypatch.setattr(module, "__file__", str(package / "ledger" / "ladder" / "folder.py"))
+    files = {
+        package / "data" / "region.c": True, tools / "a.py": True, configs / "augment" / "own.yaml": True,
+        configs / "mine.yaml": False, configs / "ladder" / "l.yaml": False,
+    }  # fmt: skip
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x: 1")
+    found = [code_digest(tools, [configs])]
+    for file in files:
+        file.write_text("x: 2")
+        found.append(code_digest(tools, [configs]))
+    assert [now != before for before, now in pairwise(found)] == list(files.values())
+    # A lock of an editor: a link to nothing.
+    (tools / ".#a.py").symlink_to("nobody@nowhere")
+    assert code_digest(tools, [configs]) == found[-1]
+
+
+def test_the_default_folder_depends_on_what_was_picked() -> None:
+    folders = [
+        default_folder("vit_digits", "switches", "one_at_a_time", picked)
+        for picked in ((), ("speed.optimizer", "bf16"), ("bf16", "speed.optimizer"))
+    ]
+    every = "ledgers/vit_digits-switches-one_at_a_time"
+    assert list(map(str, folders)) == [every, *2 * [f"{every}-bf16_speed_optimizer"]]
+
+
+def test_one_ledger_at_a_time(tmp_path: Path) -> None:
+    with closing(made(tmp_path)) as first:
+        first.open()
+        with closing(made(tmp_path)) as second, pytest.raises(UserError, match=f"process {os.getpid()} on "):
+            second.open()
+    with closing(made(tmp_path)) as third:
+        third.open()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said: list[str] = []
+    with closing(LedgerFolder(tmp_path, say=said.append)) as folder:
+        folder.open({})
+    assert said == [f"{tmp_path} cannot be locked (Function not implemented): do not start a second ledger in it"]
+
+
+def test_a_process_of_a_killed_ledger_is_waited_for(tmp_path: Path) -> None:
+    tool = tmp_path / "tool.py"
+    tool.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[1], 'w').close()\n")
+    ended = tmp_path / "ended"
+    said: list[str] = []
+    first = FolderLock(tmp_path, said.append)
+    process = Process(tool, [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(first.inherited,))
+    first.release()
+    assert not said
+    second = FolderLock(tmp_path, said.append)
+    assert ended.exists()
+    assert len(said) == 1
+    second.release()
+    assert process.wait().status == 0
+
+
+def test_each_number_of_seeds_is_one_look(tmp_path: Path) -> None:
+    """A start after a kill is none, nor is a single seed, which is not tested."""
+    starts = [(0, []), (1, []), (3, [3]), (3, [3]), (5, [3, 5]), (2, [3, 5, 2]), (5, [3, 5]), (6, [3, 5, 2, 6])]
+    for seeds, looks in starts:
+        with closing(LedgerFolder(tmp_path, say=quiet)) as place:
+            place.open({"seeds": seeds})
+            assert place.looks == looks
+    assert json.loads((tmp_path / "plan.json").read_text())["looks"] == [3, 5, 2, 6]
+
+
+def test_a_later_report_is_stricter_and_says_so(tmp_path: Path) -> None:
+    ladder = ladder_of(LADDER.variants[0])
+    records = []
+    for seeds in (3, 4, 5, 6):
+        ledger = made(tmp_path, ladder, seeds=seeds)
+        for variant in ledger.selection.variants():
+            for seed in range(3):
+                make_run(ledger.folder.run_dir(variant, seed), {"base": 5, "B": (27, 31, 25)[seed]}[variant.name])
+        with closing(ledger):
+            ledger.open()
+            records.append(collect(ledger, "vit"))
+    assert [record.looks for record in records] == [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]
+    paired = [training.against_reference for record in records for _, training in record.trained[1:]]
+    assert [each and each.verdict.finding for each in (paired[0], paired[-1])] == ["loss", "not enough runs"]
+    assert "report 4 (seeds: 3, 4, 5, 6), level 0.16%" in facts(records[-1])
+
+
+def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    first = Stopwatch(tmp_path / "took.json")
+    now = 130.0
+    first.lap()
+    # Killed here: what came after the lap is lost.
+    now = 5000.0
+    second = Stopwatch(tmp_path / "took.json")
+    now = 5012.0
+    assert second.seconds == 42.0
+    second.lap()
+    third = Stopwatch(tmp_path / "took.json")
+    assert (third.seconds, third.starts[:2]) == (42.0, [*first.starts, second.starts[1]])
+    with closing(LedgerFolder(tmp_path, say=quiet)) as folder:
+        folder.open({})
+        now = 5072.0
+    assert Stopwatch(tmp_path / "took.json").seconds == 102.0

@@ -1,0 +1,198 @@
+"""Processes of a ledger: how they start, and what is known of their end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pycls_fast.build import cpu_cores
+from pycls_fast.ledger.ladder import processes
+from pycls_fast.ledger.ladder.processes import Process, ProcessResult, _environment, visible_devices
+
+OUT_OF_MEMORY = """Traceback (most recent call last):
+  File "time_net.py", line 1, in <module>
+    raise RuntimeError("nothing")
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.
+"""
+TORCHRUN = """[rank1]: Traceback (most recent call last):
+[rank1]:     raise KeyError("x")
+[rank1]: KeyError: 'x'
+[rank1]: During handling of the above exception, another exception occurred:
+[rank1]: RuntimeError: boom
+[rank0]: torch.distributed.DistBackendError: connection closed by peer
+E1121 12:00:00 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1) local_rank: 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+time_net.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+============================================================
+"""
+KILLED = """Root Cause (first observed failure):
+  traceback : Signal 9 (SIGKILL) received by PID 123
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+        (
+            OUT_OF_MEMORY + "UserWarning: leaked semaphore\n",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.",
+        ),
+        (TORCHRUN, "RuntimeError: boom"),
+        (KILLED, "traceback : Signal 9 (SIGKILL) received by PID 123"),
+        (OUT_OF_MEMORY + "error: optim.lr: too large\n", "optim.lr: too large"),
+        ("step 1\n", "step 1"),
+        ("", "exit status 1"),
+    ],
+)
+def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert ProcessResult(1, 1.0, tmp_path / "log").reason() == reason
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "reason"),
+    [
+        (-9, "epoch 3.20 of 10  loss 1.2\n", "killed by signal 9 (SIGKILL; out of memory?)"),
+        (-11, "", "killed by signal 11 (SIGSEGV)"),
+        (-6, OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+)
+def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(log)
+    assert ProcessResult(status, 1.0, file).reason() == reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exit_codes", "status"),
+    [(2, (2, -15), 2), (2, (1, 2), 1), (2, (-9, 1), -9), (1, (2,), 1)],
+)
+def test_the_status_is_that_of_the_rank_that_failed_first(
+    ranks: int, exit_codes: tuple[int, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (f"  rank      : {rank}\n  exitcode  : {code} (pid: 7)\n" for rank, code in enumerate(exit_codes))
+    said = f"Failures:\n{''.join(others)}---\nRoot Cause (first observed failure):\n[0]:\n{first}===\n"
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    process = Process(tmp_path / "tool.py", [], ranks=ranks, log=tmp_path / "log.txt")
+    (tmp_path / "log.txt").write_text(said)
+    finished = process.finished()
+    assert finished is not None
+    assert finished.status == status
+
+
+def test_a_tool_imports_the_package_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the user's own path offers stays importable, after the checkout.
+    for name in ("other.py", "pycls_fast.py"):
+        (tmp_path / "users" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "users" / name).touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "users"))
+    (tmp_path / "pycls_fast").mkdir()
+    (tmp_path / "pycls_fast" / "__init__.py").touch()
+    (tmp_path / "tools").mkdir()
+    tool, log = tmp_path / "tools" / "tool.py", tmp_path / "log.txt"
+    tool.write_text("import other, pycls_fast; print(pycls_fast.__file__)")
+    finished = Process(tool, [], ranks=1, log=log, tree=tmp_path).wait()
+    assert (finished.status, log.read_text().strip()) == (0, str(tmp_path / "pycls_fast" / "__init__.py"))
+
+
+def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SAVING_SECONDS", 1.0)
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    pathlib.Path(sys.argv[1] + '_asked').touch()\n"
+        "    if sys.argv[2] == 'saves': sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path(sys.argv[1] + '_started').touch()\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    now = 0.0
+    limits: list[float] = []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+    names = ["0", "1", "2"]
+    what = ["never", "never", "saves"]
+    started = [
+        Process(tool, [str(tmp_path / name), does], ranks=1, log=tmp_path / f"{name}.txt")
+        for name, does in zip(names, what, strict=True)
+    ]
+    while len(list(tmp_path.glob("*_started"))) < len(names):
+        time.sleep(0.01)
+    wait = subprocess.Popen.wait
+
+    def waited(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        nonlocal now
+        if timeout is None:
+            return wait(process)
+        while len(list(tmp_path.glob("*_asked"))) < len(names):
+            time.sleep(0.01)
+        limits.append(timeout)
+        if process is started[2]._process:
+            return wait(process)
+        now += timeout
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+    Process.stop(started)
+    # One time limit for all of them.
+    assert limits == [1.0, 0.0, 0.0]
+    assert [process.wait().status for process in started] == [-9, -9, 3]
+
+
+class Ended:
+    """A process that has ended as torchrun does whenever a rank fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def poll(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "share"),
+    [(1, None, None), (2, None, "8"), (4, None, "4"), (32, None, "1"), (2, 4, "2"), (2, 1, "1"), (1, 4, None)],
+)
+def test_ranks_share_the_cores(
+    ranks: int, limit: int | None, share: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a container may take, where it has a limit."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: limit)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _environment(ranks).get("OMP_NUM_THREADS") == share
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _environment(ranks)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "seen"), [(None, ("0", "1", "2", "3")), ("4,5,6,7", ("4", "5", "6", "7")), ("GPU-a,9", ("GPU-a", "9"))]
+)
+def test_a_process_sees_its_slice_of_the_devices(
+    given: str | None, seen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_devices(4) == seen
+    tool = tmp_path / "tool.py"
+    tool.write_text("import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
+    for devices, expected in ((seen[-1:], seen[-1]), (seen[:2], ",".join(seen[:2])), ((), str(given))):
+        log = tmp_path / "log.txt"
+        assert Process(tool, [], ranks=1, log=log, devices=devices).wait().status == 0
+        assert log.read_text() == f"{expected}\n"

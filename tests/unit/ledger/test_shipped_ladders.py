@@ -1,0 +1,142 @@
+"""The ladders that ship: what they measure, and what is left of them on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.config.ladder import Mode, for_experiment, read_ladder
+from pycls_fast.config.locations import CONFIGS
+from pycls_fast.ledger.ladder.plan import pick
+from pycls_fast.ledger.ladder.run import refusal
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.speed import CATALOGUE, SwitchName
+from tests.unit.ledger.stand_ins import FakeProcess, made
+
+SHIPPED = sorted((CONFIGS / "ladder").glob("*.yaml"))
+
+
+def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[str] = ()) -> Ledger:
+    ladder = for_experiment(read_ladder(file.stem, [CONFIGS]), load_config("vit_digits"))
+    return made(folder, ladder, device=device, typed=typed, mode=mode, rounds=1, numerics_steps=2, gradients=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """Rounding is measured by one process, whatever the variant, or the experiment, sets for several."""
+    typed = [
+        *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
+        *("parallel.prefetch_units=2", "parallel.powersgd_rank=4", "parallel.powersgd_start_step=8"),
+    ]
+    modes: dict[str, tuple[Mode, ...]] = {"parallel": ("one_at_a_time", "cumulative"), "switches": ("one_at_a_time",)}
+    for mode in modes.get(file.stem, ("cumulative",)):
+        ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
+        with closing(ledger):
+            ledger.open()
+            ledger.run()
+        measured = [each for each in fake.started if {"mode=numerics", "mode=gradients"} & set(each)]
+        assert len(measured) == len(ledger.with_rounding()) + 1
+        for arguments in measured:
+            own = ("mode=", "steps=", "output=")
+            config = load_config("vit_digits", [a for a in arguments if not a.startswith(own)])
+            assert config.parallel.name == "single"
+        fake.started.clear()
+
+
+# What vit_digits cannot have on a CPU, beside what needs CUDA.
+REFUSED = {"switches": {"convolution products"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path) -> None:
+    """What a dry run lists and counts; it starts none of the variants."""
+    cpu = torch.device("cpu")
+    ledger = shipped(file, "one_at_a_time", "cpu", tmp_path)
+    before = set(ledger.selection.impossible)
+    ledger.selection.rule_out(
+        lambda variant: refusal(variant, lambda overrides: load_config("vit_digits", overrides), cpu)
+    )
+    assert set(ledger.selection.impossible) - before == REFUSED.get(file.stem, set())
+    for variant in ledger.selection.runnable():
+        config = load_config("vit_digits", variant.overrides)
+        switches = build.switches(config, cpu)
+        build.set_backend(config, cpu, switches)
+        build.apply_precision(config, build.model(config, 10, switches), cpu)
+        assert config.parallel.name != "fairscale_fsdp"
+
+
+@pytest.mark.slow
+def test_every_value_of_every_switch_is_a_variant_of_a_ladder_that_ships() -> None:
+    """No switch exists unmeasured: the ledger can be asked for each by its name, and what it needs comes along."""
+    (file,) = (file for file in SHIPPED if file.stem == "switches")
+    ladder = read_ladder(file.stem, [CONFIGS])
+    assert ladder.baseline.overrides == ("speed=reference",)
+    expected = {f"{switch.name} {value}": (switch, value) for switch in CATALOGUE for value in switch.values[1:]}
+    company = {variant.against for variant in ladder.variants}
+    assert [variant.name for variant in ladder.variants if variant.name not in {*expected, *company}] == []
+    assert [name for name in expected if name not in {variant.name for variant in ladder.variants}] == []
+    for variant in ladder.variants:
+        if variant.name not in expected:
+            continue
+        switch, value = expected[variant.name]
+        needed = switch.requires.get(value)
+        assert variant.overrides[0] == f"speed.{switch.name}={value}"
+        if needed == "cuda":
+            assert variant.needs == "cuda"
+        experiment = "vit_digits" if "vit" in switch.applies_to else "resnet_digits"
+        # The kernels that FlashAttention and cuDNN have are for 16 bits.
+        half = ["precision=amp_bf16"] if value in ("sdpa_flash", "sdpa_cudnn") else []
+        config = load_config(experiment, [*ladder.baseline.overrides, *half, *variant.overrides])
+        device = torch.device("cpu" if needed == "cpu" else "cuda")
+        assert build.switches(config, device)[switch.name] == value
+
+
+def test_a_switch_is_one_change_away_from_what_it_is_compared_with() -> None:
+    ladder = read_ladder("switches", [CONFIGS])
+    found = {variant.name: dict(o.split("=") for o in variant.overrides) for variant in ladder.variants}
+    for variant in ladder.variants:
+        switch, value = variant.name.split()
+        own, other = found[variant.name], {} if variant.against is None else found[variant.against]
+        if value != "off":
+            assert {key for key in {*own, *other} if own.get(key) != other.get(key)} == {f"speed.{switch}"}
+        assert {variant.name, variant.against or variant.name} <= {
+            picked.name for picked in pick(ladder, [switch]).variants
+        }
+    assert [variant.name for variant in pick(ladder, ["decode_scale"]).variants] == [
+        "decode region",
+        "decode_scale dct",
+    ]
+    assert [variant.name for variant in pick(ladder, ["gelu"]).variants] == ["gelu polynomial", "compile model"]
+    assert [variant.name for variant in pick(ladder, ["mix_on"]).variants] == ["mix_on device"]
+
+
+def test_the_modern_ladder_ends_with_the_fast_step() -> None:
+    """On CUDA, where the switches are that a step is timed with (images are prepared by the loader)."""
+    ladder, cuda = read_ladder("modern", [CONFIGS]), torch.device("cuda")
+    overrides = [text for variant in (ladder.baseline, *ladder.variants) for text in variant.overrides]
+    last = build.switches(load_config("vit_digits", overrides), cuda)
+    fast = build.switches(load_config("vit_digits", ["speed=fast", "precision=fp8"]), cuda)
+    loading = {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE, SwitchName.INPUT_COPY}
+    # What the ladder adds: the preset has them off on CUDA.
+    added = {SwitchName.COMPILE, SwitchName.RECOMPUTE}
+    assert {name for name in fast if last[name] != fast[name]} - loading == added
+
+
+def test_the_cpu_ladder_ends_with_the_fast_step() -> None:
+    """For a ViT, without the switches that a step is not timed with (images are prepared by the loader)."""
+    ladder, cpu = read_ladder("cpu", [CONFIGS]), torch.device("cpu")
+    overrides = [text for variant in (ladder.baseline, *ladder.variants) for text in variant.overrides]
+    last = build.switches(load_config("vit_s16", ["data.root=unread", *overrides]), cpu)
+    fast = build.switches(load_config("vit_s16", ["data.root=unread", "speed=fast", "precision=amp_bf16"]), cpu)
+    different = {
+        switch.name for switch in CATALOGUE if "vit" in switch.applies_to and last[switch.name] != fast[switch.name]
+    }
+    assert different == {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE}

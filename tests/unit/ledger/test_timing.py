@@ -1,0 +1,434 @@
+"""The clock, and what is stepped when: with a clock and with steps whose length is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.ledger.measure import clocks, stages, timing, workloads
+from pycls_fast.ledger.measure.timed import TimedVariant, _products, part_record, speed_comparison
+from pycls_fast.ledger.measure.timing import turn_length
+from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
+from pycls_fast.parallel import ALONE, World
+
+CPU = torch.device("cpu")
+SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]
+
+
+class Time:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(clocks, "time", made)
+    monkeypatch.setattr(workloads, "time", made)
+    return made
+
+
+def test_each_step_has_its_own_time(time: Time) -> None:
+    lengths = iter([1.0, 2.0, 4.0])
+
+    def step() -> None:
+        time.now += next(lengths)
+
+    assert clocks.timed(step, 3, CPU) == [1.0, 2.0, 4.0]
+
+
+def test_slowest_rank_sets_the_time() -> None:
+    turns = [Turn((1.0, 5.0), 6.0, 0.5, 3.0), Turn((2.0, 3.0), 5.0, 0.75, 2.0)]
+
+    class Two(World):
+        def gather(self, value: Any) -> list[Any]:
+            return turns
+
+    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
+
+
+class Recorded:
+    """A part that only writes down that it was stepped."""
+
+    name: PartName = "train"
+    images_per_step = 1
+
+    def __init__(self, label: str, log: list[str]) -> None:
+        self.label, self.log = label, log
+
+    def warm_up(self, steps: int) -> None:
+        self.log.append(f"warm {self.label} {steps}")
+
+    def turn(self, steps: int) -> Turn:
+        self.log.append(f"{self.label} {steps}")
+        return Turn((1.0,) * steps, float(steps))
+
+
+def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
+    made = []
+    for label in ("a", "b", "c"):
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
+        fields |= {"complexity": None, "training_complexity": None}
+        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
+        variant = TimedVariant(**fields)
+        variant.parts["train"] = Recorded(label, log)
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    assert [entry for entry in log if not entry.startswith("backend")] == [
+        *("warm a 3", "warm b 3", "warm c 3"),
+        *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
+    ]
+    # Every turn runs under its own variant's process-wide settings.
+    assert all(before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True))
+    assert all(len(variant.turns["train"]) == 3 for variant in made)
+
+
+class Slow:
+    """A part with steps of known length: the first ones, then all others."""
+
+    name: PartName = "train"
+    images_per_step = 1
+
+    def __init__(self, *first: float, rest: float) -> None:
+        self.first, self.rest = list(first), rest
+        self.turns: list[int] = []
+
+    def warm_up(self, steps: int) -> None:
+        self.turn(steps)
+
+    def turn(self, steps: int) -> Turn:
+        self.turns.append(steps)
+        seconds = tuple(self.first.pop(0) if self.first else self.rest for _ in range(steps))
+        return Turn(seconds, sum(seconds))
+
+
+def test_a_turn_lasts_as_long_as_asked() -> None:
+    """As many steps as the settled pace needs, not that of the first one."""
+    quick = Slow(0.25, rest=0.125)
+    assert turn_length(quick, ALONE, steps=10, seconds=2.0) == 16
+    # One step, three as slow as it, then what is left of the second that warms up.
+    assert quick.turns == [1, 3, 3]
+    slow = Slow(rest=4.0)
+    assert turn_length(slow, ALONE, steps=10, seconds=2.0) == 10
+    assert slow.turns == [1]
+    untouched = Slow(rest=1.0)
+    assert turn_length(untouched, ALONE, steps=10, seconds=0.0) == 10
+    assert untouched.turns == []
+
+
+def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: None)
+    made = []
+    for rest in (0.5, 0.25):
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "config": None}
+        fields |= {"complexity": None, "training_complexity": None}
+        variant = TimedVariant(name=str(rest), memory=clocks.DeviceMemory(CPU), **fields)
+        variant.parts["train"] = Slow(rest=rest)
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=1, warmup_steps=3, repeats=2, seconds=2.0)
+    assert [[turn.total for turn in variant.turns["train"]] for variant in made] == [[2.0, 2.0]] * 2
+
+
+def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 is a process-wide flag that the last turn leaves behind."""
+    log: list[str] = []
+    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
+    made = []
+    for label in ("fp32", "tf32", "tf32 again"):
+        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
+        fields |= {"complexity": None, "training_complexity": None}
+        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
+        variant = TimedVariant(**fields)
+        variant.parts["train"] = Recorded(label, log)
+        variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
+        made.append(variant)
+    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
+    assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
+
+
+def test_tf32_and_float32_have_peaks_of_their_own() -> None:
+    configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
+    configs["tf32"] = configs["fp32"].with_values(precision={"name": "tf32"})
+    keys = {name: _products(config) for name, config in configs.items()}
+    assert keys["fp32"] != keys["tf32"]
+    assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]
+
+
+class Peak:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def measure(self) -> None:
+        self.log.append(f"peak {self.name}")
+
+
+@pytest.fixture
+def loader() -> Callable[..., LoaderPart]:
+    def make(*overrides: str, order: StepRange | None = None) -> LoaderPart:
+        config = load_config("vit_digits", [*SMALL, *overrides])
+        source = build.sources(config, ALONE)["train"]
+        return LoaderPart(config, source, build.switches(config, CPU), ALONE, order or StepRange())
+
+    return make
+
+
+@pytest.mark.parametrize(("workers", "steps", "expected"), [(0, 5, 5), (1, 5, 5), (4, 5, 8), (4, 8, 8), (3, 0, 3)])
+def test_turns_are_whole_bursts(loader: Callable[..., LoaderPart], workers: int, steps: int, expected: int) -> None:
+    assert loader(f"data.num_workers={workers}").whole_bursts(steps) == expected
+
+
+def test_only_steps_behind_the_warm_up_are_timed(loader: Callable[..., LoaderPart], time: Time) -> None:
+    sizes: list[int] = []
+
+    def train(batches: Iterable[Any]) -> None:
+        sizes.append(sum(len(batch) for batch in batches))
+        time.now += 7.0 if len(sizes) <= 2 else 3.0
+
+    part = loader("optim.accumulation_steps=2")
+    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
+    part.warm_up(2)
+    turn = part.turn(4)
+    assert turn.seconds == (3.0,) * 4
+    assert turn.total == 12.0
+    assert turn.waited == 0.0
+    # Whole steps: all microbatches of each, the first step's too.
+    assert sizes == [8] * 6
+
+
+def test_waiting_for_data_is_told_from_training(
+    loader: Callable[..., LoaderPart], time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = workloads.to_device
+
+    def slow(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            time.now += 0.5
+            yield batch
+
+    monkeypatch.setattr(workloads, "to_device", slow)
+
+    def train(batches: Iterable[Any]) -> None:
+        for _ in batches:
+            time.now += 1.5
+
+    part = loader()
+    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
+    part.warm_up(1)
+    turn = part.turn(3)
+    assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
+
+
+def test_a_microbatch_is_loaded_when_its_turn_comes(
+    loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training, where the next one is loaded while the device computes."""
+    original, log = workloads.to_device, []
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            log.append("load")
+            yield batch
+
+    monkeypatch.setattr(workloads, "to_device", watched)
+    part = loader("optim.accumulation_steps=2")
+    part.feeding(lambda batches: log.extend("compute" for _ in batches))  # type: ignore[arg-type]
+    part.turn(1)
+    # A step to warm up and one that is timed.
+    assert log == ["load", "compute"] * 4
+
+
+def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = workloads.to_device
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in original(*arguments, **options):
+            seen.extend(batch.indices_B.tolist())
+            yield batch
+
+    monkeypatch.setattr(workloads, "to_device", watched)
+    order = StepRange()
+    for part in (loader(order=order), loader(order=order)):
+        part.warm_up(1)
+        part.turn(2)
+        part.turn(2)
+    assert len(seen) == 2 * 2 * 3 * 8
+    assert len(set(seen)) == len(seen)
+
+
+def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
+    batch = synthetic_batch(512, 8, 3, erase_probability=0.25, seed=1, device=CPU)
+    assert batch.images_BHWC.shape == (512, 8, 8, 3)
+    assert batch.images_BHWC.dtype == torch.uint8
+    assert batch.images_BHWC.float().mean().item() == pytest.approx(127.5, abs=3)
+    assert set(batch.labels_B.tolist()) == {0, 1, 2}
+    assert batch.erase_B4 is not None
+    erased_B = batch.erase_B4[:, 2] > 0
+    assert erased_B.float().mean().item() == pytest.approx(0.25, abs=0.08)
+    assert (batch.erase_B4[:, :2] + batch.erase_B4[:, 2:]).max().item() <= 8
+    assert synthetic_batch(4, 8, 3, erase_probability=0.0, seed=1, device=CPU).erase_B4 is None
+
+
+def test_compute_dtype_is_that_of_the_products() -> None:
+    for name, dtype in (("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("fp16_master", torch.float16)):
+        assert build.compute_dtype(load_config("vit_digits", [f"precision={name}"])) == dtype
+
+
+def test_matmul_counts_a_multiply_add_as_two(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.mm
+
+    def product(*arguments: Any, **options: Any) -> torch.Tensor:
+        time.now += 0.25
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(torch, "mm", product)
+    peak = clocks.MatmulPeak(torch.float32, ALONE, size=10)
+    peak.measure()
+    assert peak.record()["seconds_p50"] == 0.25
+    assert peak.flops_per_second == 2 * 10 * 10 * 10 / 0.25
+
+
+def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine gets slower; the first product of each time warms up.
+    lengths = iter([9.0, 1.0, 1.0, 1.0, 9.0, 2.0, 2.0, 2.0, 9.0, 4.0, 4.0, 4.0])
+
+    def product(*arguments: Any, **options: Any) -> None:
+        time.now += next(lengths)
+
+    monkeypatch.setattr(torch, "mm", product)
+    peak = clocks.MatmulPeak(torch.float32, ALONE, size=10)
+    for _ in range(3):
+        peak.measure()
+    assert peak.record()["seconds_p50"] == 2.0
+    assert peak.record()["samples"] == 9
+
+
+def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["data.num_workers=8", "data.prefetch_factor=3", "optim.accumulation_steps=2"]
+    config = load_config("vit_digits", [*SMALL[:-1], *settings])
+    batch = synthetic_batch(4, 8, 10, erase_probability=0.0, seed=0, device=CPU)
+    made, taken = [], []
+
+    def train_loader(*_: Any, start_step: int, steps: int) -> Iterator[Any]:
+        made.append((steps - start_step) * 2)
+        for number in range(made[0]):
+            taken.append(number)
+            yield batch
+
+    monkeypatch.setattr(build, "train_loader", train_loader)
+    source: Any = None
+    part = LoaderPart(config, source, build.switches(config, CPU), ALONE, StepRange())
+    part.warm_up(1)
+    turn = part.turn(1)
+    ahead = 8 * 3
+    timed = 2 * len(turn.seconds)
+    assert timed % 8 == 0
+    assert timed >= ahead
+    assert len(taken) - timed > ahead
+    assert made[0] - len(taken) >= ahead
+
+
+def test_workers_beyond_the_cores_only_read() -> None:
+    samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
+    found = [stages._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
+    assert [summary["images_per_second_expected"] for summary in found] == [0.5, 2.0, 2.0]
+    assert [summary["limit"] for summary in found] == ["read", "read", "decode"]
+
+
+# Two turns of three steps, one of them with a hiccup.
+TURNS = [
+    Turn((1.0, 2.0, 3.0), 6.0, waited=1.5, first_batch=0.5),
+    Turn((4.0, 5.0, 21.0), 30.0, waited=7.5, first_batch=0.7),
+]
+
+
+def record(name: PartName, turns: list[Turn], images_per_step: int = 70, *, frozen: bool = False) -> dict[str, Any]:
+    return part_record(
+        name,
+        turns,
+        images_per_step=images_per_step,
+        forward_flops_per_image=1000,
+        matmul_flops_per_second=1e6,
+        memory_peak_bytes=123,
+        frozen=frozen,
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "inference"])
+def test_steps_that_compute_are_samples(name: PartName) -> None:
+    found = record(name, TURNS)
+    assert found["step_seconds_p50"] == 3.5
+    assert found["images_per_second"] == 20.0
+    assert found["step_seconds_mean"] == 6.0
+    assert found["samples"] == 6
+    assert found["turn_seconds"] == [2.0, 10.0]
+    assert found["step_seconds_each"] == [[1.0, 2.0, 3.0], [4.0, 5.0, 21.0]]
+    assert "data_wait_fraction" not in found
+
+
+@pytest.mark.parametrize("name", ["loader", "both"])
+def test_steps_that_wait_for_bursts_count_by_turns(name: PartName) -> None:
+    # Four workers whose batches arrive together: three waits of nothing, then a long one.
+    bursts = [
+        Turn((0.0, 0.0, 0.0, 8.0), 8.0, first_batch=1.0),
+        Turn((0.0, 0.0, 0.0, 12.0), 12.0, first_batch=3.0),
+    ]
+    found = record(name, bursts, images_per_step=10)
+    assert found["step_seconds_p50"] == 2.5
+    assert found["images_per_second"] == 4.0
+    assert found["samples"] == 2
+    assert found["first_batch_seconds_p50"] == 2.0
+
+
+def test_training_is_three_forward_passes() -> None:
+    train, inference = record("train", TURNS), record("inference", TURNS)
+    assert train["flops_per_second"] == 3 * 1000 * 20.0
+    assert train["share_of_matmul"] == pytest.approx(0.06)
+    assert inference["flops_per_second"] == 1000 * 20.0
+    assert inference["share_of_matmul"] == pytest.approx(0.02)
+    assert "flops_per_second" not in record("loader", TURNS)
+
+
+@pytest.mark.parametrize("name", ["train", "both"])
+def test_the_backward_pass_of_a_frozen_network_is_not_guessed(name: PartName) -> None:
+    found = record(name, TURNS, frozen=True)
+    assert not {"flops_per_second", "share_of_matmul"} & set(found)
+    assert record("inference", TURNS, frozen=True) == record("inference", TURNS)
+
+
+def test_waiting_is_a_share_of_all_the_time() -> None:
+    assert record("both", TURNS)["data_wait_fraction"] == 9.0 / 36.0
+
+
+def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
+    # Half the batch in a quarter and in a fifth of the time.
+    small = [Turn((0.5, 0.5), 1.0), Turn((2.0, 2.0), 4.0)]
+    reference = {"name": "a", "train": record("train", [Turn((2.0, 2.0), 4.0), Turn((10.0, 10.0), 20.0)], 64)}
+    variant = {"name": "b", "train": {**record("train", small, 32), "memory_peak_bytes": 246}}
+    found = speed_comparison("train", reference, variant)
+    assert found["pairs"] == [2.0, 2.5]
+    assert found["speedup_p50"] == 2.25
+    assert (found["variant"], found["reference"]) == ("b", "a")
+    assert found["speedup_low"] is None
+    assert found["memory_ratio"] == 2.0
+
+
+def test_comparison_has_an_interval_from_six_pairs_on() -> None:
+    turns = [Turn((s,), s) for s in (1.0, 2.0, 4.0, 1.0, 2.0, 4.0)]
+    reference = {"name": "a", "train": record("train", [Turn((4.0,), 4.0)] * 6)}
+    found = speed_comparison("train", reference, {"name": "b", "train": record("train", turns)})
+    assert (found["speedup_low"], found["speedup_high"]) == (1.0, 4.0)

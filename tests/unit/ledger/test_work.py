@@ -1,0 +1,346 @@
+"""A ladder at work, with stand-ins for its processes: what is measured, resumed, left out and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycls_fast.config import load_config
+from pycls_fast.config.ladder import Mode, Variant
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import collect as collecting
+from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.plan import EVERYTHING, plan
+from pycls_fast.ledger.ladder.processes import ProcessResult
+from pycls_fast.ledger.ladder.run import refusal
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.record import read_record
+from pycls_fast.ledger.report.text import rows
+from tests.unit.ledger.stand_ins import LADDER, FakeProcess, given, ladder_of, slug_of, start, work
+
+pytestmark = pytest.mark.usefixtures("fake")
+OWN = ("a=", "b=", "c=", "precision=")
+
+
+def own(file: Path) -> tuple[str, ...]:
+    """The overrides of the variant that a file's process was given."""
+    return tuple(argument for argument in given(file) if argument.startswith(OWN))
+
+
+def assert_each_measured_its_variant(ledger: Ledger) -> None:
+    found = 0
+    for variant in ledger.selection.runnable():
+        files = [ledger.folder.timing_file(variant, number) for number in range(ledger.settings.rounds)]
+        files += [ledger.folder.run_dir(variant, seed) / "summary.json" for seed in ledger.seeds]
+        assert {own(file) for file in files} == {variant.overrides}
+        found += len(files)
+    assert found
+
+
+def test_a_variant_that_can_run_later_is_below_the_others_from_the_beginning(
+    tmp_path: Path, fake: type[FakeProcess]
+) -> None:
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    first = start(tmp_path, seeds=1)
+    assert {v.name: v.overrides for v in first.selection.runnable()} == {"base": (), "C": ("c=1",)}
+    assert_each_measured_its_variant(first)
+    fake.broken = {}
+    fake.started.clear()
+    second = start(tmp_path, seeds=1)
+    assert {v.name: v.overrides for v in second.selection.runnable()}["C"] == ("b=1", "c=1")
+    assert_each_measured_its_variant(second)
+    # Two rounds and a training of B and of C; the base's are there.
+    assert len(fake.started) == 6
+
+
+def test_rounds_of_different_starts_are_not_paired(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """A machine's speed today is not that of the day on which the first variant was timed."""
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    start(tmp_path)
+    fake.broken = {}
+    second = collect(start(tmp_path), "x")
+    assert set(second.unmeasured) == {f"{name}: interval of the speed-up over 'base'" for name in "BC"}
+    timing = second.variants[2].timing
+    assert timing is not None
+    assert timing.speedup is not None
+    assert (timing.speedup.ratio, timing.speedup.low, timing.speedup.unpaired) == (1.0, None, True)
+    # B and C were timed by the same start.
+    assert timing.speedup_before is not None
+    assert timing.speedup_before.low == pytest.approx(1.0)
+    third = collect(start(tmp_path, rounds=4), "x")
+    assert set(third.unmeasured) == {f"{name}: 2 of 4 rounds of the speed-up over 'base'" for name in "BC"}
+    assert [timing.paired_rounds for _, timing in third.timed] == [[0, 1, 2, 3], [2, 3], [2, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hangup")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_what_is_done(
+    number: signal.Signals, tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    finished = fake.finished
+
+    def interrupted(process: FakeProcess) -> ProcessResult:
+        if len(fake.started) == 2:
+            os.kill(os.getpid(), number)
+        return finished(process)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(fake, "finished", interrupted)
+    monkeypatch.setattr(fake, "stop", lambda processes: None)
+    assert work(tmp_path) == 3
+    assert signal.getsignal(number) == before
+    assert "the same command resumes" in capsys.readouterr().out
+    record = read_record(tmp_path / "ledger.json")
+    assert record.timed[0][1].rounds == [80.0]
+    assert record.unfinished is not None
+    assert (record.unfinished.done, record.unfinished.of) == (2, 6)
+    assert "unfinished: 2 of 6 measurements" in (tmp_path / "index.html").read_text()
+    monkeypatch.setattr(fake, "finished", finished)
+    assert work(tmp_path) == 0
+    assert "unfinished" not in (tmp_path / "index.html").read_text()
+
+
+def test_a_reference_that_fails_leaves_a_page(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"timings-base-": (1, "error: no")}
+    with pytest.raises(UserError, match="base"):
+        work(tmp_path)
+    assert "unfinished: 0 of " in (tmp_path / "index.html").read_text()
+
+
+def test_there_is_a_page_after_the_timings(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    write = fake._write
+
+    def looking(process: FakeProcess, file: Path, arguments: list[str]) -> None:
+        page = tmp_path / "index.html"
+        seen.append(page.is_file() and "unfinished: 6 of 9 measurements" in page.read_text())
+        write(process, file, arguments)
+
+    monkeypatch.setattr(fake, "_write", looking)
+    assert work(tmp_path, numerics_steps=2) == 0
+    assert seen == [False] * 6 + [True] * 3
+
+
+def test_a_variant_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {f"timings-{slug_of('B')}-round_1": (1, "RuntimeError: broken")}
+    ledger = start(tmp_path, rounds=3, seeds=1)
+    assert ledger.selection.failed == {"B": "RuntimeError: broken"}
+    assert [variant.overrides for variant in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
+    assert_each_measured_its_variant(ledger)
+    fake.broken = {f"timings-{slug_of('base')}-round_1": (1, "RuntimeError: broken")}
+    with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
+        start(tmp_path / "other", rounds=3)
+
+
+def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = fake.finished
+    ends: list[Path] = []
+
+    def once(process: FakeProcess) -> ProcessResult:
+        ends.append(process._log)
+        if process._log.name == f"timings-{slug_of('base')}-round_1.txt" and ends.count(process._log) == 1:
+            return ProcessResult(1, 1.0, process._log)
+        return finished(process)
+
+    monkeypatch.setattr(fake, "finished", once)
+    ledger = start(tmp_path, rounds=3)
+    assert (ledger.selection.failed, len(fake.started)) == ({}, 10)
+    assert ledger.total() == ledger.progress.done == 9
+
+
+def test_without_the_references_training_no_other_one_starts(
+    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.broken = {f"runs-{slug_of('base')}-seed_0": (1, "RuntimeError: broken")}
+    assert work(tmp_path, seeds=2) == 1
+    assert sum(any(a.startswith("run_dir=") for a in arguments) for arguments in fake.started) == 1
+    assert "no training is started without 'base'" in capsys.readouterr().out
+    assert read_record(tmp_path / "ledger.json").reference.ended == "seed 0: RuntimeError: broken"
+
+
+def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
+    """`time_net` refuses them, and an experiment that fine-tunes is refused without them."""
+    weights = "weights=timm:vit"
+    ledger = start(tmp_path, typed=[weights], seeds=1, numerics_steps=2, gradients=True)
+    for variant in ledger.selection.runnable():
+        timed = given(ledger.folder.timing_file(variant, 0))
+        assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
+        for file in (ledger.folder.numerics_file(variant), ledger.folder.run_dir(variant, 0) / "summary.json"):
+            assert weights in given(file)
+    assert weights in given(ledger.folder.gradients_file(ledger.selection.variants()[0]))
+
+
+def test_what_could_not_be_measured_is_in_the_record(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {f"numerics-{slug_of('B')}": (2, "error: parallel.x: no"), "gradients-": (1, "RuntimeError: g")}
+    record = collect(start(tmp_path, gradients=True, numerics_steps=2), "x")
+    assert record.unmeasured == {"B: rounding": "parallel.x: no", "gradients": "RuntimeError: g"}
+    assert [variant.status for variant in record.variants] == ["measured"] * 3
+
+
+@pytest.mark.parametrize("mode", ["one_at_a_time", "cumulative"])
+def test_a_variant_that_one_process_cannot_have_has_no_rounding(
+    mode: Mode, tmp_path: Path, fake: type[FakeProcess]
+) -> None:
+    """It would be the number of the variant without it."""
+    ladder = ladder_of(
+        Variant(name="ddp", overrides=("parallel=ddp",), ranks=2),
+        Variant(name="half the traffic", overrides=("parallel=ddp", "parallel.compression=fp16"), ranks=2),
+        Variant(name="B", overrides=("b=1",), ranks=2),
+        Variant(name="whole again", overrides=("parallel.compression=none",), ranks=2),
+        Variant(name="C", overrides=("c=1",), ranks=2),
+    )
+    ledger = start(tmp_path, ladder, mode=mode, numerics_steps=2)
+    assert len([each for each in fake.started if "mode=numerics" in each]) == 3
+    record = collect(ledger, "x")
+    found = [variant.name for variant in record.variants if variant.numerics is not None]
+    # One on top of the other, B includes the compression, and the next one is the first with b=1 that has none.
+    assert found == (["base", "B", "C"] if mode == "one_at_a_time" else ["base", "whole again", "C"])
+    assert len(record.unmeasured) == 6 - len(found)
+    assert ledger.total() == ledger.progress.done
+
+
+def test_leave_one_out(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """What cannot run alone is in no combination; the gradients are those of the first variant as it is then."""
+    ladder = ladder_of(*LADDER.variants, Variant(name="G", overrides=("c=3",), needs="cuda"))
+    fake.broken = {"timings-b-": (2, "error: b needs a package")}
+    ledger = start(tmp_path, ladder, mode="leave_one_out", gradients=True)
+    table = {row["variant"]: row["against the first"] for row in rows(collect(ledger, "x"))}
+    assert list(table) == [EVERYTHING, "B", "without C", "G"]
+    assert (table["B"], table["G"]) == ("cannot run here", "needs CUDA")
+    assert not [started for started in fake.started if "c=3" in started]
+    assert_each_measured_its_variant(ledger)
+    assert own(ledger.folder.gradients_file(ledger.selection.variants()[0])) == ("c=1", "precision=fp32")
+
+
+def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    ledger = start(tmp_path, ladder_of(*LADDER.variants, Variant(name="D", overrides=("b=2",))), mode="leave_one_out")
+    found = collect(ledger, "x").variants[1]
+    why = "B is overridden by D: the same settings as 'everything'"
+    assert (found.name, found.status, found.reason, found.timing) == ("without B", "overridden", why, None)
+    # Three by themselves, and two rounds of three variants.
+    assert len(fake.started) == ledger.total() == ledger.progress.done == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
+def test_what_the_experiment_cannot_have_is_not_timed(
+    mode: Mode, tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In a dry run and in the ledger itself; it is below no other variant."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ladder = ladder_of(Variant(name="B", overrides=("c=conv",)), LADDER.variants[1])
+    why = "c: conv is for a ResNet; use c=1"
+    assert work(tmp_path, ladder, mode=mode, dry_run=True) == 0
+    assert f"B: not run, {why}" in capsys.readouterr().out
+    assert work(tmp_path, ladder, mode=mode) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"B: cannot run: {why}" in lines
+    assert not [started for started in fake.started if "c=conv" in started]
+    # The pieces of work that are announced are those that there are.
+    counts = [line.partition(" s  (")[2].partition(",")[0] for line in lines if " s  (" in line]
+    assert counts == [f"{i + 1} of {len(counts)}" for i in range(len(counts))]
+    found = {variant.name: variant for variant in read_record(tmp_path / "ledger.json").variants}
+    assert (found["B"].status, found["B"].reason, found["B"].timing) == ("cannot run", why, None)
+    assert "c=conv" not in found["without C" if mode == "leave_one_out" else "C"].overrides
+
+
+def test_a_variant_for_the_cpu_is_checked_there() -> None:
+    overrides = ("runtime.device=cpu", "speed.allocator=keep")
+    variant = plan(ladder_of(Variant(name="B", overrides=overrides)), "cumulative")[1]
+    cuda = torch.device("cuda")
+    assert refusal(variant, lambda overrides: load_config("vit_digits", overrides), cuda) is None
+    assert "keep needs CPU" in str(refusal(variant, lambda overrides: load_config("vit_digits", overrides[1:]), cuda))
+
+
+@pytest.mark.parametrize(
+    ("typed", "settings", "changed", "line"),
+    [
+        ((), {"mode": "cumulative"}, {"mode": "one_at_a_time"}, "mode: .* alternatives, which cumulative .*; use "),
+        (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
+        (("resume=never",), {}, {}, "resume: the trainings of a ledger resume by themselves; leave it out"),
+        ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the baseline 'base' needs CUDA"),
+        ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
+        ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' runs other code, .* use one_at_a_time"),
+        (
+            (), {"mode": "one_at_a_time"}, {"variants": (Variant(name="old", tree="/nowhere"),)},
+            "ladder: 'old': there is no folder /nowhere; give the folder of a checkout as its tree",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_carried_out(
+    typed: tuple[str, ...], settings: dict[str, str], changed: dict[str, object], line: str, tmp_path: Path,
+    fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=line):
+            work(tmp_path / "report", LADDER.model_copy(update=changed), typed=typed, dry_run=dry_run, **settings)
+    assert not fake.started
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["runtime.tracker=none"]), ("none", [])])
+def test_trainings_are_not_tracked(
+    tracker: str, typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tracker the key is left out: a variant may run an older checkout, which does not know it."""
+    begun: list[Ledger] = []
+
+    def begin(ledger: Ledger, name: str) -> None:
+        begun.append(ledger)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pycls_fast.ledger.ladder.run._work", begin)
+    assert work(tmp_path, typed=[f"runtime.tracker={tracker}"]) == 3
+    assert [ledger.typed for ledger in begun] == [typed]
+
+
+@pytest.mark.slow
+def test_a_variant_runs_the_code_of_its_checkout(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pycls_fast/__init__.py", *(f"tools/{tool}.py" for tool in ("time_net", "train_net", "ledger"))):
+        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / name).touch()
+    # This code refuses the override; the other checkout may have it.
+    ladder = ladder_of(Variant(name="old", tree="old", overrides=("c=conv",)), Variant(name="new"))
+    state = {"commit": "0123456789abcdef", "changed": True}
+    monkeypatch.setattr(collecting, "git_state", {tmp_path / "old": state}.get)
+    assert work(tmp_path / "report", ladder, mode="one_at_a_time", rounds=1) == 0
+    theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
+    assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
+    found = read_record(tmp_path / "report" / "ledger.json").variants[1]
+    assert (found.tree, found.git, found.note) == ("old", state, "the code in old (commit 0123456789, changed)")
+    (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
+    with pytest.raises(UserError, match="was measured with different code"):
+        work(tmp_path / "report", ladder, mode="one_at_a_time", rounds=1)
+
+
+def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    names = ("基线", "注意力", "wd+", "WD -", "w" * 300)
+    base, *variants = (Variant(name=name, overrides=(f"c={i}",) if i else ()) for i, name in enumerate(names))
+    ledger = start(tmp_path, ladder_of(*variants, baseline=base), mode="one_at_a_time")
+    assert len(fake.started) == 10
+    assert_each_measured_its_variant(ledger)
+
+
+def test_the_same_folder_whatever_its_variants_are_against(tmp_path: Path) -> None:
+    start(tmp_path, mode="one_at_a_time")
+    saved = json.loads((tmp_path / "plan.json").read_text())["ladder"]
+    assert not [each for each in (saved["baseline"], *saved["variants"]) if "against" in each]
+    b, c = LADDER.variants
+    record = collect(start(tmp_path, ladder_of(b, c.model_copy(update={"against": "B"})), mode="one_at_a_time"), "x")
+    assert [variant.before for variant in record.variants] == [None, "base", "B"]
