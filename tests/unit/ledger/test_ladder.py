@@ -816,8 +816,8 @@ def test_the_modern_ladder_ends_with_the_fast_step() -> None:
     last = build.switches(load_config("vit_digits", overrides), cuda)
     fast = build.switches(load_config("vit_digits", ["speed=fast", "precision=fp8"]), cuda)
     loading = {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE, SwitchName.INPUT_COPY}
-    # What the ladder adds: the preset has it off on CUDA.
-    added = {SwitchName.RECOMPUTE}
+    # What the ladder adds: the preset has recomputation off, and the experiment compilation.
+    added = {SwitchName.COMPILE, SwitchName.RECOMPUTE}
     assert {name for name in fast if last[name] != fast[name]} - loading == added
 
 
