@@ -19,8 +19,9 @@ from pycls_fast.optim import BATCH_NORM, NORMS, cast_around, cast_buffers
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
-# What autocast computes in 16 bits, whatever the format of its weights.
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d)
+# Layers with these do nothing with their weights but what autocast does in 16 bits; a weight-standardised convolution,
+# say, first computes with them in float32.
+_CAST_BY_AUTOCAST = (nn.Linear.forward, nn.Conv2d.forward)
 
 
 def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped:
@@ -77,7 +78,7 @@ def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPo
     if narrow is None:
         return MixedPrecisionPolicy()
     if settings.compute is None:
-        wide = [m for m in network.modules() if not isinstance(m, _CAST_BY_AUTOCAST)]
+        wide = [m for m in network.modules() if type(m).forward not in _CAST_BY_AUTOCAST]
     else:
         wide = [m for m in network.modules() if isinstance(m, NORMS if settings.wide_norms else BATCH_NORM)]
         cast_buffers(network, settings.compute)

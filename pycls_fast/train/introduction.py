@@ -189,7 +189,7 @@ def _copies(run: Run) -> Copies:
     level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
     strategy = build.strategy(config, run.world)
     # fsdp and hsdp gather weights in autocast's format, so that it makes no copies.
-    gathers_narrow = STRATEGIES[strategy].has_dtensors and level.autocast is not None
+    gathers_narrow = STRATEGIES[strategy].has_dtensors and level.autocast is not None and not level.float8
     return Copies(
         strategy=strategy,
         degree=1 if group is None else group.size(),

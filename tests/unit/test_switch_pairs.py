@@ -69,7 +69,7 @@ WITH: Mapping[Choice, Mapping[SwitchName, str]] = {
     (SwitchName.NORMALIZE_ON, "device"): {SwitchName.ERASE_ON: "device", SwitchName.MIX_ON: "device"},
     (SwitchName.ERASE_ON, "device"): {SwitchName.MIX_ON: "device"},
     (SwitchName.GELU, "polynomial"): {SwitchName.COMPILE: "model"},
-    (SwitchName.RECOMPUTE, "budget"): {SwitchName.COMPILE: "blocks"},
+    (SwitchName.RECOMPUTE, "budget"): {SwitchName.COMPILE: "model"},
     (SwitchName.COMPILE_MODE, "reduce-overhead"): {SwitchName.COMPILE: "model"},
     (SwitchName.COMPILE_MODE, "max-autotune-no-cudagraphs"): {SwitchName.COMPILE: "blocks"},
     (SwitchName.COMPILE_MODE, "max-autotune"): {SwitchName.COMPILE: "model"},
@@ -96,11 +96,14 @@ REFUSED = {
     "decode=simplejpeg": "decode_scale=dct",
     "recompute=full": "activation_compression=8bit",
     "recompute=selective": "activation_compression=8bit activation_offload=cpu",
+    "recompute=budget": "activation_compression=8bit activation_offload=cpu drop_path_compute=skip",
 }
 REFUSED_ON_CUDA = {
     **REFUSED,
-    "compile_mode=reduce-overhead": "activation_compression=8bit drop_path_compute=skip",
-    "compile_mode=max-autotune": "activation_compression=8bit drop_path_compute=skip",
+    "compile_mode=reduce-overhead": "activation_compression=8bit drop_path_compute=skip compile=blocks "
+    "activation_offload=cpu",
+    "compile_mode=max-autotune": "activation_compression=8bit drop_path_compute=skip compile=blocks "
+    "activation_offload=cpu",
     "cuda_graphs=on": "compile_mode=reduce-overhead compile_mode=max-autotune optimizer=foreach optimizer_compile=on "
     "recompute=full recompute=selective activation_offload=cpu param_offload=cpu drop_path_compute=skip",
 }

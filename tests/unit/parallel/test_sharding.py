@@ -274,7 +274,8 @@ def test_weights_travel_in_the_format_of_their_products(
 ) -> None:
     """And what one process keeps in float32 does so when it is gathered: norms and tokens, under autocast."""
     small = TINY if experiment == "vit_digits" else ["model.depth=18", "parallel=fsdp"]
-    config = load_config(experiment, [*small, "data.image_size=8", f"precision={precision}", "model.drop_path=0.1"])
+    own = ["data.image_size=8", f"precision={precision}", "model.drop_path=0.1", "speed=reference"]
+    config = load_config(experiment, [*small, *own])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches, empty=True)
     step = make_step(config, network, world, switches, steps_per_epoch=4)
@@ -289,6 +290,7 @@ def test_weights_travel_in_the_format_of_their_products(
     with step.autocast():
         step.wrapped.forward(torch.randn(2, 3, 8, 8)).sum().backward()
     narrow = build.compute_dtype(config)
+    assert sum(isinstance(module, (nn.Linear, nn.Conv2d)) for module in network.modules()) > 10
     for name, module in network.named_modules():
         stays = isinstance(module, BATCH_NORM) or (level.wide_norms and isinstance(module, NORMS))
         if level.autocast is not None:

@@ -90,11 +90,11 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
 def test_a_gpu_without_a_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: found)
     monkeypatch.setattr(build, "has_compiler", lambda kind: found)
-    config = load_config("vit_digits", ["precision=fp32", "speed=fast"])
+    config = load_config("vit_s16", ["data=synthetic", "precision=fp32", "speed=fast"])
     switches = build.switches(config, torch.device("cuda"))
     world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
     run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources={"train": None})
-    (note,) = [note for note in _notes(run) if note.startswith("speed.compile")]
+    (note,) = (note for note in _notes(run) if note.startswith("speed.compile"))
     assert note.startswith("speed.compile: compiling" if found else "speed.compile: off, because no C compiler")
 
 
