@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from PIL import ExifTags, Image
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.compare import _pictures, _sample, compare_runs, comparison, differing, read_run_files
-from pycls_fast.ledger.report.comparison import charts, notes, verdict
+from pycls_fast.ledger.compare import _pictures, compare_runs, comparison, differing, read_run_files
+from pycls_fast.ledger.report.comparison import notes, verdict
 from pycls_fast.ledger.runs import OF_THE_PLACE
 from pycls_fast.train.evaluation import Predictions
 from pycls_fast.train.run_folder import RunFolder
@@ -149,18 +148,6 @@ def test_a_place_that_cannot_be_written(a: Path, tmp_path: Path) -> None:
         compare_runs(str(a), str(a), output=str(tmp_path / "out"), images=3)
 
 
-def test_classes_are_called_as_they_are(a: Path, b: Path) -> None:
-    record = comparison(read_run_files(str(a)), read_run_files(str(b)), 3)
-    names = ["$a_$", "issue #head #123456"]
-    record["images"]["classes"] = [
-        {"class": name, "images": 9, "a": 50.0, "b": 50.0 + points, "difference": points}
-        for name, points in zip(names, (1.0, -1.0), strict=True)
-    ]
-    parser = Tags()
-    parser.feed(next(chart for chart in charts(record) if chart.name == "classes").svg())
-    assert all(name in parser.text for name in names)
-
-
 def test_the_same_run_twice(a: Path) -> None:
     record = comparison(read_run_files(str(a)), read_run_files(str(a)), 24)
     assert verdict(record) == "Every prediction is the same on all 359 images."
@@ -260,37 +247,6 @@ def test_the_same_data_in_another_place_is_compared(a: Path, b: Path, digits: Pa
     config["data"]["root"] = str(tmp_path / "moved")
     (b / "config.yaml").write_text(yaml.safe_dump(config))
     assert reason(a, b) == ""
-
-
-def test_a_table_of_relative_and_absolute_paths_is_compared(
-    a: Path, b: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("data/near").mkdir(parents=True)
-    image = next(digits.rglob("*.png"))
-    shutil.copy(image, "data/near/x.png")
-    Path("data/table.csv").write_text(f"path,label\nnear/x.png,cat\n{image},dog\n")
-    settings = ["data=auto", "data.source=manifest", "data.root=data", "data.train=table.csv", "data.val=table.csv"]
-    config = load_config("vit_digits", settings).model_dump(mode="json")
-    for run in (a, b):
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        Predictions(*np.array([[0, 1], [0, 1], [1, 1], [2, 2], [1, 1]])).save(run / "predictions.npz")
-    assert reason(a, b) == ""
-
-
-@pytest.mark.slow
-def test_names_that_are_no_utf_8(a: Path, b: Path, digits: Path, tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        for name in (b"caf\xe9", b"tea"):
-            place = tmp_path / "data" / split / os.fsdecode(name)
-            place.mkdir(parents=True)
-            shutil.copy(next(digits.rglob("*.png")), place / os.fsdecode(b"\xe9.png"))
-    config = load_config("vit_digits", ["data=auto", f"data.root={tmp_path / 'data'}"]).model_dump(mode="json")
-    for run, predicted in ((a, 0), (b, 1)):
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        Predictions(*np.array([[0], [0], [predicted], [1], [1]])).save(run / "predictions.npz")
-    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
-    assert "caf\\udce9" in (tmp_path / "out" / "index.html").read_text()
 
 
 @pytest.mark.slow
@@ -418,11 +374,6 @@ def test_runs_of_the_same_name_have_places_of_their_own(
         compare_runs(first, second, output=None, images=0)
     made = [folder.name.rpartition("-")[0] for folder in (tmp_path / "comparisons").iterdir()]
     assert sorted(made) == ["a_run--b_run", "c_run--b_run"]
-
-
-def test_a_class_that_the_other_run_lacks_is_named() -> None:
-    assert _sample(("cat", "dog", "emu"), ("cat", "fox")) == "3 (dog among them)"
-    assert _sample(("cat",), ("cat", "dog")) == "1"
 
 
 def test_mistakes(a: Path, tmp_path: Path) -> None:

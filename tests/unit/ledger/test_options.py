@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from pydantic import ValidationError
 
 from pycls_fast.commands.ledger import TAKEN, Named, Options, main, refuse_unread
 from pycls_fast.config import Purpose, command_line, load_config, variants
@@ -39,12 +38,6 @@ def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
         refuse_unread(options)
     (line,) = caught.value.lines
     assert line.startswith(f"{key}: mode={mode} does not read it; it ")
-
-
-def test_rounding_is_measured_after_some_steps_or_not_at_all() -> None:
-    with pytest.raises(ValidationError, match="greater than 0"):
-        Options(numerics_steps=0)
-    assert Options(numerics_steps=None).numerics_steps is None
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,9 @@ def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> Non
     assert ProcessResult(1, 1.0, tmp_path / "log").reason() == reason
 
 
-@pytest.mark.parametrize(
-    ("status", "log", "reason"),
-    [
-        (-9, "epoch 3.20 of 10  loss 1.2\n", "killed by signal 9 (SIGKILL; out of memory?)"),
-        (-11, "", "killed by signal 11 (SIGSEGV)"),
-        (-6, OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
-    ],
-)
-def test_the_system_gives_no_last_words(status: int, log: str, reason: str, tmp_path: Path) -> None:
-    file = tmp_path / "log.txt"
-    file.write_text(log)
-    assert ProcessResult(status, 1.0, file).reason() == reason
+def test_a_process_that_the_system_killed_could_not_say_why(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("epoch 3.20 of 10  loss 1.2\n")
+    assert ProcessResult(-9, 1.0, tmp_path / "log").reason() == "killed by signal 9 (SIGKILL; out of memory?)"
 
 
 @pytest.mark.parametrize(

@@ -143,12 +143,6 @@ def test_the_best_evaluation_is_the_one_that_the_run_keeps(tmp_path: Path) -> No
     assert (run.numbers["best_top1"], run.numbers["final_top1"]) == (70.0, 70.0)
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path, top1=(), ends="killed"))
-    assert (run.state, run.numbers["epoch"], run.numbers["best_top1"]) == ("running or killed", 0.0, None)
-    assert listed(tmp_path)["rows"][0]["final_top1"] is None
-
-
 def test_damaged_folders_are_named_and_the_others_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
     make_run(runs / "whole")
@@ -186,21 +180,6 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     elsewhere = make_run(tmp_path / "disk" / "far")
     (top / "far").symlink_to(elsewhere)
     assert find_runs([str(top), str(top / "out"), str(elsewhere)]) == sorted([*expected, top / "far"])
-
-
-def test_names_are_below_the_folder_that_all_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run(Path("runs/a/first"), "optim.lr=1e-3")
-    make_run(Path("runs/b/second"), "optim.lr=2e-3")
-    for folders, common in ((["runs"], "runs"), (["runs/a", str(tmp_path / "runs" / "b")], str(tmp_path / "runs"))):
-        assert list_runs(folders, sort="epoch", output=None) == 0
-        first, *lines = capsys.readouterr().out.splitlines()
-        assert first == f"runs in {common}"
-        assert {line.split()[-1] for line in lines[2:4]} == {"a/first", "b/second"}
-    assert list_runs(["runs/a/first"], sort="epoch", output=None) == 0
-    assert "runs in runs/a\n" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_or_holds_no_run(tmp_path: Path) -> None:
@@ -271,16 +250,6 @@ def test_the_same_as_csv(tmp_path: Path) -> None:
     assert (killed["data.root"], killed["state"], killed["best_top1_half"]) == ("a, b", "running or killed", "")
     assert joined["runs"] == f"{runs / 'a0'};{runs / 'a1'}"
     assert (joined["seed"], joined["count"], float(joined["best_top1"])) == ("0;1", "2", 80.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sort", ["best_top1", "images_per_second", "epoch"])
-def test_the_largest_comes_first_and_what_has_no_number_last(tmp_path: Path, sort: str) -> None:
-    make_run(tmp_path / "a", "optim.lr=1e-3", top1=(80.0,), ends="killed")
-    make_run(tmp_path / "b", "optim.lr=2e-3", top1=(80.0, 90.0))
-    make_run(tmp_path / "c", "optim.lr=3e-3", top1=(), ends="killed")
-    make_run(tmp_path / "d", "optim.lr=4e-3", top1=(0.0,), ends="killed")
-    assert [Path(row["runs"][0]).name for row in listed(tmp_path, sort=sort)["rows"]] == ["b", "a", "d", "c"]
 
 
 @pytest.mark.parametrize(

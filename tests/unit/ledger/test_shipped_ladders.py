@@ -45,7 +45,8 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         assert len(measured) == len(ledger.with_rounding()) + 1
         for arguments in measured:
             own = ("mode=", "steps=", "output=")
-            config = load_config("vit_digits", [a for a in arguments if not a.startswith(own)])
+            # Without `--config-name`.
+            config = load_config("vit_digits", [a for a in arguments[2:] if not a.startswith(own)])
             assert config.parallel.name == "single"
         fake.started.clear()
 

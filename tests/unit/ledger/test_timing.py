@@ -12,7 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import clocks, stages, timing, workloads
-from pycls_fast.ledger.measure.timed import TimedVariant, _products, part_record, speed_comparison
+from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison
 from pycls_fast.ledger.measure.timing import turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel import ALONE, World
@@ -129,19 +129,6 @@ def test_a_turn_lasts_as_long_as_asked() -> None:
     assert untouched.turns == []
 
 
-def test_variants_of_different_pace_have_turns_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: None)
-    made = []
-    for rest in (0.5, 0.25):
-        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "config": None}
-        fields |= {"complexity": None, "training_complexity": None}
-        variant = TimedVariant(name=str(rest), memory=clocks.DeviceMemory(CPU), **fields)
-        variant.parts["train"] = Slow(rest=rest)
-        made.append(variant)
-    timing._measure(made, "train", ALONE, steps=1, warmup_steps=3, repeats=2, seconds=2.0)
-    assert [[turn.total for turn in variant.turns["train"]] for variant in made] == [[2.0, 2.0]] * 2
-
-
 def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 is a process-wide flag that the last turn leaves behind."""
     log: list[str] = []
@@ -158,14 +145,6 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
     timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
     measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
     assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
-
-
-def test_tf32_and_float32_have_peaks_of_their_own() -> None:
-    configs = {name: load_config("vit_digits", [f"precision={name}"]) for name in ("fp32", "amp_bf16", "bf16_params")}
-    configs["tf32"] = configs["fp32"].with_values(precision={"name": "tf32"})
-    keys = {name: _products(config) for name, config in configs.items()}
-    assert keys["fp32"] != keys["tf32"]
-    assert keys["amp_bf16"] == keys["bf16_params"] != keys["fp32"]
 
 
 class Peak:
@@ -232,25 +211,6 @@ def test_waiting_for_data_is_told_from_training(
     assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
 
 
-def test_a_microbatch_is_loaded_when_its_turn_comes(
-    loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in training, where the next one is loaded while the device computes."""
-    original, log = workloads.to_device, []
-
-    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for batch in original(*arguments, **options):
-            log.append("load")
-            yield batch
-
-    monkeypatch.setattr(workloads, "to_device", watched)
-    part = loader("optim.accumulation_steps=2")
-    part.feeding(lambda batches: log.extend("compute" for _ in batches))  # type: ignore[arg-type]
-    part.turn(1)
-    # A step to warm up and one that is timed.
-    assert log == ["load", "compute"] * 4
-
-
 def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = workloads.to_device
@@ -281,11 +241,6 @@ def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
     assert erased_B.float().mean().item() == pytest.approx(0.25, abs=0.08)
     assert (batch.erase_B4[:, :2] + batch.erase_B4[:, 2:]).max().item() <= 8
     assert synthetic_batch(4, 8, 3, erase_probability=0.0, seed=1, device=CPU).erase_B4 is None
-
-
-def test_compute_dtype_is_that_of_the_products() -> None:
-    for name, dtype in (("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("fp16_master", torch.float16)):
-        assert build.compute_dtype(load_config("vit_digits", [f"precision={name}"])) == dtype
 
 
 def test_matmul_counts_a_multiply_add_as_two(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
