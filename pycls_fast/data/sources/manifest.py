@@ -18,7 +18,6 @@ from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.layout import SPLIT_OF, find_files
 from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.parquet_files import need_pyarrow
 from pycls_fast.data.sources.splits import Subset, as_splits
 from pycls_fast.data.sources.text_files import ENCODING, not_utf8
 from pycls_fast.errors import UserError, first_line
@@ -202,7 +201,10 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
 
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
-    pq = need_pyarrow("a Parquet manifest")
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError("a Parquet table needs pyarrow, which comes with: pip install -e '.[hub]'") from error
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:

@@ -89,7 +89,7 @@ def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Source]]
         assert not isinstance(value, (list, dict, tuple, set)) or len(value) < len(source)
 
 
-@pytest.mark.parametrize("kind", ["packed", "parquet", "tar"])
+@pytest.mark.parametrize("kind", ["packed", "tar"])
 def test_files_of_many_images_stay_open(
     opened: dict[str, dict[str, Source]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_files_of_many_images_stay_open(
     monkeypatch.setattr(os, "open", lambda path, flags: (paths.append(path), real(path, flags))[1])
     for _ in range(2):
         assert samples_of(source) == expected(CONTENT["train"])
-    assert len(paths) == {"packed": 1, "parquet": 2, "tar": 3}[kind]
+    assert len(paths) == {"packed": 1, "tar": 3}[kind]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
