@@ -11,15 +11,15 @@ from pycls_fast.data.loading import ImageLoader, make_loader
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.mix_elements import ElementMixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost
-from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, epoch_order, lanes_of
+from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, epoch_order
 from pycls_fast.data.sources import (
     EXTENSIONS,
     CachePolicy,
     EvalSet,
-    FileCache,
     FileSource,
     LabelledSource,
     OpenOptions,
+    ShardCache,
     Source,
     SyntheticSource,
     block_ends,
@@ -30,7 +30,6 @@ from pycls_fast.data.sources import (
     open_folder,
     open_splits,
     prefers_blocks,
-    shard_sizes,
 )
 from pycls_fast.data.transfer import IN_FLIGHT, to_device
 
@@ -44,7 +43,6 @@ __all__ = [
     "EvalSampler",
     "EvalSet",
     "EvalTransform",
-    "FileCache",
     "FileSource",
     "HostStage",
     "ImageDataset",
@@ -56,6 +54,7 @@ __all__ = [
     "Order",
     "Prepare",
     "PrepareOnHost",
+    "ShardCache",
     "Source",
     "SyntheticSource",
     "TrainSampler",
@@ -68,7 +67,6 @@ __all__ = [
     "decode",
     "epoch_order",
     "is_drawn",
-    "lanes_of",
     "make_loader",
     "match_classes",
     "name_hashes",
@@ -77,7 +75,6 @@ __all__ = [
     "open_splits",
     "prefers_blocks",
     "seed_generators",
-    "shard_sizes",
     "to_device",
     "write_digits",
 ]

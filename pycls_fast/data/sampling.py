@@ -35,11 +35,6 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return frozen_generator(counter_seed(seed, epoch)).permutation(count).astype(np.int64, copy=False)
 
 
-def lanes_of(global_batch_size: int) -> int:
-    """The number of lanes of `block_order`: blocks that are read at the same time."""
-    return math.gcd(global_batch_size, _LANES)
-
-
 def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, global_batch_size: int) -> np.ndarray:
     """An order in which each rank reads few blocks (shards) at a time: blocks shuffled, then images within a buffer.
 
@@ -65,7 +60,7 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     # From a block's start in the shuffled sequence to its start in the source.
     shift = starts[shuffled] - (np.cumsum(sizes) - sizes)
     sequence = np.arange(count, dtype=np.int64) + np.repeat(shift, sizes)
-    lanes = lanes_of(global_batch_size)
+    lanes = math.gcd(global_batch_size, _LANES)
     per_lane = count // lanes
     reach = max(buffer // lanes, 1)
     jitter = np.arange(per_lane, dtype=np.float64) + generator.random_sample((lanes, per_lane)) * reach

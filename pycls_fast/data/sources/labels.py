@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pycls_fast.data.sources.layout import is_remote
+from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError, first_few
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from pycls_fast.data.sources.files import is_folder
+from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
 
 SPLIT_OF = {
@@ -26,11 +27,6 @@ _OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(-[0-9a-f]{16})?(\D.*)")
 # As in datasets converted by the hub: CONFIGURATION/SPLIT/0000.parquet.
 _OF_THE_HUB = re.compile(r"\d{4}\.parquet")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-
-
-def is_remote(place: str) -> bool:
-    """Whether a place is an address (`s3://...`) and not a path."""
-    return "://" in place
 
 
 def find_files(
@@ -147,8 +143,6 @@ def _each_once(files: Sequence[str]) -> list[str]:
 def _list_remote(root: str, extensions: Sequence[str]) -> list[str]:
     if root.lower().endswith(tuple(extensions)):
         return list(expand_braces(root))
-    from pycls_fast.data.sources.remote import list_files
-
     return sorted(name for name in list_files(root) if name.lower().endswith(tuple(extensions)))
 
 
@@ -168,8 +162,6 @@ def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
 
 
 def _match_remote(place: str) -> list[str]:
-    from pycls_fast.data.sources.remote import list_files
-
     return list_files(place) if "*" in place else [place]
 
 

@@ -13,10 +13,10 @@ from pycls_fast.data.sources.cifar import is_cifar, open_cifar
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import open_folder, subfolders
 from pycls_fast.data.sources.hub import open_hub, open_parquet
-from pycls_fast.data.sources.layout import is_remote
 from pycls_fast.data.sources.manifest import open_manifest
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
+from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.data.sources.splits import refuse_folds
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pycls_fast.data.sources.index_cache import CachePolicy
-from pycls_fast.data.sources.shard_cache import FileCache
+from pycls_fast.data.sources.shards import ShardCache
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ class OpenOptions:
     label_column: str = "label"
     hub_config: str | None = None
     cache: CachePolicy = field(default_factory=CachePolicy)
-    shard_cache: FileCache | None = None
+    shard_cache: ShardCache | None = None

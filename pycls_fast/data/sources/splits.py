@@ -20,7 +20,7 @@ from pycls_fast.data.sources.base import (
     prefers_blocks,
 )
 from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.shard_cache import CopiedShards
+from pycls_fast.data.sources.shards import CopiedShards
 from pycls_fast.errors import UserError, first_few
 
 # Up to this many classes most of them may be without images.
