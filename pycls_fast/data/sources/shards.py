@@ -126,6 +126,11 @@ class ShardCache:
             if not _lock(draft):
                 draft.close()
                 return None
+            if self.touch(place, size):
+                # Another process has just completed it.
+                self.discard(place, size)
+                draft.close()
+                return None
             return draft
 
     def download(self, address: str, place: Path, size: int, draft: IO[bytes]) -> None:
