@@ -64,15 +64,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
                 write_digits(root)
             world.barrier()
             # Their names are numbers; the published results are of a split by position.
-            return open_folder(
-                root,
-                val_fraction=data.val_fraction,
-                split_seed=data.split_seed,
-                folds=data.folds,
-                fold=data.fold,
-                by_name=False,
-                whole=whole,
-            )
+            return open_folder(root, _opening(config, world, index_all, whole), by_name=False)
         return open_splits(data.source, root, _opening(config, world, index_all, whole))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error

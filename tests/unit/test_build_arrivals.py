@@ -146,7 +146,5 @@ class TestSources:
         record(monkeypatch, "write_digits", build_sources)
         own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
         call = self.opened(monkeypatch, "open_folder", build_sources, *own)
-        assert call == {
-            "0": "/digits", "val_fraction": 0.375, "split_seed": 6, "folds": 7, "fold": 3, "by_name": False,
-            "whole": False,
-        }  # fmt: skip
+        opening = OpenOptions(val_fraction=0.375, split_seed=6, folds=7, fold=3)
+        assert call == {"0": "/digits", "1": opening, "by_name": False}

@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,100 +17,71 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import EXTENSIONS, UNREAD_EXTENSIONS, FileSource, is_folder
+from pycls_fast.data.sources.find import SPLIT_OF
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
-from pycls_fast.data.sources.layout import SPLIT_OF
+from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import like_train, refuse_folds, split_at_random
+from pycls_fast.data.sources.splits import like_train, refuse_folds, undivided
 from pycls_fast.errors import UserError, first_few
 
-_VAL_NAMES = ("val", "valid", "validation")
-# `dev/` is a split only with class folders and without another validation split: some keep a development kit there.
-_SPLIT_NAMES = ("train", *_VAL_NAMES, "dev", "test")
-_TRAIN_FOLDERS = ("train", "Train", "training", "Training")
+_VAL_NAMES, _TEST_NAMES = ("val", "valid", "validation"), ("test", "testing")
 _LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
 _SCAN_THREADS = 16
-# At most this many folders are searched for a nested dataset: there may be 20,000.
-_MOST_DATASETS = 10
 # A folder that changed this shortly before it was listed may have changed again within the same mtime.
 _TIME_STEP_NS = 2 * 10**9
 
 
-def open_folder(
-    root: str | Path,
-    *,
-    val_fraction: float,
-    split_seed: int,
-    folds: int | None = None,
-    fold: int = 0,
-    by_name: bool = True,
-    whole: bool = False,
-    cache: CachePolicy | None = None,
-) -> dict[str, Source]:
+def open_folder(root: str | Path, options: OpenOptions, *, by_name: bool = True) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
 
-    With `train/` and one of `val/`, `valid/`, `validation/`, `dev/`, `test/` these are "train" and "val"; with both a
-    validation and a test folder there is "test" too. A test folder without class folders (ImageNet's, and those of
-    competitions, have no labels) is left out. ImageNet's validation images may lie in `val/` without class folders, if
-    their labels are there (see `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images
-    are split at random, class by class.
+    With `train/` and one of `val/`, `valid/`, `validation/`, `dev/`, `test/` (in any case, `Training/` and `Testing/`,
+    too) these are "train" and "val"; with both a validation and a test folder there is "test" too. A test folder
+    without class folders (ImageNet's, and those of competitions, have no labels) is left out. ImageNet's validation
+    images may lie in `val/` without class folders, if their labels are there (see `flat_validation`). With only
+    `train/`, or with class folders directly in `root`, the images are split at random, class by class.
 
     Args:
-        val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
-            a class goes to each side. Not used if the folders define the split.
-        split_seed: seed of the random split, which otherwise depends only on the names of classes and files.
-        folds, fold, by_name: see `split_at_random`.
-        whole: images without a validation split are not split at random; they are the split "all".
-        cache: where indexes of large datasets are kept.
+        by_name: see `split_at_random`.
 
     Raises:
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
-    root = Path(root)
-    try:
-        split = partial(
-            split_at_random,
-            val_fraction=val_fraction,
-            split_seed=split_seed,
-            folds=folds,
-            fold=fold,
-            by_name=by_name,
-        )
-        return _open_folder(kaggle_root(root), _undivided if whole else split, folds, cache or CachePolicy())
-    except PermissionError as error:
-        raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
-
-
-def _undivided(source: FileSource, *, where: str) -> dict[str, Source]:
-    del where
-    return {"all": source}
-
-
-def _open_folder(
-    root: Path, split: Callable[..., dict[str, Source]], folds: int | None, cache: CachePolicy
-) -> dict[str, Source]:
-    folders = _list_root(root)
-    _refuse_other_splits(root, folders)
-    if not _has_split_folders(root, folders):
-        return split(scan_classes(root, cache), where=str(root))
-    train = scan_classes(root / "train", cache)
-    val_name, test_name = _choose_validation(root, folders)
-    if val_name is None:
-        return split(train, where=str(train.root))
-    refuse_folds(str(root), folds)
-    sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
-    if test_name is not None:
-        sources["test"] = _scan_like(root / test_name, train, cache)
+    root = kaggle_root(Path(root))
+    folders, cache = _list_root(root), options.cache
+    named = {name.lower(): name for name in folders if name.lower() in SPLIT_OF}
+    nested = [name for name in named.values() if subfolders(root / name)]
+    train_name = named.get("train", named.get("training"))
+    # `train/` may also be a class of that name (buses, cars, trains).
+    if train_name is None or not (train_name in nested or len(named) == len(folders)):
+        _check_classes(root, folders, nested)
+        return undivided(scan_classes(root, cache), options, by_name=by_name, where=str(root))
+    train = scan_classes(root / train_name, cache)
+    # `dev/` and `test/` without class folders are a development kit and images without labels.
+    found = [name for word, name in named.items() if word in _VAL_NAMES]
+    found += [named[word] for word in ("dev", *_TEST_NAMES) if named.get(word) in nested]
+    if not found:
+        return undivided(train, options, by_name=by_name, where=str(train.root))
+    refuse_folds(str(root), options.folds)
+    sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / found[0], train, cache)}
+    test = next((name for name in found[1:] if name.lower() in _TEST_NAMES), None)
+    if test is not None:
+        sources["test"] = _scan_like(root / test, train, cache)
     return sources
 
 
+def _check_classes(root: Path, folders: list[str], nested: list[str]) -> None:
+    """Refuse folders of splits, or of a whole dataset, that would be read as classes."""
+    # A class may be called dev.
+    if nested and (nested != ["dev"] or folders == nested):
+        raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
+    if len(folders) == 1 and subfolders(root / folders[0]):
+        raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
+
+
 def _scan_validation(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
-    if subfolders(root):
-        return _scan_like(root, train, cache)
-    flat = flat_validation(root, train.classes)
-    if flat is None:
-        raise UserError(_no_class_folders(root))
-    return flat
+    flat = None if subfolders(root) else flat_validation(root, train.classes)
+    return _scan_like(root, train, cache) if flat is None else flat
 
 
 def _scan_like(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
@@ -271,66 +241,6 @@ def _list_root(root: Path) -> list[str]:
     if not root.is_dir():
         raise UserError(f"the dataset {root.absolute()} is a file, not a folder; {_LAYOUT}")
     return subfolders(root)
-
-
-def _refuse_other_splits(root: Path, folders: list[str]) -> None:
-    """Refuse splits that would be read as classes, or not at all: under other names, or one folder further down."""
-    found = _nested_splits(root, folders)
-    # Test images without class folders are left out, whatever their folder is called.
-    other = [
-        name for name in found if name not in _SPLIT_NAMES and (_split_of(name) != "test" or subfolders(root / name))
-    ]
-    if other:
-        raise UserError(
-            f"{root}: {_folders(other)}: split under an unknown name; rename {other[0]}/ to "
-            f"{_split_of(other[0])}/ (see data/README.md)"
-        )
-    for name in folders[:_MOST_DATASETS] if not found else ():
-        if any((root / name / own).is_dir() for own in _TRAIN_FOLDERS):
-            inner = _nested_splits(root / name, subfolders(root / name))
-            if len(inner) > 1 or (inner and len(folders) == 1):
-                raise UserError(
-                    f"{root}: {name}/ is not a class; it holds {_folders(inner)}; give data.root={root / name}"
-                )
-
-
-def _nested_splits(root: Path, folders: list[str]) -> list[str]:
-    """The folders that are splits, if they hold class folders.
-
-    A class may be called `Train` and contain folders: then it is the only such folder among others.
-    """
-    found = [name for name in folders if _split_of(name)]
-    nested = [name for name in found if subfolders(root / name)]
-    return found if nested and (len(nested) > 1 or "train" in nested or len(found) == len(folders)) else []
-
-
-def _split_of(folder: str) -> str:
-    """The split that a folder's name stands for, or ""."""
-    return {**SPLIT_OF, "testing": "test"}.get(folder.lower(), "")
-
-
-def _has_split_folders(root: Path, folders: list[str]) -> bool:
-    """Whether `train/` is the training split, and not a class of that name (buses, cars, trains)."""
-    if "train" in folders:
-        only_splits = all(name in _SPLIT_NAMES for name in folders)
-        return only_splits or bool(subfolders(root / "train"))
-    nested = [name for name in folders if name in _SPLIT_NAMES and subfolders(root / name)]
-    # A class may be called dev.
-    if nested and (nested != ["dev"] or folders == nested):
-        raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
-    return False
-
-
-def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str | None]:
-    """The names of the validation folder and of a further test folder, None if there is none with labels."""
-    found = [name for name in _VAL_NAMES if name in folders]
-    if len(found) > 1:
-        raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")
-    labelled = [name for name in ("dev", "test") if name in folders and subfolders(root / name)]
-    if not found and "dev" in labelled:
-        found = ["dev"]
-    test = "test" if "test" in labelled else None
-    return (found[0], test) if found else (test, None)
 
 
 def _no_class_folders(root: Path) -> str:

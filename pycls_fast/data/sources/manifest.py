@@ -14,9 +14,9 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import FileSource
+from pycls_fast.data.sources.find import SPLIT_OF, find_files
 from pycls_fast.data.sources.index_cache import Index, load_or_build
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.layout import SPLIT_OF, find_files
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.splits import Subset, as_splits
 from pycls_fast.data.sources.text_files import ENCODING, not_utf8
@@ -40,7 +40,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, beside_images=True)
+    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, deep=False)
     for split, found in files.items():
         if len(found) > 1:
             raise UserError(

@@ -175,17 +175,32 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
         parts = {"train": parts["all"]}
     train = parts.pop("train")
     _refuse_ids(train, where)
-    if not parts and options.whole:
-        return {"all": train}
     if not parts:
-        return split_at_random(
-            train, options.val_fraction, options.split_seed, folds=options.folds, fold=options.fold, where=where
-        )
+        return undivided(train, options, where=where)
     refuse_folds(where, options.folds)
     splits: dict[str, Source] = {"train": train}
     for name, source in parts.items():
         splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
+
+
+def undivided(train: LabelledSource, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Source]:
+    """The splits of a dataset that comes without one: drawn at random, or "all" if `options.whole` says so.
+
+    Raises:
+        UserError: see `split_at_random`.
+    """
+    if options.whole:
+        return {"all": train}
+    return split_at_random(
+        train,
+        options.val_fraction,
+        options.split_seed,
+        folds=options.folds,
+        fold=options.fold,
+        by_name=by_name,
+        where=where,
+    )
 
 
 def _refuse_ids(train: LabelledSource, where: str) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
+from pycls_fast.data.sources.find import find_files
 from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
-from pycls_fast.data.sources.layout import find_files
 from pycls_fast.data.sources.open_files import OpenFiles
 from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress

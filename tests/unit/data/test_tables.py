@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +11,6 @@ import pytest
 from pycls_fast.config.schema import Data
 from pycls_fast.data.sources import CachePolicy, OpenOptions
 from pycls_fast.data.sources.labels import name_classes
-from pycls_fast.data.sources.layout import find_files
 from pycls_fast.data.sources.opening import LAYOUT_NAMES
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
@@ -44,7 +42,7 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jpg").write_bytes(CONTENT["train"][number].data)
         rows.append(f"{number}.jpg,{'ab'[number % 2]},{split},x")
     (tmp_path / "list.csv").write_text("\n".join(rows))
-    splits = opened("auto", tmp_path / "list.csv", path_column="file", label_column="kind")
+    splits = opened("manifest", tmp_path / "list.csv", path_column="file", label_column="kind")
     assert [splits[name].name(0) for name in ("train", "val", "test")] == [
         str(tmp_path / f"{n}.jpg") for n in (0, 1, 3)
     ]
@@ -141,42 +139,6 @@ def test_paths_as_windows_writes_them(tmp_path: Path) -> None:
     assert names("cat/1.png", r"odd\3.png") == ["cat/1.png", r"odd\3.png"]
 
 
-def test_tables_in_linked_folders_are_of_something_else(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    write_manifest(tmp_path / "set", CONTENT)
-    (tmp_path / "set/images").rename(tmp_path / "elsewhere/images")
-    (tmp_path / "elsewhere/images/train.csv").write_text("id,box\n1,2\n")
-    (tmp_path / "set/images").symlink_to(tmp_path / "elsewhere/images")
-    assert samples_of(opened("auto", tmp_path / "set")["train"]) == expected(CONTENT["train"])
-
-
-@pytest.mark.parametrize("names", [("train.csv", "val.csv"), ("all.csv",), ("train.csv", "test.tsv")])
-def test_folders_beside_the_tables_are_not_listed(
-    tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may hold millions of images."""
-    (tmp_path / "images").mkdir()
-    for name in names:
-        (tmp_path / name).touch()
-    listed: list[str] = []
-    real = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda folder: (listed.append(str(folder)), real(folder))[1])
-    found = find_files(str(tmp_path), (".csv", ".tsv"), beside_images=True)
-    assert sorted(file for files in found.values() for file in files) == sorted(str(tmp_path / name) for name in names)
-    assert listed == [str(tmp_path)]
-
-
-def test_tables_in_folders_are_found_if_there_is_none_beside_them(tmp_path: Path) -> None:
-    """Nor is a table of training everything."""
-    (tmp_path / "labels").mkdir()
-    for name in ("labels/train.csv", "labels/val.csv"):
-        (tmp_path / name).write_text("path,label\n/a.jpg,x\n")
-    for _ in range(2):
-        assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
-        if (tmp_path / "labels/train.csv").exists():
-            (tmp_path / "labels/train.csv").rename(tmp_path / "train.csv")
-
-
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:
     lines = [f"/images/{number}.jpg,{number % 3}" for number in range(60)]
     (tmp_path / "all.csv").write_text("path,label\n" + "\n".join(lines))
@@ -237,12 +199,6 @@ def test_several_labels_per_image(labels: list[Any]) -> None:
         name_classes(labels, names=None, where="x.parquet")
 
 
-def test_ids_are_no_classes(tmp_path: Path) -> None:
-    ids = [12, 870, 45_000, 999_999]
-    (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,{ids[n % 4]}\n" for n in range(16)))
-    assert "the labels are 4 different numbers up to 999,999" in mistake("manifest", tmp_path)
-
-
 def test_addresses_in_a_table(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("path,label\na.jpg,a\ns3://bucket/b.jpg,a\n")
     assert "all.csv: s3://bucket/b.jpg: a table holds paths of local files" in mistake("manifest", tmp_path)
@@ -251,7 +207,7 @@ def test_addresses_in_a_table(tmp_path: Path) -> None:
 def test_names_in_capitals(tmp_path: Path) -> None:
     (tmp_path / "TRAIN.CSV").write_text("path,label\na,x\nb,y\n")
     (tmp_path / "Val.TSV").write_text("path\tlabel\nc\ty\n")
-    assert {split: len(source) for split, source in opened("auto", tmp_path).items()} == {"train": 2, "val": 1}
+    assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 2, "val": 1}
 
 
 def test_brackets_of_the_root_are_no_pattern(tmp_path: Path) -> None:
@@ -261,31 +217,6 @@ def test_brackets_of_the_root_are_no_pattern(tmp_path: Path) -> None:
         (root / name).write_text("path,label\na,x\n")
     splits = opened("manifest", root, train="a-*.csv", val="b-*.csv")
     assert set(splits) == {"train", "val"}
-
-
-@pytest.mark.parametrize("kind", ["folder", "packed", "cifar"])
-def test_splits_that_cannot_be_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be classes: `training_set` and `holdout`."""
-    for folder in ("training_set/cat", "training_set/dog", "holdout/cat", "holdout/dog"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "0.png").write_bytes(CONTENT["train"][0].data)
-    if kind != "folder":
-        monkeypatch.setattr("pycls_fast.data.sources.opening.recognise", lambda root: (kind,))
-    says = mistake("auto", tmp_path, train="training_set", val="holdout")
-    assert says.startswith(f"data.train: {tmp_path} is read as data.source={kind}, whose folders of splits have fixed")
-
-
-def test_a_table_elsewhere_of_images_in_class_folders(tmp_path: Path) -> None:
-    root, table = tmp_path / "images", tmp_path / "my.csv"
-    for name in ("cat", "dog"):
-        (root / name).mkdir(parents=True)
-        (root / name / "0.png").write_bytes(CONTENT["train"][0].data)
-    table.write_text("path,label\n" + "".join("cat/0.png,a\ndog/0.png,b\n" for _ in range(5)))
-    assert mistake("auto", root, train=str(table)).endswith(f", or read {table} with data.source=manifest")
-    source = opened("manifest", root, train=str(table), val=str(table))["train"]
-    assert (source.classes, source.name(0)) == (("a", "b"), str(root / "cat/0.png"))
-    # Without it, there is no table.
-    assert "is not a dataset for data.source=manifest; use data.source=folder" in mistake("manifest", root)
 
 
 def test_folds_of_a_table(tmp_path: Path) -> None:
@@ -304,16 +235,6 @@ def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,cat\n")
     (tmp_path / "val.csv").write_text("path,label\na.jpg,dog\n")
     assert "no images of the class dog in train" in mistake("manifest", tmp_path)
-
-
-def test_names_that_are_numbers_in_one_split_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\nb.jpg,5\nc.jpg,x\n")
-    (tmp_path / "val.csv").write_text("path,label\nd.jpg,5\ne.jpg,1\n")
-    splits = opened("manifest", tmp_path)
-    assert splits["val"].classes == splits["train"].classes == ("1", "5", "x")
-    assert splits["val"].labels.tolist() == [1, 0]  # type: ignore[attr-defined]
-    (tmp_path / "val.csv").write_text("path,label\nd.jpg,4\n")
-    assert "no images of the class 4 in train" in mistake("manifest", tmp_path)
 
 
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
