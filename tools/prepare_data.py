@@ -70,7 +70,7 @@ def main(config: RunConfig, options: Options) -> int:
 
 def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) -> int:
     """Pack each split, and print the images that could not be used."""
-    from pycls_fast.data.packing import PackSettings, pack
+    from pycls_fast.data.pack import PackSettings, pack
 
     assert options.output is not None
     # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
@@ -90,7 +90,7 @@ def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) 
 
 def verify_splits(splits: dict, options: Options, workers: int) -> int:
     """List the damaged images."""
-    from pycls_fast.data.packing import verify
+    from pycls_fast.data.pack import verify
     from pycls_fast.train.output_file import output_file, write_json
 
     file = output_file(options.output) if options.output is not None else None

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.errors import UserError

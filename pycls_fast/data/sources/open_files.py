@@ -7,7 +7,7 @@ import weakref
 from functools import lru_cache
 
 # Of each source in each process. Processes may have 1,024 files open by default.
-_MOST = 64
+_MOST = 256
 
 
 class OpenFiles:

@@ -17,7 +17,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import DamagedImage, EvalTransform, ImageDataset, TrainTransform, decode
 from pycls_fast.data.orientation import jpeg_orientation
-from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.pictures import (
     DECODERS,
     Decoder,
