@@ -304,24 +304,9 @@ class TestCompiling:
         monkeypatch.setattr(native, "_compile", None)
         assert native.jpeg_size(encode(photo)) == (213, 320)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("content", [b"", b"of another libjpeg"])
-    def test_a_home_shared_with_another_system(
-        self, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, photo: Image.Image
-    ) -> None:
-        folder = tmp_path / "cache" / "pycls_fast"
-        folder.mkdir(parents=True)
-        theirs = folder / f"jpeg_region-{native._fingerprint()}.so"
-        theirs.write_bytes(content)
-        assert native.jpeg_size(encode(photo)) == (213, 320)
-        assert theirs.read_bytes() == content
-        native.library.cache_clear()
-        monkeypatch.setattr(native, "_compile", None)
-        assert native.jpeg_size(encode(photo)) == (213, 320)
-
     def test_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CC", "no-such-compiler")
-        with pytest.raises(UserError, match=r"^speed\.decode: .*no compiler no-such-compiler; install .*simplejpeg$"):
+        with pytest.raises(UserError, match=r"^speed\.decode: .*no-such-compiler.*; install .*simplejpeg$"):
             native.library()
         assert not native.available()
 
@@ -337,5 +322,5 @@ class TestCompiling:
     def test_where_nothing_can_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); set XDG_CACHE_HOME"):
+        with pytest.raises(UserError, match=r"cannot be compiled here \(.*Not a directory.*\); install"):
             native.library()
