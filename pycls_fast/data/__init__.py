@@ -1,17 +1,14 @@
 """Images from disk to the device: sources, decoding, augmentation, sampling, loading, copy, mixing."""
 
-from pycls_fast.data.augment import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.data.batch import Batch, HostStage
-from pycls_fast.data.class_sampling import class_order
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
 from pycls_fast.data.draws import seed_generators
-from pycls_fast.data.loading import ImageLoader, make_loader
-from pycls_fast.data.mix import Mixer
-from pycls_fast.data.mix_elements import ElementMixer
-from pycls_fast.data.prepare import Prepare, PrepareOnHost
-from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, epoch_order
+from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.prepare import IN_FLIGHT, Prepare, PrepareOnHost, to_device
+from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, class_order, epoch_order
 from pycls_fast.data.sources import (
     EXTENSIONS,
     CachePolicy,
@@ -31,7 +28,7 @@ from pycls_fast.data.sources import (
     open_splits,
     prefers_blocks,
 )
-from pycls_fast.data.transfer import IN_FLIGHT, to_device
+from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 
 __all__ = [
     "EXTENSIONS",

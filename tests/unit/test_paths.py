@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.data import native
-from pycls_fast.data.sources.index_cache import _places
+from pycls_fast.data.sources.index import _places
 from pycls_fast.errors import UserError
 from pycls_fast.paths import cache_folder, name_user, user_path
 

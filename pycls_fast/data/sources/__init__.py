@@ -10,15 +10,14 @@ from pycls_fast.data.sources.base import (
     name_hashes,
     prefers_blocks,
 )
+from pycls_fast.data.sources.cifar import SyntheticSource
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
-from pycls_fast.data.sources.index_cache import CachePolicy
+from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.opening import open_splits
-from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.shards import ShardCache
-from pycls_fast.data.sources.splits import match_classes
-from pycls_fast.data.sources.synthetic import SyntheticSource
+from pycls_fast.data.sources.splits import OpenOptions, match_classes
 
 __all__ = [
     "EXTENSIONS",

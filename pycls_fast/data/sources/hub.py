@@ -13,8 +13,7 @@ import numpy as np
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.find import find_files
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("validation", "val", "valid", "dev", "test")

@@ -10,11 +10,10 @@ from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.cifar import is_cifar, open_cifar
 from pycls_fast.data.sources.folders import open_folder
 from pycls_fast.data.sources.hub import open_hub, open_parquet
-from pycls_fast.data.sources.manifest import open_manifest
-from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.packed import is_packed, open_packed
 from pycls_fast.data.sources.remote import is_remote
-from pycls_fast.data.sources.splits import refuse_folds
+from pycls_fast.data.sources.splits import OpenOptions, refuse_folds
+from pycls_fast.data.sources.tables import open_manifest
 from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 

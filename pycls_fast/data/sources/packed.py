@@ -21,11 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
+from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.open_files import OpenFiles
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 

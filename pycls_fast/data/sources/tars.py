@@ -14,18 +14,16 @@ from typing import IO, Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Mapped, Texts
+from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.find import find_files
-from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
-from pycls_fast.data.sources.open_files import OpenFiles
-from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import is_remote, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.shards import CopiedShards, ShardCache
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
 
 _THREADS = 8

@@ -21,10 +21,10 @@ from pycls_fast.data.sources import (
     FileSource,
     OpenOptions,
     folders,
-    index_cache,
-    manifest,
+    index,
     open_splits,
     scan_classes,
+    tables,
 )
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
@@ -236,7 +236,7 @@ def test_the_index_that_another_machine_saved_first_is_kept(tree: Path, monkeypa
             inodes.append(0)
             with monkeypatch.context() as patch:
                 # The lock of another machine.
-                patch.setattr(index_cache, "_lock", lambda what: nullcontext())
+                patch.setattr(index, "_lock", lambda what: nullcontext())
                 scan_classes(tree, ALWAYS)
             inodes[0] = about.stat().st_ino
         return real(root, name)
@@ -265,8 +265,8 @@ def test_two_label_columns_have_two_indexes(tmp_path: Path, monkeypatch: pytest.
     table = tmp_path / "all.csv"
     table.write_text("path,genus,species\n" + "".join(f"{n}.jpg,{n % 2},{n % 3}\n" for n in range(12)))
     read: list[Path] = []
-    real = manifest._read_csv
-    monkeypatch.setattr(manifest, "_read_csv", lambda path: (read.append(path), real(path))[1])
+    real = tables._read_csv
+    monkeypatch.setattr(tables, "_read_csv", lambda path: (read.append(path), real(path))[1])
     for _ in range(2):
         for column, classes in (("genus", 2), ("species", 3)):
             options = OpenOptions(cache=ALWAYS, label_column=column)
