@@ -160,7 +160,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
     if not _in_blocks(config, source):
         return None
     if ends is None:
-        raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
+        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
     buffer, batch = config.data.shuffle_buffer, _images_per_batch(config)
     return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
 

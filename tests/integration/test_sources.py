@@ -93,7 +93,7 @@ def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.shuffle: the order of the images is full now, but blocks-"):
         run(tmp_path / "blocks", root, "data.source=tar", "data.shuffle=full", "data.shuffle_buffer=8")
     folder = write_folder(tmp_path / "folder", CONTENT)
-    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for shards and row groups"):
+    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for tar shards"):
         run(tmp_path / "folder_run", folder, "data.shuffle=blocks")
 
 

@@ -60,7 +60,7 @@ def is_drawn(source: Source) -> bool:
 
 
 def block_ends(source: Source) -> np.ndarray | None:
-    """The end of each block of neighbouring images (a tar shard, a Parquet row group), int64.
+    """The end of each block of neighbouring images (a tar shard), int64.
 
     None for a source that is equally fast in any order.
     """

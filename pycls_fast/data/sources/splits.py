@@ -24,9 +24,6 @@ from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.shards import CopiedShards, ShardCache
 from pycls_fast.errors import UserError, first_few
 
-# Up to this many classes most of them may be without images.
-_MOST_CLASSES_UNUSED = 1_000
-
 
 class Subset:
     """The images of a source at given positions, in that order."""
@@ -175,7 +172,6 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     if "all" in parts:
         parts = {"train": parts["all"]}
     train = parts.pop("train")
-    _refuse_ids(train, where)
     if not parts:
         return undivided(train, options, where=where)
     refuse_folds(where, options.folds)
@@ -202,19 +198,6 @@ def undivided(train: LabelledSource, options: OpenOptions, *, by_name: bool = Tr
         by_name=by_name,
         where=where,
     )
-
-
-def _refuse_ids(train: LabelledSource, where: str) -> None:
-    """Refuse labels that are numbers of few out of very many classes: each would become an output of the model."""
-    count = len(train.classes)
-    if count <= _MOST_CLASSES_UNUSED or train.classes[-1] != str(count - 1):
-        return
-    used = int(np.count_nonzero(np.bincount(train.labels)))
-    if used * 10 < count:
-        raise UserError(
-            f"{where}: the labels are {used:,} different numbers up to {count - 1:,}, which would make a model with "
-            f"{count:,} outputs; number the classes from 0, or write them as names, or list all in classes.txt"
-        )
 
 
 def refuse_folds(where: str, folds: int | None) -> None:
