@@ -1,6 +1,6 @@
 """Prepare a dataset: `python tools/prepare_data.py pack|verify|index data.root=PATH [key=value ...]`.
 
-pack     write the splits to output=FOLDER in one file each, for data.source=packed; run again, it resumes
+pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
          short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
 verify   read and decode every image, and list the damaged ones (status 2 if there are any)
 index    list the files of a large dataset once and keep the list, so that runs start in a second
