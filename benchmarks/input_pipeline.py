@@ -37,8 +37,8 @@ from pycls_fast.data import (
     TrainTransform,
     make_loader,
 )
-from pycls_fast.data.packing import PackSettings, pack
-from pycls_fast.data.pictures import DECODERS, Interpolation
+from pycls_fast.data.decoders import DECODERS, Interpolation
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.ledger.report.statistics import paired_ratio, spread

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.data import CachePolicy, FileSource, epoch_order
-from pycls_fast.data.sources import index_cache, scan_classes
+from pycls_fast.data.sources import index, scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.folders import _digest
 
@@ -48,15 +48,15 @@ def make(root: Path, images: int, classes: int) -> None:
         "labels": np.repeat(np.arange(classes, dtype=np.int32), counts),
     }
     stamp = {"classes": _digest(names), "folders": folders}
-    index = index_cache.Index(arrays, {"classes": names}, stamp)
-    index_cache._save(index, place(root) / "class_folders")
+    made = index.Index(arrays, {"classes": names}, stamp)
+    index._save(made, place(root) / "class_folders")
     # Until they are on disk, pages of the file count as written by every process that maps them.
     os.sync()
 
 
 def place(root: Path) -> Path:
     """The folder of the root's index files."""
-    return index_cache._places(root, "auto")[0]
+    return index._places(root, "auto")[0]
 
 
 def own_mib() -> float:
@@ -69,9 +69,9 @@ def own_mib() -> float:
 
 def read_names(source: FileSource, seed: int) -> None:
     """Use the index as a worker does, without the images, which do not exist."""
-    for index in np.random.default_rng(seed).integers(0, len(source), _READS).tolist():
-        source.name(index)
-        int(source.labels[index])
+    for number in np.random.default_rng(seed).integers(0, len(source), _READS).tolist():
+        source.name(number)
+        int(source.labels[number])
 
 
 def measure_start(root: Path) -> dict[str, float]:

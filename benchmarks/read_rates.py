@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from pycls_fast.data import CachePolicy, Source
-from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources import OpenOptions, open_splits, scan_classes
 
 GROUP = 100

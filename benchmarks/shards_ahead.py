@@ -1,4 +1,4 @@
-"""How long training waits for remote shards of which it keeps copies.
+"""How long training waits for remote shards, with copies that are fetched ahead and without.
 
     python benchmarks/shards_ahead.py [--rounds 3]
 
@@ -17,11 +17,9 @@ import statistics
 import tarfile
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fsspec
 import numpy as np
@@ -30,15 +28,14 @@ from PIL import Image
 
 from pycls_fast.data import (
     CachePolicy,
-    FileCache,
     ImageDataset,
     OpenOptions,
+    ShardCache,
     Source,
     TrainSampler,
     TrainTransform,
     block_ends,
     block_order,
-    loading,
     make_loader,
     open_splits,
 )
@@ -103,31 +100,25 @@ def epoch_seconds(source: Source) -> float:
     return time.perf_counter() - begin
 
 
-def nothing_ahead() -> AbstractContextManager[Any]:
-    """Shards are fetched by the workers that need them."""
-    return mock.patch.object(loading, "fetch_ahead", return_value=nullcontext(lambda: None))
-
-
 def main() -> None:
-    """Time epochs with and without fetching ahead in turns, and one with all copies there."""
+    """Time epochs with single requests and with shards fetched ahead in turns, and one with all copies there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     fsspec.register_implementation("slow", SlowStore)
-    seconds: dict[str, list[float]] = {"when needed": [], "ahead": [], "all there": []}
+    seconds: dict[str, list[float]] = {"one by one": [], "ahead": [], "all there": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "store").mkdir()
         write_shards(folder / "store")
         for number in range(chosen.rounds):
-            for name in ("when needed", "ahead"):
-                cache = FileCache(folder / f"{name} {number}", None)
+            for name in ("one by one", "ahead"):
+                cache = ShardCache(folder / str(number), None) if name == "ahead" else None
                 options = OpenOptions(cache=CachePolicy("off"), shard_cache=cache)
                 source = open_splits("tar", f"slow://{folder}/store", options)["train"]
-                with nothing_ahead() if name == "when needed" else nullcontext():
-                    seconds[name].append(epoch_seconds(source))
+                seconds[name].append(epoch_seconds(source))
             seconds["all there"].append(epoch_seconds(source))
-    ratios = [when / ahead for when, ahead in zip(seconds["when needed"], seconds["ahead"], strict=True)]
+    ratios = [one / ahead for one, ahead in zip(seconds["one by one"], seconds["ahead"], strict=True)]
     medians = {name: round(statistics.median(found), 1) for name, found in seconds.items()}
     print(json.dumps({"seconds": medians, "ratios": [round(ratio, 2) for ratio in ratios]}, indent=1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from tests.started import Started
 
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)
+
+# Parquet files are copied there once; not into the user's own cache.
+ARROW_FILES = tempfile.TemporaryDirectory(prefix="pycls_fast_arrow")
+os.environ["HF_DATASETS_CACHE"] = ARROW_FILES.name
 
 # In the background of a shell's script it is ignored, by the processes that tests start, too; some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -51,7 +51,6 @@ from pycls_fast.build.optimization import (
 from pycls_fast.build.race import Race, compile_if_it_pays, cuda_precision, race, shared_race
 from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import (
-    check_shard_cache,
     class_counts,
     eval_set,
     imagenet_wnids,
@@ -67,7 +66,6 @@ __all__ = [
     "apply_precision",
     "autocast",
     "check_mixing",
-    "check_shard_cache",
     "class_counts",
     "compile_for_gpu",
     "compile_if_it_pays",

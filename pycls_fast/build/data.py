@@ -34,7 +34,7 @@ from pycls_fast.data import (
     policies,
     to_device,
 )
-from pycls_fast.data.pictures import DECODERS, Decoder, Upright, open_scaled_region
+from pycls_fast.data.decoders import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.policies import Step
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing

@@ -14,21 +14,19 @@ from pycls_fast.counter import counter_seed
 from pycls_fast.data import (
     CachePolicy,
     EvalSet,
-    FileCache,
     OpenOptions,
     Order,
+    ShardCache,
     Source,
     SyntheticSource,
     block_ends,
     block_order,
     class_order,
-    lanes_of,
     name_hashes,
     open_eval_set,
     open_folder,
     open_splits,
     prefers_blocks,
-    shard_sizes,
     write_digits,
 )
 from pycls_fast.errors import UserError
@@ -66,15 +64,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
                 write_digits(root)
             world.barrier()
             # Their names are numbers; the published results are of a split by position.
-            return open_folder(
-                root,
-                val_fraction=data.val_fraction,
-                split_seed=data.split_seed,
-                folds=data.folds,
-                fold=data.fold,
-                by_name=False,
-                whole=whole,
-            )
+            return open_folder(root, _opening(config, world, index_all, whole), by_name=False)
         return open_splits(data.source, root, _opening(config, world, index_all, whole))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
@@ -114,7 +104,7 @@ def _opening(config: RunConfig, world: World, index_all: bool, whole: bool) -> O
     shard_cache = None
     if data.shard_cache is not None:
         limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
-        shard_cache = FileCache(user_path(data.shard_cache), limit, processes=_ranks_of_node(world))
+        shard_cache = ShardCache(user_path(data.shard_cache), limit, processes=_ranks_of_node(world))
     return OpenOptions(
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
@@ -170,7 +160,7 @@ def order(config: RunConfig, source: Source) -> Order | None:
     if not _in_blocks(config, source):
         return None
     if ends is None:
-        raise UserError("data.shuffle: blocks is for shards and row groups, which this source does not have; use full")
+        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
     buffer, batch = config.data.shuffle_buffer, _images_per_batch(config)
     return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
 
@@ -183,28 +173,6 @@ def _images_per_batch(config: RunConfig) -> int:
     """
     batch, repeats = config.data.global_batch_size, config.augment.repeats
     return batch // repeats if batch % repeats == 0 else batch
-
-
-def check_shard_cache(config: RunConfig, source: Source, world: World) -> None:
-    """Check that `data.shard_cache_gib` is enough for the shards that this node reads at the same time.
-
-    With less, each shard is evicted before its next image is read: every image would cost the download of a shard.
-
-    Raises:
-        UserError: it is not.
-    """
-    limit, sizes = config.data.shard_cache_gib, shard_sizes(source)
-    if limit is None or sizes is None or not _in_blocks(config, source):
-        return
-    lanes = lanes_of(_images_per_batch(config))
-    nodes = max(world.size // _ranks_of_node(world), 1)
-    at_once = min(-(-lanes // nodes) * config.augment.repeats, lanes, len(sizes))
-    needed = sum(sorted(sizes)[-at_once:]) / 2**30
-    if limit < needed:
-        raise UserError(
-            f"data.shard_cache_gib: {limit:g} is less than the {needed:.4g} GiB of the {at_once} shards that a node "
-            "reads at the same time; raise it, use smaller shards, or leave data.shard_cache out"
-        )
 
 
 def order_name(config: RunConfig, source: Source) -> str:

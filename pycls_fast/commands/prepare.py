@@ -1,6 +1,6 @@
 """Prepare a dataset: `pycls-fast prepare pack|verify|index data.root=PATH [key=value ...]`.
 
-pack     write the splits to output=FOLDER in one file each, for data.source=packed; run again, it resumes
+pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
          short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
 verify   read and decode every image, and list the damaged ones (status 2 if there are any)
 index    list the files of a large dataset once and keep the list, so that runs start in a second
@@ -65,7 +65,7 @@ def main(config: RunConfig, options: Options) -> int:
 
 def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) -> int:
     """Pack each split, and print the images that could not be used."""
-    from pycls_fast.data.packing import PackSettings, pack
+    from pycls_fast.data.pack import PackSettings, pack
 
     assert options.output is not None
     # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
@@ -85,7 +85,7 @@ def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) 
 
 def verify_splits(splits: dict, options: Options, workers: int) -> int:
     """List the damaged images."""
-    from pycls_fast.data.packing import verify
+    from pycls_fast.data.pack import verify
     from pycls_fast.train.output_file import output_file, write_json
 
     file = output_file(options.output) if options.output is not None else None

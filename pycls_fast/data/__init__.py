@@ -1,25 +1,22 @@
 """Images from disk to the device: sources, decoding, augmentation, sampling, loading, copy, mixing."""
 
-from pycls_fast.data.augment import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.data.batch import Batch, HostStage
-from pycls_fast.data.class_sampling import class_order
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import DamagedImage, as_rgb, decode
 from pycls_fast.data.digits import write_digits
 from pycls_fast.data.draws import seed_generators
-from pycls_fast.data.loading import ImageLoader, make_loader
-from pycls_fast.data.mix import Mixer
-from pycls_fast.data.mix_elements import ElementMixer
-from pycls_fast.data.prepare import Prepare, PrepareOnHost
-from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, epoch_order, lanes_of
+from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.prepare import IN_FLIGHT, Prepare, PrepareOnHost, to_device
+from pycls_fast.data.sampling import EvalSampler, Keys, Order, TrainSampler, block_order, class_order, epoch_order
 from pycls_fast.data.sources import (
     EXTENSIONS,
     CachePolicy,
     EvalSet,
-    FileCache,
     FileSource,
     LabelledSource,
     OpenOptions,
+    ShardCache,
     Source,
     SyntheticSource,
     block_ends,
@@ -30,9 +27,8 @@ from pycls_fast.data.sources import (
     open_folder,
     open_splits,
     prefers_blocks,
-    shard_sizes,
 )
-from pycls_fast.data.transfer import IN_FLIGHT, to_device
+from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 
 __all__ = [
     "EXTENSIONS",
@@ -44,7 +40,6 @@ __all__ = [
     "EvalSampler",
     "EvalSet",
     "EvalTransform",
-    "FileCache",
     "FileSource",
     "HostStage",
     "ImageDataset",
@@ -56,6 +51,7 @@ __all__ = [
     "Order",
     "Prepare",
     "PrepareOnHost",
+    "ShardCache",
     "Source",
     "SyntheticSource",
     "TrainSampler",
@@ -68,7 +64,6 @@ __all__ = [
     "decode",
     "epoch_order",
     "is_drawn",
-    "lanes_of",
     "make_loader",
     "match_classes",
     "name_hashes",
@@ -77,7 +72,6 @@ __all__ = [
     "open_splits",
     "prefers_blocks",
     "seed_generators",
-    "shard_sizes",
     "to_device",
     "write_digits",
 ]

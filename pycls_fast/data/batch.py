@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pycls_fast.data.augment import NO_BOX, Box
-from pycls_fast.data.mix import Mixed
-from pycls_fast.data.mix_elements import MixedElements
+from pycls_fast.data.mix import Mixed, MixedElements
+from pycls_fast.data.transforms import NO_BOX, Box
 from pycls_fast.errors import UserError
 
 Damage = tuple[str, str]

@@ -11,12 +11,12 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data.augment import Transform, TransformByEpoch
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
 from pycls_fast.data.decode import DamagedImage
-from pycls_fast.data.pictures import Decoder, open_with_pillow
+from pycls_fast.data.decoders import Decoder, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources import Source
+from pycls_fast.data.transforms import Transform, TransformByEpoch
 from pycls_fast.errors import UserError
 
 # Damaged images in a row after which training gives up.
@@ -60,7 +60,7 @@ class ImageDataset(Dataset[Sample]):
             host: a stage for the whole batch before it leaves the worker.
             training: replace damaged images instead of leaving them out.
             repeats: how often each image of an epoch is seen (`TrainSampler`).
-            open_picture: how images are decoded (`pictures.DECODERS`).
+            open_picture: how images are decoded (`decoders.DECODERS`).
         """
         self.source = source
         self.transform = transform

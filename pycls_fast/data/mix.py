@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from pycls_fast.data.draws import frozen_generator
@@ -98,3 +99,96 @@ def cutmix_box(lam: float, height: int, width: int, center_y: int, center_x: int
         max(center_x - half_width, 0),
         min(center_x + half_width, width),
     )
+
+
+class MixedElements(NamedTuple):
+    """How a batch was mixed: image i with image B - 1 - i, which has the share 1 - lam_B[i]."""
+
+    lam_B: torch.Tensor
+    """float32, share of the image itself."""
+
+    def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(labels_a_B, labels_b_B, lam_B)`."""
+        return labels_B, labels_B.flip(0), self.lam_B
+
+
+class ElementMixer:
+    """Mixes each image with its counterpart from the batch's other end, by mixup or CutMix.
+
+    All draws are made on the host from the step's seed, so nothing waits for the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["pair", "elem"],
+        mixup_alpha: float,
+        cutmix_alpha: float,
+        switch_probability: float = 0.5,
+        probability: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            mode: "elem" draws method, lam and box for each image; "pair" the same for both images of a pair.
+            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off.
+            switch_probability: probability of CutMix rather than mixup when both are on.
+            probability: probability of mixing an image (a pair) at all.
+        """
+        if mode not in ("pair", "elem") or not max(mixup_alpha, cutmix_alpha) > 0 or min(mixup_alpha, cutmix_alpha) < 0:
+            raise ValueError(f"mode {mode!r}, alpha {mixup_alpha} and {cutmix_alpha}")
+        self._mode = mode
+        self._mixup_alpha = mixup_alpha
+        self._cutmix_alpha = cutmix_alpha
+        self._probability = probability
+        only_one_way = 1.0 if mixup_alpha == 0 else 0.0
+        self._cutmix_probability = switch_probability if min(mixup_alpha, cutmix_alpha) > 0 else only_one_way
+
+    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, MixedElements]:
+        """The mixed images (new memory), and how."""
+        batch, _, height, width = images_BCHW.shape
+        share_B, box_B4 = self._draw(batch, height, width, seed)
+        # The share that mixup keeps of an image; CutMix copies a box of the counterpart and keeps the other pixels.
+        kept_B = np.where(box_B4[:, 2:].any(axis=1), 1.0, share_B)
+        kept_B111, boxes_B4 = (_send(x, images_BCHW.device) for x in (kept_B.reshape(-1, 1, 1, 1), box_B4))
+        kept_B111 = kept_B111.to(images_BCHW.dtype)
+        other_BCHW = images_BCHW.flip(0)
+        mask_B1HW = box_mask(boxes_B4, height, width).unsqueeze(1)
+        mixed_BCHW = torch.where(mask_B1HW, other_BCHW, images_BCHW * kept_B111 + other_BCHW * (1 - kept_B111))
+        return mixed_BCHW, MixedElements(_send(share_B.astype(np.float32), images_BCHW.device))
+
+    def _draw(self, batch: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """`lam_B` and the boxes of CutMix (top, left, height, width), zeros for none."""
+        generator = frozen_generator(seed)
+        share_B = np.ones(batch)
+        box_B4 = np.zeros((batch, 4), dtype=np.int64)
+        for i in range(batch // 2 if self._mode == "pair" else batch):
+            if generator.random_sample() >= self._probability:
+                continue
+            if generator.random_sample() >= self._cutmix_probability:
+                share_B[i] = generator.beta(self._mixup_alpha, self._mixup_alpha)
+                continue
+            lam = float(generator.beta(self._cutmix_alpha, self._cutmix_alpha))
+            center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
+            top, bottom, left, right = cutmix_box(lam, height, width, center_y, center_x)
+            box_B4[i] = top, left, bottom - top, right - left
+            share_B[i] = 1 - (bottom - top) * (right - left) / (height * width)
+        if self._mode == "pair":
+            share_B[(batch + 1) // 2 :] = share_B[: batch // 2][::-1]
+            box_B4[(batch + 1) // 2 :] = box_B4[: batch // 2][::-1]
+        return share_B, box_B4
+
+
+def _send(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    # With pinned memory the host does not wait for the copy.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def box_mask(box_B4: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """`mask_BHW`, true within each image's box (top, left, height, width)."""
+    top_B1, left_B1, height_B1, width_B1 = box_B4.split(1, dim=1)
+    y_H = torch.arange(height, device=box_B4.device)
+    x_W = torch.arange(width, device=box_B4.device)
+    rows_BH = (y_H >= top_B1) & (y_H < top_B1 + height_B1)
+    columns_BW = (x_W >= left_B1) & (x_W < left_B1 + width_B1)
+    return rows_BH[:, :, None] & columns_BW[:, None, :]

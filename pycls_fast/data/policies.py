@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from pycls_fast.data.pictures import PILLOW_FILTERS, Interpolation
+from pycls_fast.data.decoders import PILLOW_FILTERS, Interpolation
 
 if TYPE_CHECKING:
     from timm.data.auto_augment import AugmentOp

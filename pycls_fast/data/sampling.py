@@ -35,11 +35,6 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return frozen_generator(counter_seed(seed, epoch)).permutation(count).astype(np.int64, copy=False)
 
 
-def lanes_of(global_batch_size: int) -> int:
-    """The number of lanes of `block_order`: blocks that are read at the same time."""
-    return math.gcd(global_batch_size, _LANES)
-
-
 def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, global_batch_size: int) -> np.ndarray:
     """An order in which each rank reads few blocks (shards) at a time: blocks shuffled, then images within a buffer.
 
@@ -65,7 +60,7 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     # From a block's start in the shuffled sequence to its start in the source.
     shift = starts[shuffled] - (np.cumsum(sizes) - sizes)
     sequence = np.arange(count, dtype=np.int64) + np.repeat(shift, sizes)
-    lanes = lanes_of(global_batch_size)
+    lanes = math.gcd(global_batch_size, _LANES)
     per_lane = count // lanes
     reach = max(buffer // lanes, 1)
     jitter = np.arange(per_lane, dtype=np.float64) + generator.random_sample((lanes, per_lane)) * reach
@@ -198,3 +193,54 @@ class EvalSampler:
             start = first + size * self._rank // self._world_size
             end = first + size * (self._rank + 1) // self._world_size
             yield [(0, index) for index in range(start, end)]
+
+
+def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float, repeats: int = 1) -> np.ndarray:
+    """An epoch order of the usual length in which a class of n images has a share proportional to `n ** power`.
+
+    0 is class-balanced sampling, 1/2 square-root sampling, 1 would be each image once (Kang et al., Decoupling
+    Representation and Classifier for Long-Tailed Recognition, 2020, section 3.1). Images are not drawn independently:
+    every class gets its share to within one image, and within a class the images' counts differ by at most one.
+
+    Like `epoch_order`, it depends only on its arguments, not on the number of workers and ranks.
+
+    Args:
+        labels: int64, one per image.
+        power: in [0, 1].
+        repeats: that of the sampler that uses this order.
+
+    Returns:
+        Positions, int64, as many as labels. The position of a repeated image is higher by a multiple of `repeats` times
+        the number of images, so that its copies are augmented differently (`ImageDataset`).
+    """
+    generator = frozen_generator(counter_seed(seed, epoch))
+    count = len(labels)
+    counts = np.bincount(labels)
+    shares = np.where(counts > 0, np.power(counts.astype(np.float64), power), 0.0)
+    ends = np.cumsum(shares) * (count / shares.sum())
+    ends[-1] = count
+    # Rounded with one random offset for all classes: averaged over epochs each class gets its share (systematic
+    # sampling).
+    borders = np.floor(np.concatenate([[0.0], ends]) + generator.random_sample()).astype(np.int64)
+    quotas = np.diff(borders)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    drawn = [_drawn(images, quota, generator) for images, quota in zip(by_class, quotas.tolist(), strict=True)]
+    order = generator.permutation(np.concatenate(drawn).astype(np.int64))
+    return order + _times_before(order) * (count * repeats)
+
+
+def _times_before(order: np.ndarray) -> np.ndarray:
+    """How often the image at each place has occurred before."""
+    by_image = np.argsort(order, kind="stable")
+    _, first, times = np.unique(order[by_image], return_index=True, return_counts=True)
+    before = np.empty_like(order)
+    before[by_image] = np.arange(len(order)) - np.repeat(first, times)
+    return before
+
+
+def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> np.ndarray:
+    """Draw `quota` images: all of them equally often, then a random subset once more."""
+    if not quota:
+        return images[:0]
+    rounds, rest = divmod(quota, len(images))
+    return np.concatenate([np.tile(images, rounds), generator.permutation(images)[:rest]])

@@ -66,7 +66,6 @@ def build_parts(
     config = after_data(config, len(sources["train"]), world, resumed_from, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
-    build.check_shard_cache(config, sources["train"], world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)
     switches = build.compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)

@@ -164,7 +164,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     done = run_process(command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2)
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: data.root: there is no dataset folder {tmp_path / 'nowhere'}; expected ")
-    assert line.endswith("; check one with tools/prepare_data.py verify data.root=ROOT")
+    assert line.endswith("; check one with pycls-fast prepare verify data.root=ROOT")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from pycls_fast import build
 from pycls_fast.commands import prepare as prepare_data
 from pycls_fast.config import load_config
-from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.errors import UserError
@@ -43,9 +43,9 @@ def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
     """The same bits, whatever the layout."""
     found = {}
     for kind, write in LAYOUTS.items():
-        overrides = ["augment=inception"] if kind != "hub" else ["augment=inception", "data.source=hub"]
         root = write(tmp_path / kind, CONTENT)
-        found[kind] = run(tmp_path / f"run_{kind}", root, *overrides)
+        source = "auto" if kind in ("folder", "packed") else kind
+        found[kind] = run(tmp_path / f"run_{kind}", root, "augment=inception", f"data.source={source}")
     assert len(found["folder"]) >= 8
     assert all(own == found["folder"] for own in found.values()), found
 
@@ -82,18 +82,18 @@ def test_arrays_train_like_the_files_that_hold_the_same_pixels(
 @pytest.mark.slow
 def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     root = LAYOUTS["tar"](tmp_path / "tar", CONTENT)
-    full = run(tmp_path / "full", root)
-    blocks = run(tmp_path / "blocks", root, "data.shuffle=blocks", "data.shuffle_buffer=8")
+    full = run(tmp_path / "full", root, "data.source=tar")
+    blocks = run(tmp_path / "blocks", root, "data.source=tar", "data.shuffle=blocks", "data.shuffle_buffer=8")
     assert blocks != full
     settings = [*SETTINGS, f"data.root={root}", f"run_dir={tmp_path / 'two'}"]
-    settings += ["data.shuffle=blocks", "data.shuffle_buffer=8"]
+    settings += ["data.source=tar", "data.shuffle=blocks", "data.shuffle_buffer=8"]
     run_process(under_torchrun(command(*settings), ranks=2), cwd=tmp_path)
     losses = [record["loss"] for record in records(tmp_path / "two", "train")]
     assert losses == pytest.approx([loss for part, loss in blocks if part == "train"], rel=1e-4)
     with pytest.raises(UserError, match=r"data.shuffle: the order of the images is full now, but blocks-"):
-        run(tmp_path / "blocks", root, "data.shuffle=full", "data.shuffle_buffer=8")
+        run(tmp_path / "blocks", root, "data.source=tar", "data.shuffle=full", "data.shuffle_buffer=8")
     folder = write_folder(tmp_path / "folder", CONTENT)
-    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for shards and row groups"):
+    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for tar shards"):
         run(tmp_path / "folder_run", folder, "data.shuffle=blocks")
 
 
@@ -301,7 +301,7 @@ def test_preparing_as_a_process(tmp_path: Path) -> None:
     [
         (["pack"], "output: not set; give the folder"),
         (["verify", "split=dev"], "split: the data has train, val; got dev"),
-        (["index", "data.source=tar"], "use data.source=folder"),
+        (["index", "data.source=tar"], "there are no .tar files"),
     ],
 )
 def test_mistakes_of_preparing(

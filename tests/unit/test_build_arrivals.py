@@ -16,7 +16,7 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import CachePolicy, FileCache, OpenOptions
+from pycls_fast.data import CachePolicy, OpenOptions, ShardCache
 from pycls_fast.parallel import ALONE, StrategySettings, World
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world
@@ -118,8 +118,8 @@ class TestSources:
         opening = call["2"]
         assert call["0"] == "hub"
         assert call["1"].endswith("somebody/birds")
-        assert isinstance(opening.shard_cache, FileCache)
-        made = FileCache(tmp_path / "shards", 3 * 2**29)
+        assert isinstance(opening.shard_cache, ShardCache)
+        made = ShardCache(tmp_path / "shards", 3 * 2**29)
         assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
         assert opening.shard_cache.processes == 4
         assert replace(opening, shard_cache=None) == OpenOptions(
@@ -146,7 +146,5 @@ class TestSources:
         record(monkeypatch, "write_digits", build_sources)
         own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
         call = self.opened(monkeypatch, "open_folder", build_sources, *own)
-        assert call == {
-            "0": "/digits", "val_fraction": 0.375, "split_seed": 6, "folds": 7, "fold": 3, "by_name": False,
-            "whole": False,
-        }  # fmt: skip
+        opening = OpenOptions(val_fraction=0.375, split_seed=6, folds=7, fold=3)
+        assert call == {"0": "/digits", "1": opening, "by_name": False}

@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
 from pycls_fast.data import SyntheticSource, block_order, class_order
-from pycls_fast.data.pictures import DECODERS, Upright, open_scaled_region
+from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import CPU, FAST, SYNTHETIC, record, vit, world
 

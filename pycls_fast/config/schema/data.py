@@ -29,7 +29,7 @@ class Data(Section):
     source: Literal["auto", "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", "digits", "synthetic"] = (
         "auto"
     )
-    """The layout of the data; auto: recognised from what is in root."""
+    """The layout of the data; auto: class folders, packed images or CIFAR, by what is in root."""
     root: Text | None = None
     """A path; for tar possibly a URL, for hub the dataset's name."""
     train: Text | None = None

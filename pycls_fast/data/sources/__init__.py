@@ -9,26 +9,24 @@ from pycls_fast.data.sources.base import (
     is_drawn,
     name_hashes,
     prefers_blocks,
-    shard_sizes,
 )
+from pycls_fast.data.sources.cifar import SyntheticSource
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.files import EXTENSIONS, FileSource
 from pycls_fast.data.sources.folders import open_folder, scan_classes
-from pycls_fast.data.sources.index_cache import CachePolicy
+from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.opening import open_splits
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.shard_cache import FileCache
-from pycls_fast.data.sources.splits import match_classes
-from pycls_fast.data.sources.synthetic import SyntheticSource
+from pycls_fast.data.sources.shards import ShardCache
+from pycls_fast.data.sources.splits import OpenOptions, match_classes
 
 __all__ = [
     "EXTENSIONS",
     "CachePolicy",
     "EvalSet",
-    "FileCache",
     "FileSource",
     "LabelledSource",
     "OpenOptions",
+    "ShardCache",
     "Source",
     "SyntheticSource",
     "block_ends",
@@ -42,5 +40,4 @@ __all__ = [
     "open_splits",
     "prefers_blocks",
     "scan_classes",
-    "shard_sizes",
 ]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pycls_fast.data.sources.shard_cache import CopiedShards
+from pycls_fast.data.sources.shards import CopiedShards
 
 
 class Source(Protocol):
@@ -60,7 +60,7 @@ def is_drawn(source: Source) -> bool:
 
 
 def block_ends(source: Source) -> np.ndarray | None:
-    """The end of each block of neighbouring images (a tar shard, a Parquet row group), int64.
+    """The end of each block of neighbouring images (a tar shard), int64.
 
     None for a source that is equally fast in any order.
     """
@@ -70,15 +70,6 @@ def block_ends(source: Source) -> np.ndarray | None:
 def copied_shards(source: Source) -> CopiedShards | None:
     """The remote shards that local copies are kept of; None if there are none."""
     return getattr(source, "copied_shards", None)
-
-
-def shard_sizes(source: Source) -> list[int] | None:
-    """Bytes of each remote shard that is copied as a whole; None if there are none, or it is not known."""
-    shards = copied_shards(source)
-    if shards is None:
-        return None
-    known = [size for size in shards.sizes if size is not None]
-    return known if len(known) == len(shards.sizes) else None
 
 
 def checksum_holds(source: Source, index: int) -> bool:

@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.folders import scan_classes, subfolders
-from pycls_fast.data.sources.imagenet import VAL_NUMBER
-from pycls_fast.data.sources.index_cache import CachePolicy
+from pycls_fast.data.sources.folders import VAL_NUMBER, scan_classes, subfolders
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.labels import read_lines
 from pycls_fast.data.sources.splits import Relabelled
-from pycls_fast.data.sources.text_files import read_lines
 from pycls_fast.errors import UserError, first_few
 
 _WNID = re.compile(r"n\d{8}")

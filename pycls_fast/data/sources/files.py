@@ -14,9 +14,10 @@ EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif",
 """Extensions of image files, in any case."""
 UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
 """Extensions of image files in formats that are not read."""
-_SYSTEM_FOLDERS = frozenset(
+SYSTEM_FOLDERS = frozenset(
     {"lost+found", "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"}
 )
+"""Folders that file systems, network storage and archive programs create."""
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -27,7 +28,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     """
     # Not `suppress`: it takes longer than everything else per entry, and there may be millions.
     try:
-        return entry.is_dir() and entry.name not in _SYSTEM_FOLDERS
+        return entry.is_dir() and entry.name not in SYSTEM_FOLDERS
     except OSError:
         return False
 

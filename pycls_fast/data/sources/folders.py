@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import os
+import re
 import sys
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,100 +21,69 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import LabelledSource, Source
 from pycls_fast.data.sources.files import EXTENSIONS, UNREAD_EXTENSIONS, FileSource, is_folder
-from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
-from pycls_fast.data.sources.index_cache import CachePolicy, Index, Stamp, load_or_build
-from pycls_fast.data.sources.layout import SPLIT_OF
+from pycls_fast.data.sources.find import SPLIT_OF
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import like_train, refuse_folds, split_at_random
+from pycls_fast.data.sources.splits import OpenOptions, like_train, refuse_folds, undivided
 from pycls_fast.errors import UserError, first_few
 
-_VAL_NAMES = ("val", "valid", "validation")
-# `dev/` is a split only with class folders and without another validation split: some keep a development kit there.
-_SPLIT_NAMES = ("train", *_VAL_NAMES, "dev", "test")
-_TRAIN_FOLDERS = ("train", "Train", "training", "Training")
+_VAL_NAMES, _TEST_NAMES = ("val", "valid", "validation"), ("test", "testing")
 _LAYOUT = "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE (see data/README.md)"
 _SCAN_THREADS = 16
-# At most this many folders are searched for a nested dataset: there may be 20,000.
-_MOST_DATASETS = 10
 # A folder that changed this shortly before it was listed may have changed again within the same mtime.
 _TIME_STEP_NS = 2 * 10**9
 
 
-def open_folder(
-    root: str | Path,
-    *,
-    val_fraction: float,
-    split_seed: int,
-    folds: int | None = None,
-    fold: int = 0,
-    by_name: bool = True,
-    whole: bool = False,
-    cache: CachePolicy | None = None,
-) -> dict[str, Source]:
+def open_folder(root: str | Path, options: OpenOptions, *, by_name: bool = True) -> dict[str, Source]:
     """Find the splits of a dataset on disk.
 
-    With `train/` and one of `val/`, `valid/`, `validation/`, `dev/`, `test/` these are "train" and "val"; with both a
-    validation and a test folder there is "test" too. A test folder without class folders (ImageNet's, and those of
-    competitions, have no labels) is left out. ImageNet's validation images may lie in `val/` without class folders, if
-    their labels are there (see `imagenet.py`). With only `train/`, or with class folders directly in `root`, the images
-    are split at random, class by class.
+    With `train/` and one of `val/`, `valid/`, `validation/`, `dev/`, `test/` (in any case, `Training/` and `Testing/`,
+    too) these are "train" and "val"; with both a validation and a test folder there is "test" too. A test folder
+    without class folders (ImageNet's, and those of competitions, have no labels) is left out. ImageNet's validation
+    images may lie in `val/` without class folders, if their labels are there (see `flat_validation`). With only
+    `train/`, or with class folders directly in `root`, the images are split at random, class by class.
 
     Args:
-        val_fraction: the share of each class that a random split keeps for validation, in (0, 1); at least one image of
-            a class goes to each side. Not used if the folders define the split.
-        split_seed: seed of the random split, which otherwise depends only on the names of classes and files.
-        folds, fold, by_name: see `split_at_random`.
-        whole: images without a validation split are not split at random; they are the split "all".
-        cache: where indexes of large datasets are kept.
+        by_name: see `split_at_random`.
 
     Raises:
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
-    root = Path(root)
-    try:
-        split = partial(
-            split_at_random,
-            val_fraction=val_fraction,
-            split_seed=split_seed,
-            folds=folds,
-            fold=fold,
-            by_name=by_name,
-        )
-        return _open_folder(kaggle_root(root), _undivided if whole else split, folds, cache or CachePolicy())
-    except PermissionError as error:
-        raise UserError(f"the dataset folder {error.filename} cannot be read: {error.strerror}") from error
-
-
-def _undivided(source: FileSource, *, where: str) -> dict[str, Source]:
-    del where
-    return {"all": source}
-
-
-def _open_folder(
-    root: Path, split: Callable[..., dict[str, Source]], folds: int | None, cache: CachePolicy
-) -> dict[str, Source]:
-    folders = _list_root(root)
-    _refuse_other_splits(root, folders)
-    if not _has_split_folders(root, folders):
-        return split(scan_classes(root, cache), where=str(root))
-    train = scan_classes(root / "train", cache)
-    val_name, test_name = _choose_validation(root, folders)
-    if val_name is None:
-        return split(train, where=str(train.root))
-    refuse_folds(str(root), folds)
-    sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / val_name, train, cache)}
-    if test_name is not None:
-        sources["test"] = _scan_like(root / test_name, train, cache)
+    root = kaggle_root(Path(root))
+    folders, cache = _list_root(root), options.cache
+    named = {name.lower(): name for name in folders if name.lower() in SPLIT_OF}
+    nested = [name for name in named.values() if subfolders(root / name)]
+    train_name = named.get("train", named.get("training"))
+    # `train/` may also be a class of that name (buses, cars, trains).
+    if train_name is None or not (train_name in nested or len(named) == len(folders)):
+        _check_classes(root, folders, nested)
+        return undivided(scan_classes(root, cache), options, by_name=by_name, where=str(root))
+    train = scan_classes(root / train_name, cache)
+    # `dev/` and `test/` without class folders are a development kit and images without labels.
+    found = [name for word, name in named.items() if word in _VAL_NAMES]
+    found += [named[word] for word in ("dev", *_TEST_NAMES) if named.get(word) in nested]
+    if not found:
+        return undivided(train, options, by_name=by_name, where=str(train.root))
+    refuse_folds(str(root), options.folds)
+    sources: dict[str, Source] = {"train": train, "val": _scan_validation(root / found[0], train, cache)}
+    test = next((name for name in found[1:] if name.lower() in _TEST_NAMES), None)
+    if test is not None:
+        sources["test"] = _scan_like(root / test, train, cache)
     return sources
 
 
+def _check_classes(root: Path, folders: list[str], nested: list[str]) -> None:
+    """Refuse folders of splits, or of a whole dataset, that would be read as classes."""
+    # A class may be called dev.
+    if nested and (nested != ["dev"] or folders == nested):
+        raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
+    if len(folders) == 1 and subfolders(root / folders[0]):
+        raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
+
+
 def _scan_validation(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
-    if subfolders(root):
-        return _scan_like(root, train, cache)
-    flat = flat_validation(root, train.classes)
-    if flat is None:
-        raise UserError(_no_class_folders(root))
-    return flat
+    flat = None if subfolders(root) else flat_validation(root, train.classes)
+    return _scan_like(root, train, cache) if flat is None else flat
 
 
 def _scan_like(root: Path, train: FileSource, cache: CachePolicy) -> LabelledSource:
@@ -266,71 +238,11 @@ def _list_root(root: Path) -> list[str]:
     if not root.exists():
         raise UserError(
             f"there is no dataset folder {root.absolute()}; {_LAYOUT}; check one with "
-            "tools/prepare_data.py verify data.root=ROOT"
+            "pycls-fast prepare verify data.root=ROOT"
         )
     if not root.is_dir():
         raise UserError(f"the dataset {root.absolute()} is a file, not a folder; {_LAYOUT}")
     return subfolders(root)
-
-
-def _refuse_other_splits(root: Path, folders: list[str]) -> None:
-    """Refuse splits that would be read as classes, or not at all: under other names, or one folder further down."""
-    found = _nested_splits(root, folders)
-    # Test images without class folders are left out, whatever their folder is called.
-    other = [
-        name for name in found if name not in _SPLIT_NAMES and (_split_of(name) != "test" or subfolders(root / name))
-    ]
-    if other:
-        raise UserError(
-            f"{root}: {_folders(other)}: split under an unknown name; rename {other[0]}/ to "
-            f"{_split_of(other[0])}/ (see data/README.md)"
-        )
-    for name in folders[:_MOST_DATASETS] if not found else ():
-        if any((root / name / own).is_dir() for own in _TRAIN_FOLDERS):
-            inner = _nested_splits(root / name, subfolders(root / name))
-            if len(inner) > 1 or (inner and len(folders) == 1):
-                raise UserError(
-                    f"{root}: {name}/ is not a class; it holds {_folders(inner)}; give data.root={root / name}"
-                )
-
-
-def _nested_splits(root: Path, folders: list[str]) -> list[str]:
-    """The folders that are splits, if they hold class folders.
-
-    A class may be called `Train` and contain folders: then it is the only such folder among others.
-    """
-    found = [name for name in folders if _split_of(name)]
-    nested = [name for name in found if subfolders(root / name)]
-    return found if nested and (len(nested) > 1 or "train" in nested or len(found) == len(folders)) else []
-
-
-def _split_of(folder: str) -> str:
-    """The split that a folder's name stands for, or ""."""
-    return {**SPLIT_OF, "testing": "test"}.get(folder.lower(), "")
-
-
-def _has_split_folders(root: Path, folders: list[str]) -> bool:
-    """Whether `train/` is the training split, and not a class of that name (buses, cars, trains)."""
-    if "train" in folders:
-        only_splits = all(name in _SPLIT_NAMES for name in folders)
-        return only_splits or bool(subfolders(root / "train"))
-    nested = [name for name in folders if name in _SPLIT_NAMES and subfolders(root / name)]
-    # A class may be called dev.
-    if nested and (nested != ["dev"] or folders == nested):
-        raise UserError(f"{root}: found {_folders(nested)} but no train/; {_LAYOUT}")
-    return False
-
-
-def _choose_validation(root: Path, folders: list[str]) -> tuple[str | None, str | None]:
-    """The names of the validation folder and of a further test folder, None if there is none with labels."""
-    found = [name for name in _VAL_NAMES if name in folders]
-    if len(found) > 1:
-        raise UserError(f"{root}: {_folders(found)} could each be the validation split; keep one of them")
-    labelled = [name for name in ("dev", "test") if name in folders and subfolders(root / name)]
-    if not found and "dev" in labelled:
-        found = ["dev"]
-    test = "test" if "test" in labelled else None
-    return (found[0], test) if found else (test, None)
 
 
 def _no_class_folders(root: Path) -> str:
@@ -346,3 +258,113 @@ def _no_class_folders(root: Path) -> str:
 
 def _folders(names: Sequence[str]) -> str:
     return f"folder{'s' if len(names) > 1 else ''} {first_few([f'{name}/' for name in names])}"
+
+
+_DEVKIT = "ILSVRC2012_devkit_t12"
+_GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_META = "meta.mat"
+_KAGGLE_TABLE = "LOC_val_solution.csv"
+_KAGGLE_IMAGES = Path("ILSVRC/Data/CLS-LOC")
+VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+"""Finds the number of a validation image in its name."""
+
+
+def kaggle_root(root: Path) -> Path:
+    """The folder with train/ and val/ of Kaggle's archive, if `root` is that archive's; else `root`."""
+    inner = root / _KAGGLE_IMAGES
+    return inner if (inner / "train").is_dir() else root
+
+
+def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
+    """The validation images in `root` itself, in the order that class folders would give them.
+
+    Labels come from Kaggle's `LOC_val_solution.csv` or the development kit (its folder, its two files, or the archive
+    as downloaded), beside `root` or above it. None when `root` holds no images with ImageNet's names.
+
+    Args:
+        classes: WordNet ids of the training classes.
+
+    Raises:
+        UserError: no labels, or labels that do not fit.
+    """
+    with os.scandir(root) as entries:
+        files = [entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS)]
+    stems = {name: name.partition(".")[0] for name in files}
+    numbered = [name for name, stem in stems.items() if VAL_NUMBER.fullmatch(stem)]
+    if not numbered:
+        return None
+    strange = sorted(set(files) - set(numbered))
+    if strange:
+        raise UserError(f"{root}: {first_few(strange)}: not named like ImageNet's validation images; remove them")
+    wnid_of, table = _labels(root)
+    missing = sorted(stem for stem in stems.values() if stem not in wnid_of)
+    if missing:
+        raise UserError(f"{table} has no label for {first_few(missing)} in {root}")
+    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    unknown = sorted({wnid_of[stem] for stem in stems.values()} - set(label_of))
+    if unknown:
+        raise UserError(f"{root}: there are no training images of the class {first_few(unknown)}, which {table} names")
+    labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
+    labels = np.array([label for label, _ in labelled], dtype=np.int32)
+    return FileSource(root, classes, Texts.of(name for _, name in labelled), labels)
+
+
+def _labels(root: Path) -> tuple[Mapping[str, str], Path]:
+    """Image name without extension -> WordNet id, and the file with that mapping."""
+    for folder in (root, *root.absolute().parents[:4]):
+        table = folder / _KAGGLE_TABLE
+        if table.is_file():
+            return _read_kaggle(table), table
+        for place in (folder / _DEVKIT / "data", folder / "data", folder):
+            truth, meta = place / _GROUND_TRUTH, place / _META
+            if truth.is_file() and meta.is_file():
+                return _read_devkit(truth.read_bytes(), meta.read_bytes(), truth), truth
+            if truth.is_file():
+                raise UserError(f"{truth} needs {_META} of the development kit beside it, which is not there")
+        archive = folder / f"{_DEVKIT}.tar.gz"
+        if archive.is_file():
+            return _read_archive(archive), archive
+    raise UserError(
+        f"{root} holds ImageNet's validation images without class folders, and their labels are not there; put "
+        f"{_DEVKIT}.tar.gz or {_KAGGLE_TABLE} beside {root.name}/, or sort the images into class folders"
+    )
+
+
+def _read_kaggle(table: Path) -> dict[str, str]:
+    """`ImageId,PredictionString`, the second as "WNID x y x y", once for each box."""
+    with table.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames is None or not {"ImageId", "PredictionString"} <= set(reader.fieldnames):
+            raise UserError(f"{table}: expected the columns ImageId and PredictionString; got {reader.fieldnames}")
+        return {row["ImageId"]: row["PredictionString"].split()[0] for row in reader if row["PredictionString"].strip()}
+
+
+def _read_archive(archive: Path) -> dict[str, str]:
+    try:
+        with tarfile.open(archive) as tar:
+            files = {
+                Path(member.name).name: tar.extractfile(member)
+                for member in tar.getmembers()
+                if member.isfile() and Path(member.name).name in (_GROUND_TRUTH, _META)
+            }
+            contents = {name: file.read() for name, file in files.items() if file is not None}
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise UserError(f"{archive} cannot be read ({error}); download it again") from error
+    if len(contents) < 2:
+        raise UserError(f"{archive}: expected {_GROUND_TRUTH} and {_META} in it; download it again")
+    return _read_devkit(contents[_GROUND_TRUTH], contents[_META], archive)
+
+
+def _read_devkit(truth: bytes, meta: bytes, where: Path) -> dict[str, str]:
+    """Line k of the ground truth is the `ILSVRC2012_ID` of image k; `meta.mat` has its WordNet id."""
+    # Installed with scikit-learn, which the digits need.
+    from scipy.io import loadmat
+    from scipy.io.matlab import MatReadError
+
+    try:
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+        wnid_of = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in np.atleast_1d(synsets)}
+        ids = [int(line) for line in truth.split()]
+        return {f"ILSVRC2012_val_{number:08d}": wnid_of[own] for number, own in enumerate(ids, start=1)}
+    except (MatReadError, ValueError, KeyError, IndexError, TypeError, NotImplementedError) as error:
+        raise UserError(f"{where}: not the ground truth of ILSVRC2012 ({error!r}); download the kit again") from error

@@ -1,52 +1,75 @@
-"""Datasets of the Hugging Face hub by name, or a folder of `save_to_disk`, through the `datasets` library."""
+"""Parquet files and datasets of the Hugging Face hub, through `datasets`: rows are mapped from Arrow files on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.labels import missing_column, name_classes
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.base import LabelledSource, Source
+from pycls_fast.data.sources.find import find_files
+from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_few
 
 _VAL_NAMES = ("validation", "val", "valid", "dev", "test")
 
 
-class HubSource:
-    """One split of a `datasets.Dataset`, whose rows are mapped from Arrow files on disk."""
+class ArrowSource:
+    """One split of a `datasets.Dataset`."""
 
-    def __init__(self, dataset: Any, where: str, image_column: str, classes: Sequence[str], labels: np.ndarray) -> None:
+    def __init__(self, images: Any, where: str, classes: Sequence[str], labels: np.ndarray) -> None:
         """
         Args:
-            dataset: with undecoded images, as {"bytes", "path"}.
+            images: a dataset in Arrow format whose only column holds the encoded images.
             where: what to call the split in messages.
+            labels: int32, one per image.
         """
         self.classes = tuple(classes)
         self.labels = labels
-        self._dataset = dataset
+        self._images = images
         self._where = where
-        self._image_column = image_column
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        image = self._dataset[index][self._image_column]
+        image = self._images[index].column(0)[0].as_py()
+        if isinstance(image, dict):
+            image = Path(image["path"]).read_bytes() if image["bytes"] is None and image.get("path") else image["bytes"]
         if image is None:
             raise OSError("there is no image in this row")
-        data = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
-        return data, int(self.labels[index])
+        return image, int(self.labels[index])
 
     def name(self, index: int) -> str:
         return f"{self._where}[{index}]"
 
     def describe(self) -> str:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self._where}"
+
+
+def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
+    """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
+
+    `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
+
+    Raises:
+        UserError: missing files, columns or labels; `datasets` is not installed.
+    """
+    files = find_files(root, (".parquet",), train=options.train, val=options.val)
+    names = read_class_list(root)
+    opened: dict[str, LabelledSource] = {}
+    for split, found in files.items():
+        # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels. Its file
+        # names are patterns.
+        exact = [glob.escape(file) for file in found]
+        dataset = _load(root, partial(_load_parquet, files=exact))
+        opened[split] = _open_split(f"{root} ({split})", dataset, options, names=names, may_lack=split == "test")
+    return as_splits(opened, options, where=root)
 
 
 def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
@@ -57,68 +80,92 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
             or a folder written by `save_to_disk`.
 
     Raises:
-        UserError: no such dataset, split or column; `datasets` not installed.
+        UserError: no such dataset, split or column; `datasets` is not installed.
     """
-    loaded = _load(name, options.hub_config)
-    splits = sorted(loaded)
-    train = options.train or ("train" if "train" in loaded or len(splits) != 1 else splits[0])
+    repository, _, revision = name.partition("@")
+    if Path(name).is_dir():
+        found = _load(name, lambda hf: hf.load_from_disk(name))
+    else:
+        found = _load(name, lambda hf: hf.load_dataset(repository, options.hub_config, revision=revision or None))
+    loaded = dict(found) if isinstance(found, dict) else {"train": found}
+    train = options.train or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
     named = {"train": train}
     if options.val is not None:
         named["val"] = options.val
     elif options.train is None:
-        found = next((own for own in _VAL_NAMES if own in loaded and own != train), None)
+        other = next((own for own in _VAL_NAMES if own in loaded and own != train), None)
         # A test split that has no labels will be left out.
-        named |= {} if found is None else {"test": found} if found == "test" else {"val": found}
+        named |= {} if other is None else {"test" if other == "test" else "val": other}
     for key, split in named.items():
         if split not in loaded:
-            raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(splits)}")
-    opened = {
-        own: _open_split(name, split, loaded[split], options, may_lack=own == "test") for own, split in named.items()
+            raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
+    opened: dict[str, LabelledSource] = {
+        own: _open_split(f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test")
+        for own, split in named.items()
     }
     return as_splits(opened, options, where=name)
 
 
-def _load(name: str, config: str | None) -> dict[str, Any]:
+def _load(name: str, load: Callable[[Any], Any]) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("data.source=hub needs datasets, which is not installed: pip install -e '.[hub]'") from error
+        raise UserError("data.source: parquet and hub need `datasets`: pip install -e '.[hub]'") from error
     try:
-        if Path(name).is_dir():
-            loaded = datasets.load_from_disk(name)
-        else:
-            repository, _, revision = name.partition("@")
-            loaded = datasets.load_dataset(repository, config, revision=revision or None)
+        return load(datasets)
     except Exception as error:
-        # Raised by the hub, the file system or the dataset's own definition.
-        text = " ".join(str(error).split())[:300]
-        raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(error).__name__}: {text})") from error
-    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+        # Raised by the hub, the file system, Arrow or the dataset's own definition.
+        reason = error.__cause__ or error
+        text = " ".join(str(reason).split())[:300]
+        raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(reason).__name__}: {text})") from error
 
 
-def _open_split(name: str, split: str, dataset: Any, options: OpenOptions, *, may_lack: bool) -> HubSource:
-    import datasets
+def _load_parquet(hf: Any, files: list[str]) -> Any:
+    return hf.load_dataset("parquet", data_files=files, split="train")
 
-    image_column, label_column = options.image_column, options.label_column
 
-    where = f"{name} ({split})"
-    images = [column for column, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
-    if image_column is not None and image_column not in images:
-        raise missing_column(f"{where}, among its images,", image_column, images, "data.image_column")
-    if image_column is None and len(images) != 1:
-        raise UserError(
-            f"{where}: {len(images)} columns hold images ({first_few(list(dataset.features))}); choose one with "
-            "data.image_column=NAME"
-        )
-    has_labels = label_column in dataset.features
-    if not has_labels and not may_lack:
-        raise missing_column(where, label_column, list(dataset.features), "data.label_column")
-    chosen = image_column or images[0]
+def _open_split(
+    where: str, dataset: Any, options: OpenOptions, *, names: Sequence[str] | None, may_lack: bool
+) -> ArrowSource:
+    """
+    Args:
+        names: class names that take the place of the dataset's own.
+        may_lack: whether labels may be missing, as in a test split.
+    """
     if not len(dataset):
         raise UserError(f"{where}: no rows")
-    names = getattr(dataset.features[label_column], "names", None) if has_labels else None
-    # A list: the column object of `datasets` is lazy.
-    values = list(dataset.with_format("arrow")[:][label_column].to_pylist()) if has_labels else [-1] * len(dataset)
+    column, label = _image_column(where, dataset, options.image_column), options.label_column
+    features = dataset.features
+    if label not in features and not may_lack:
+        raise missing_column(where, label, list(features), "data.label_column")
+    values = _column(dataset, label) if label in features else [None] * len(dataset)
+    if may_lack and all(value is None for value in values):
+        values = [-1] * len(values)
+    if any(value is None for value in values):
+        raise UserError(f"{where}: rows without a {label}; data.label_column chooses another column")
+    names = names or getattr(features.get(label), "names", None)
     classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
-    rows = dataset.select_columns([chosen]).cast_column(chosen, datasets.Image(decode=False)).with_format(None)
-    return HubSource(rows, where, chosen, classes, labels)
+    return ArrowSource(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
+
+
+def _column(dataset: Any, name: str) -> list[Any]:
+    # Selected first: if the rows are picked by indices, all columns would be copied.
+    return dataset.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
+
+
+def _image_column(where: str, dataset: Any, wanted: str | None) -> str:
+    """The column of encoded images: binary, or structs with a field `bytes` (what `datasets.Image` is stored as)."""
+    import pyarrow
+
+    def holds_images(kind: Any) -> bool:
+        binary = pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
+        return binary or (pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+    schema = dataset.features.arrow_schema
+    found = [name for name in schema.names if holds_images(schema.field(name).type)]
+    if wanted in found or (wanted is None and len(found) == 1):
+        return wanted or found[0]
+    raise UserError(
+        f"{where}: {f'{wanted} is none of' if wanted else 'expected one column of images, got'} {first_few(found)} (of "
+        f"the columns {first_few(list(schema.names), 12)}); choose one with data.image_column=NAME"
+    )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pycls_fast.data.sources.layout import is_remote
-from pycls_fast.data.sources.text_files import read_lines
+from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.errors import UserError, first_few
 
 _MOST_CLASSES = 1_000_000
@@ -119,3 +118,32 @@ def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> 
     return UserError(
         f"{what} has no column {column!r}; it has {first_few(sorted(columns), 12)}: choose one with {key}=NAME"
     )
+
+
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that Windows adds."""
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines that are not blank, stripped.
+
+    Raises:
+        OSError: there is no such file, or it may not be read.
+        UserError: the file is not UTF-8.
+    """
+    try:
+        text = file.read_text(encoding=ENCODING)
+    except UnicodeDecodeError as error:
+        raise not_utf8(file) from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def not_utf8(file: Path) -> UserError:
+    """The error for a file that is not UTF-8, with the line number."""
+    content = file.read_bytes()
+    line = 1
+    try:
+        content.decode(ENCODING)
+    except UnicodeDecodeError as error:
+        line += content.count(b"\n", 0, error.start)
+    return UserError(f"{file}: line {line} is not UTF-8; save the file as UTF-8")

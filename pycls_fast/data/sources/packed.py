@@ -1,14 +1,14 @@
-"""The packed format: all images of a split end to end in one file, and a table of where each one is.
+"""The packed format: the images of a split end to end in a few files, and a table of where each one is.
 
-    ROOT/train/images.bin     the images: encoded files, or (raw) uint8 pixels, rows of columns of RGB
-    ROOT/train/table.npy      one `ENTRY` per image
+    ROOT/train/00000.bin ...  the images: encoded files, or (raw) uint8 pixels, rows of columns of RGB
+    ROOT/train/table.npy      one `ENTRY` per image, shard after shard
     ROOT/train/names.npy      the images' original names, UTF-8, end to end
     ROOT/train/name_ends.npy  int64, where each name ends
-    ROOT/train/about.json     format and version, class names, how it was made
+    ROOT/train/about.json     format and version, class names, images of each shard, how it was made
 
-An image is one `pread` of `images.bin`. The small files are mapped into memory; `images.bin` is not: the page tables of
-every worker would grow with it, a fault reads far more around a single image, and a disk's error would end the process.
-`tools/prepare_data.py pack` writes it (see `pycls_fast/data/packing/`).
+An image is one `pread`. The small files are mapped into memory; the images are not: the page tables of every worker
+would grow with them, a fault reads far more around a single image, and a disk's error would end the process.
+`pycls-fast prepare pack` writes it (`pycls_fast/data/pack.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Mapped, Texts, map_array
+from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.open_files import OpenFiles
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
 
-FORMAT, VERSION = "pycls_fast packed images", 1
-IMAGES, TABLE, NAMES, NAME_ENDS, ABOUT = "images.bin", "table.npy", "names.npy", "name_ends.npy", "about.json"
+FORMAT, VERSION = "pycls_fast packed images", 2
+TABLE, NAMES, NAME_ENDS, ABOUT = "table.npy", "names.npy", "name_ends.npy", "about.json"
 
 ENTRY = np.dtype(
     [
@@ -48,14 +46,18 @@ ENTRY = np.dtype(
 RAW = "raw"
 
 
+def shard_file(folder: Path, number: int) -> Path:
+    """The file with the images of a shard."""
+    return folder / f"{number:05d}.bin"
+
+
 class PackedSource(Mapped):
     """The images of one packed split."""
 
-    def __init__(self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts, size: int) -> None:
+    def __init__(self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts) -> None:
         """
         Args:
             table: array of dtype `ENTRY`.
-            size: bytes of `images.bin`.
         """
         self.folder = folder
         self.about = about
@@ -63,8 +65,7 @@ class PackedSource(Mapped):
         self._is_raw = about["store"] == RAW
         self._table = table
         self._names = names
-        self._size = size
-        self._images = str(folder / IMAGES)
+        self._ends = np.cumsum(about["shards"])
         self._files = OpenFiles()
 
     @property
@@ -76,7 +77,7 @@ class PackedSource(Mapped):
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         offset, size, _, label, height, width = self._table[index].item()
-        stored = self._files.read(self._images, offset, size)
+        stored = self._files.read(self._shard(index), offset, size)
         if self._is_raw:
             return np.frombuffer(stored, np.uint8).reshape(height, width, 3), label
         return stored, label
@@ -84,17 +85,21 @@ class PackedSource(Mapped):
     def checksum_holds(self, index: int) -> bool:
         """Whether the stored bytes are those that were packed."""
         offset, size, crc32, *_ = self._table[index].item()
-        return zlib.crc32(self._files.read(self._images, offset, size)) == crc32
+        return zlib.crc32(self._files.read(self._shard(index), offset, size)) == crc32
+
+    def _shard(self, index: int) -> str:
+        return str(shard_file(self.folder, int(np.searchsorted(self._ends, index, side="right"))))
 
     def name(self, index: int) -> str:
-        return f"{self._images}[{index}: {self._names[index]}]"
+        return f"{self.folder}[{index}: {self._names[index]}]"
 
     def name_hashes(self) -> np.ndarray:
         return self._names.hashes()
 
     def describe(self) -> str:
         what = f"{len(self):,} packed images of {len(self.classes):,} classes"
-        return f"{what} ({self.about['how']}, {self._size / 2**30:.2f} GiB) in {self.folder}"
+        size = int(self._table["size"].sum(dtype=np.int64))
+        return f"{what} ({self.about['how']}, {size / 2**30:.2f} GiB) in {self.folder}"
 
 
 def is_packed(folder: Path) -> bool:
@@ -113,10 +118,10 @@ def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Source]:
         raise UserError(f"{root} is one packed split; give the folder above it, {root.absolute().parent}")
     folders = {split: root / split for split in ("train", "val", "test", "all") if is_packed(root / split)}
     if not folders:
-        unfinished = next(iter(root.glob(f"*/{IMAGES}.part")), None)
+        unfinished = next(iter(root.glob("*/plan.json")), None)
         if unfinished is not None:
-            raise UserError(f"{unfinished} is unfinished; run the same tools/prepare_data.py pack again to resume")
-        raise UserError(f"{root} holds no packed images; make them with tools/prepare_data.py pack (data/README.md)")
+            raise UserError(f"{unfinished.parent} is unfinished; run pycls-fast prepare pack again to resume")
+        raise UserError(f"{root} holds no packed images; make them with pycls-fast prepare pack (data/README.md)")
     opened = {split: open_packed_split(folder) for split, folder in folders.items()}
     if "all" not in opened and "train" not in opened:
         raise UserError(f"{root} holds {', '.join(opened)} but no train; pack the training split there too")
@@ -138,15 +143,18 @@ def open_packed_split(folder: Path) -> PackedSource:
             )
         table = map_array(folder / TABLE)
         names = Texts(map_array(folder / NAMES), map_array(folder / NAME_ENDS))
-        held = (folder / IMAGES).stat().st_size
-    except (OSError, ValueError) as error:
+        held = [shard_file(folder, number).stat().st_size for number in range(len(about["shards"]))]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{folder} is not a complete packed split ({error}); pack it again") from error
-    if table.dtype != ENTRY or len(table) != about["count"] or len(names) != about["count"] or not len(table):
+    counts = {len(table), len(names), about["count"], sum(about["shards"])}
+    if table.dtype != ENTRY or len(counts) > 1 or not len(table):
         raise UserError(f"{folder}: the table does not fit {ABOUT}; pack it again")
-    needed = int(table[-1]["offset"]) + int(table[-1]["size"])
-    if held != needed:
-        raise UserError(f"{folder / IMAGES} has {held:,} bytes and should have {needed:,}; copy or pack it again")
-    return PackedSource(folder, about, table, names, held)
+    for number, end in enumerate(np.cumsum(about["shards"]).tolist()):
+        needed = int(table[end - 1]["offset"]) + int(table[end - 1]["size"]) if about["shards"][number] else 0
+        if held[number] != needed:
+            file = shard_file(folder, number)
+            raise UserError(f"{file} has {held[number]:,} bytes and should have {needed:,}; copy or pack it again")
+    return PackedSource(folder, about, table, names)
 
 
 def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +19,11 @@ T = TypeVar("T")
 _file_systems: dict[tuple[int, str], Any] = {}
 
 
+def is_remote(place: str) -> bool:
+    """Whether a place is an address (`s3://...`) and not a path."""
+    return "://" in place
+
+
 def file_system(address: str) -> tuple[Any, str]:
     """fsspec's file system for an address, and the path on it.
 
@@ -35,10 +39,8 @@ def file_system(address: str) -> tuple[Any, str]:
         if key not in _file_systems:
             _file_systems[key] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
         return _file_systems[key], fsspec.core.strip_protocol(address)
-    except ImportError as error:
-        raise UserError(f"{address}: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{address}: fsspec does not know {protocol}:// ({error})") from error
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{address}: fsspec cannot read {protocol}:// ({error})") from error
 
 
 def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> T:
@@ -106,9 +108,3 @@ def read_range(address: str, start: int, size: int) -> bytes:
     """
     files, path = file_system(address)
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
-
-
-def size_of(version: str) -> int | None:
-    """The size in bytes of a file whose `stamp_of` is `version` as JSON, if its file system told it."""
-    size = json.loads(version)[1]
-    return size if isinstance(size, int) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,12 +20,9 @@ from pycls_fast.data.sources.base import (
     name_hashes,
     prefers_blocks,
 )
-from pycls_fast.data.sources.options import OpenOptions
-from pycls_fast.data.sources.shard_cache import CopiedShards
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.shards import CopiedShards, ShardCache
 from pycls_fast.errors import UserError, first_few
-
-# Up to this many classes most of them may be without images.
-_MOST_CLASSES_UNUSED = 1_000
 
 
 class Subset:
@@ -174,13 +172,8 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     if "all" in parts:
         parts = {"train": parts["all"]}
     train = parts.pop("train")
-    _refuse_ids(train, where)
-    if not parts and options.whole:
-        return {"all": train}
     if not parts:
-        return split_at_random(
-            train, options.val_fraction, options.split_seed, folds=options.folds, fold=options.fold, where=where
-        )
+        return undivided(train, options, where=where)
     refuse_folds(where, options.folds)
     splits: dict[str, Source] = {"train": train}
     for name, source in parts.items():
@@ -188,17 +181,23 @@ def as_splits(opened: Mapping[str, LabelledSource], options: OpenOptions, *, whe
     return splits
 
 
-def _refuse_ids(train: LabelledSource, where: str) -> None:
-    """Refuse labels that are numbers of few out of very many classes: each would become an output of the model."""
-    count = len(train.classes)
-    if count <= _MOST_CLASSES_UNUSED or train.classes[-1] != str(count - 1):
-        return
-    used = int(np.count_nonzero(np.bincount(train.labels)))
-    if used * 10 < count:
-        raise UserError(
-            f"{where}: the labels are {used:,} different numbers up to {count - 1:,}, which would make a model with "
-            f"{count:,} outputs; number the classes from 0, or write them as names, or list all in classes.txt"
-        )
+def undivided(train: LabelledSource, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Source]:
+    """The splits of a dataset that comes without one: drawn at random, or "all" if `options.whole` says so.
+
+    Raises:
+        UserError: see `split_at_random`.
+    """
+    if options.whole:
+        return {"all": train}
+    return split_at_random(
+        train,
+        options.val_fraction,
+        options.split_seed,
+        folds=options.folds,
+        fold=options.fold,
+        by_name=by_name,
+        where=where,
+    )
 
 
 def refuse_folds(where: str, folds: int | None) -> None:
@@ -290,3 +289,37 @@ def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.
         return order[number::folds]
     # An image that comes or goes moves one image at each end of a run; of the others it would move half.
     return order[number * len(order) // folds : (number + 1) * len(order) // folds]
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """The options of all layouts.
+
+    Args:
+        val_fraction: the share of each class, in (0, 1), that a random split keeps for validation if there is no such
+            split.
+        split_seed: seed of the random split.
+        folds, fold: see `split_at_random`.
+        whole: a dataset without a validation split is not split at random; it is the split "all".
+        train, val: the files of a split by name: a path below the root, an absolute one or an address, with `*` and
+            `{000..146}`; for the hub the names of the splits. None finds them.
+        path_column, image_column, label_column: columns of tables; the last is also the field of a tar's `.json`. If
+            `image_column` is None, the only column with images is used.
+        hub_config: name of a dataset's configuration on the hub.
+        cache: where indexes of large datasets are kept.
+        shard_cache: where remote shards are kept; None reads each image separately over the network.
+    """
+
+    val_fraction: float = 0.2
+    split_seed: int = 0
+    folds: int | None = None
+    fold: int = 0
+    whole: bool = False
+    train: str | None = None
+    val: str | None = None
+    path_column: str = "path"
+    image_column: str | None = None
+    label_column: str = "label"
+    hub_config: str | None = None
+    cache: CachePolicy = field(default_factory=CachePolicy)
+    shard_cache: ShardCache | None = None

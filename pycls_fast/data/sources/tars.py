@@ -14,18 +14,16 @@ from typing import IO, Any
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Mapped, Texts
+from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.files import EXTENSIONS
-from pycls_fast.data.sources.index_cache import CachePolicy, Index, load_or_build
+from pycls_fast.data.sources.find import find_files
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
-from pycls_fast.data.sources.layout import find_files, is_remote
-from pycls_fast.data.sources.open_files import OpenFiles
-from pycls_fast.data.sources.options import OpenOptions
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.remote import open_whole, read_range, stamp_of
-from pycls_fast.data.sources.shard_cache import CopiedShards, FileCache
-from pycls_fast.data.sources.splits import as_splits
+from pycls_fast.data.sources.remote import is_remote, open_whole, read_range, stamp_of
+from pycls_fast.data.sources.shards import CopiedShards, ShardCache
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
 
 _THREADS = 8
@@ -46,7 +44,7 @@ class TarSource(Mapped):
         versions: Texts,
         keys: Texts,
         arrays: dict[str, np.ndarray],
-        cache: FileCache | None,
+        cache: ShardCache | None,
     ) -> None:
         """
         Args:
@@ -125,6 +123,8 @@ def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
         UserError: missing shards, members or labels.
     """
     files = find_files(root, (".tar",), train=options.train, val=options.val)
+    if options.shard_cache is not None:
+        options.shard_cache.check()
     names = read_class_list(root)
     opened = {split: _open_split(root, split, found, names, options) for split, found in files.items()}
     return as_splits(opened, options, where=root)

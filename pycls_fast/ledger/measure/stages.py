@@ -18,7 +18,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data import Batch, ImageLoader, Keys, Source
-from pycls_fast.data.pictures import Cut, Decoder, Picture
+from pycls_fast.data.decoders import Crop, Decoder, Picture
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import spread
 from pycls_fast.parallel import World
@@ -64,10 +64,10 @@ class _TimedPicture:
         self._clock = clock
         self.size = picture.size
 
-    def cut(self, cut: Cut) -> np.ndarray:
+    def crop(self, crop: Crop) -> np.ndarray:
         start = time.perf_counter()
         try:
-            return self._picture.cut(cut)
+            return self._picture.crop(crop)
         finally:
             self._clock.add("decode", start)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.packing import PackSettings, pack
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources import CachePolicy, OpenOptions, Source, open_splits, scan_classes
 from pycls_fast.errors import UserError
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pycls_fast.data import open_folder, write_digits
+from pycls_fast.data import OpenOptions, open_folder, write_digits
 from pycls_fast.errors import UserError
 
 
@@ -26,7 +26,7 @@ def test_pixels_and_labels(tmp_path: Path) -> None:
             assert image.mode == "L"
             np.testing.assert_allclose(np.asarray(image), image_HW * 255 / 16, atol=0.5)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
-    sources = open_folder(tmp_path / "data" / "digits", val_fraction=0.2, split_seed=0)
+    sources = open_folder(tmp_path / "data" / "digits", OpenOptions())
     assert sources["train"].classes == tuple("0123456789")
     assert len(sources["train"]) + len(sources["val"]) == len(paths)
 

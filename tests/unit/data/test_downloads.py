@@ -5,17 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy.io import savemat
 
-from pycls_fast.data.sources.opening import recognise
 from tests.unit.data.layouts import (
     CLASSES,
     add_member,
@@ -26,10 +22,6 @@ from tests.unit.data.layouts import (
     samples_of,
     write_cifar10,
     write_folder,
-    write_hub_parquet,
-    write_manifest,
-    write_packed,
-    write_tars,
 )
 
 CONTENT = make_content()
@@ -196,126 +188,3 @@ def test_flat_validation_images_without_their_labels(tmp_path: Path) -> None:
     (tmp_path / "meta.mat").write_bytes(devkit(ids)["meta.mat"])
     (tmp_path / "val" / "holiday.jpg").write_bytes(b"x")
     assert "holiday.jpg: not named like ImageNet's validation images" in mistake("auto", tmp_path)
-
-
-# Telling layouts apart
-
-
-def test_the_right_source_is_named(tmp_path: Path) -> None:
-    packed = write_packed(tmp_path / "packed", CONTENT)
-    assert "use data.source=packed" in mistake("folder", packed)
-    folder = write_folder(tmp_path / "folder", CONTENT)
-    for kind in ("packed", "parquet", "tar", "cifar", "manifest"):
-        assert f"is not a dataset for data.source={kind}; use data.source=folder" in mistake(kind, folder)
-    cifar(tmp_path / "cifar")
-    assert "use data.source=cifar" in mistake("folder", tmp_path / "cifar")
-
-
-def test_a_layout_that_could_be_two(tmp_path: Path) -> None:
-    root = Path(write_folder(tmp_path, CONTENT))
-    (root / "train.csv").write_text("path,label\n")
-    assert "could be folder or manifest; choose with data.source=folder or data.source=manifest" in mistake(
-        "auto", root
-    )
-    assert len(opened("folder", root)["train"]) == 16
-    # Kaggle's own tables are no manifests.
-    (root / "train.csv").rename(root / "LOC_train_solution.csv")
-    assert recognise(str(root)) == ("folder",)
-
-
-def test_tables_beside_what_they_list(tmp_path: Path) -> None:
-    assert recognise(write_manifest(tmp_path, CONTENT)) == ("manifest",)
-    (tmp_path / "shard-000.tar").write_bytes(b"")
-    assert recognise(str(tmp_path)) == ("tar",)
-
-
-@pytest.mark.parametrize(
-    "folders", [("images",), ("masks", "images"), ("train/images", "test/images"), ("train", "val")]
-)
-def test_a_table_beside_its_folder_of_images(tmp_path: Path, folders: tuple[str, ...]) -> None:
-    """As in data/README.md: one folder is no class folders."""
-    for folder in folders:
-        (tmp_path / folder).mkdir(parents=True)
-        for sample in CONTENT["train"] if folder != "masks" else ():
-            (tmp_path / folder / sample.name).write_bytes(sample.data)
-    rows = [f"{folders[-1]}/{sample.name},{CLASSES[sample.label]}" for sample in CONTENT["train"]]
-    (tmp_path / "train.csv").write_text("\n".join(["path,label", *rows]))
-    splits = opened("auto", tmp_path)
-    assert {name: len(source) for name, source in splits.items()} == {"train": 13, "val": 3}
-    assert splits["val"].classes == CLASSES
-
-
-@pytest.mark.parametrize("name", ["{}-00000-of-00001.parquet", "{}/0000.parquet"])
-def test_configurations_of_the_hub(tmp_path: Path, name: str) -> None:
-    """A clone has a folder for each, with the same images."""
-    for configuration in ("160px", "full_size"):
-        for split in ("train", "validation"):
-            write_hub_parquet(tmp_path / "whole", CONTENT, shards=1)
-            file = tmp_path / configuration / name.format(split)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / f"whole/data/{split}-00000-of-00001.parquet").rename(file)
-            shutil.rmtree(tmp_path / "whole")
-        if configuration == "160px":
-            # A single one is found.
-            assert samples_of(opened("auto", tmp_path)["train"]) == expected(CONTENT["train"])
-    line = mistake("auto", tmp_path)
-    assert "files of the same names in 160px/, full_size/" in line
-    assert f"choose one with data.root={tmp_path}/full_size, say" in line
-    assert samples_of(opened("auto", tmp_path / "full_size")["val"]) == expected(CONTENT["val"])
-    chosen = {"train": f"160px/{name.format('train')}", "val": f"160px/{name.format('validation')}"}
-    assert samples_of(opened("parquet", tmp_path, **chosen)["val"]) == expected(CONTENT["val"])
-
-
-@pytest.mark.parametrize("kind", ["auto", "folder", "manifest"])
-def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    root = Path(write_folder(tmp_path, CONTENT))
-    real = Path.stat
-
-    def refuse(path: Path, **options: bool) -> os.stat_result:
-        if root in path.parents:
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    line = mistake(kind, root)
-    assert line.startswith(f"{root} cannot be read ({root}/")
-    assert line.endswith(": Permission denied)")
-
-
-@pytest.mark.parametrize("name", ["lost+found", "train/part"])
-def test_folders_beside_shards_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    write_tars(tmp_path, CONTENT)
-    (tmp_path / name).mkdir(parents=True)
-
-    def refuse(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(path: Any) -> Any:
-            if str(path).startswith(str(tmp_path / name)):
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(path)
-
-        return call
-
-    for function in ("scandir", "listdir"):
-        monkeypatch.setattr(os, function, refuse(getattr(os, function)))
-    monkeypatch.setattr(os, "access", lambda path, mode: name not in str(path))
-    if name == "train/part":
-        assert mistake("tar", tmp_path) == f"{tmp_path} cannot be read ({tmp_path}/train/part: Permission denied)"
-    else:
-        for kind in ("auto", "tar"):
-            assert samples_of(opened(kind, tmp_path)["val"]) == expected(CONTENT["val"])
-
-
-def test_archives_left_in_class_folders(tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / name / "deeper").mkdir(parents=True)
-        (tmp_path / name / f"{name}.tar").write_bytes(b"")
-        for sample in CONTENT["train"][:3]:
-            (tmp_path / name / "deeper" / sample.name).write_bytes(sample.data)
-    assert opened("auto", tmp_path)["train"].classes == ("cat", "dog")
-
-
-def test_nothing_at_all(tmp_path: Path) -> None:
-    assert "there is no dataset folder" in mistake("auto", tmp_path / "nowhere")
-    assert "holds no class folders" in mistake("auto", tmp_path)
-    (tmp_path / "file.zip").write_bytes(b"")
-    assert "is a file, not a folder" in mistake("auto", tmp_path / "file.zip")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.data.sources.open_files import _MOST, OpenFiles
+from pycls_fast.data.sources.arrays import _MOST, OpenFiles
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import DamagedImage, EvalTransform, ImageDataset, TrainTransform, decode
-from pycls_fast.data.orientation import jpeg_orientation
-from pycls_fast.data.packing import PackSettings, pack
-from pycls_fast.data.pictures import (
+from pycls_fast.data.decode import jpeg_orientation
+from pycls_fast.data.decoders import (
     DECODERS,
     Decoder,
     PillowPicture,
@@ -26,6 +25,7 @@ from pycls_fast.data.pictures import (
     open_scaled_region,
     open_with_pillow,
 )
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.parallel import ALONE

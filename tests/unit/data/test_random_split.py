@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import FileSource, LabelledSource, Source, is_drawn, name_hashes, open_folder
+from pycls_fast.data import FileSource, LabelledSource, OpenOptions, Source, is_drawn, name_hashes, open_folder
 from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.splits import split_at_random
@@ -110,14 +110,14 @@ def test_every_image_is_held_out_as_often() -> None:
 def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: WriteTree) -> None:
     """The results of the embedded digits are of this split."""
     write_tree(tmp_path, {"3": 20, "8": 11})
-    splits = open_folder(tmp_path, val_fraction=0.2, split_seed=5, by_name=False)
+    splits = open_folder(tmp_path, OpenOptions(split_seed=5), by_name=False)
     val = splits["val"]
     own = [Path(val.name(index)) for index in range(len(val))]
     for name, count, size in (("3", 20, 4), ("8", 11, 2)):
         files = sorted(str(number) for number in range(count))
         drawn = frozen_generator(counter_seed(5, zlib.crc32(name.encode()))).permutation(count)[:size]
         assert [path.stem for path in own if path.parent.name == name] == [files[row] for row in sorted(drawn)]
-    by_name = open_folder(tmp_path, val_fraction=0.2, split_seed=5)["val"]
+    by_name = open_folder(tmp_path, OpenOptions(split_seed=5))["val"]
     assert [Path(by_name.name(index)) for index in range(len(by_name))] != own
 
 

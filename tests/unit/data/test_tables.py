@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from pycls_fast.config.schema import Data
-from pycls_fast.data import block_ends
 from pycls_fast.data.sources import CachePolicy, OpenOptions
 from pycls_fast.data.sources.labels import name_classes
-from pycls_fast.data.sources.layout import find_files
 from pycls_fast.data.sources.opening import LAYOUT_NAMES
-from pycls_fast.data.sources.parquet import ParquetSource
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
-    CLASSES,
     expected,
     make_content,
     mistake,
     opened,
     samples_of,
-    write_hub,
-    write_hub_parquet,
     write_manifest,
 )
 
@@ -51,7 +42,7 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jpg").write_bytes(CONTENT["train"][number].data)
         rows.append(f"{number}.jpg,{'ab'[number % 2]},{split},x")
     (tmp_path / "list.csv").write_text("\n".join(rows))
-    splits = opened("auto", tmp_path / "list.csv", path_column="file", label_column="kind")
+    splits = opened("manifest", tmp_path / "list.csv", path_column="file", label_column="kind")
     assert [splits[name].name(0) for name in ("train", "val", "test")] == [
         str(tmp_path / f"{n}.jpg") for n in (0, 1, 3)
     ]
@@ -124,7 +115,7 @@ def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> No
     assert splits["train"].classes == ("x", "y")
     assert splits["val"].name(0) == f"{tmp_path}/d"
     (tmp_path / "all.csv").write_text("\n".join([*rows, "f,,train"]))
-    assert "row 6 below the header has no path or no label" in mistake("manifest", tmp_path)
+    assert "a row has no path or no label (path 'f', label '')" in mistake("manifest", tmp_path)
 
 
 def test_paths_as_windows_writes_them(tmp_path: Path) -> None:
@@ -146,42 +137,6 @@ def test_paths_as_windows_writes_them(tmp_path: Path) -> None:
     assert names(r"images/cat\1.png", "dog/2.png") == ["images/cat/1.png", "dog/2.png"]
     assert names(r"odd\3.png", r"odd\3.png") == [r"odd\3.png"] * 2
     assert names("cat/1.png", r"odd\3.png") == ["cat/1.png", r"odd\3.png"]
-
-
-def test_tables_in_linked_folders_are_of_something_else(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    write_manifest(tmp_path / "set", CONTENT)
-    (tmp_path / "set/images").rename(tmp_path / "elsewhere/images")
-    (tmp_path / "elsewhere/images/train.csv").write_text("id,box\n1,2\n")
-    (tmp_path / "set/images").symlink_to(tmp_path / "elsewhere/images")
-    assert samples_of(opened("auto", tmp_path / "set")["train"]) == expected(CONTENT["train"])
-
-
-@pytest.mark.parametrize("names", [("train.csv", "val.csv"), ("all.csv",), ("train.csv", "test.tsv")])
-def test_folders_beside_the_tables_are_not_listed(
-    tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may hold millions of images."""
-    (tmp_path / "images").mkdir()
-    for name in names:
-        (tmp_path / name).touch()
-    listed: list[str] = []
-    real = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda folder: (listed.append(str(folder)), real(folder))[1])
-    found = find_files(str(tmp_path), (".csv", ".tsv"), beside_images=True)
-    assert sorted(file for files in found.values() for file in files) == sorted(str(tmp_path / name) for name in names)
-    assert listed == [str(tmp_path)]
-
-
-def test_tables_in_folders_are_found_if_there_is_none_beside_them(tmp_path: Path) -> None:
-    """Nor is a table of training everything."""
-    (tmp_path / "labels").mkdir()
-    for name in ("labels/train.csv", "labels/val.csv"):
-        (tmp_path / name).write_text("path,label\n/a.jpg,x\n")
-    for _ in range(2):
-        assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
-        if (tmp_path / "labels/train.csv").exists():
-            (tmp_path / "labels/train.csv").rename(tmp_path / "train.csv")
 
 
 def test_a_manifest_without_split_is_split_by_class(tmp_path: Path) -> None:
@@ -217,7 +172,7 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
         ("file,label\na,b\n", "has no column 'path'; it has file, label: choose one with data.path_column=NAME"),
         ("path,kind\na,b\n", "has no column 'label'; it has kind, path: choose one with data.label_column=NAME"),
         ("path,label\na,b,c\n", "line 2 has 3 values for 2 columns"),
-        ("path,label\na,x\nb,\n", "row 2 below the header has no path or no label"),
+        ("path,label\na,x\nb,\n", "a row has no path or no label (path 'b', label '')"),
         ("path,label\na,x\nb,-1\nc,-2\n", "a single image in each of the classes"),
         ("path,label\nb,-1\nc,0\n", "the label -1: labels count from 0"),
         ("path,label\nb,1\nc,100200300\n", "such numbers are ids"),
@@ -244,57 +199,6 @@ def test_several_labels_per_image(labels: list[Any]) -> None:
         name_classes(labels, names=None, where="x.parquet")
 
 
-def test_ids_are_no_classes(tmp_path: Path) -> None:
-    ids = [12, 870, 45_000, 999_999]
-    (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,{ids[n % 4]}\n" for n in range(16)))
-    assert "the labels are 4 different numbers up to 999,999" in mistake("manifest", tmp_path)
-
-
-def test_addresses_in_a_table(tmp_path: Path) -> None:
-    (tmp_path / "all.csv").write_text("path,label\na.jpg,a\ns3://bucket/b.jpg,a\n")
-    assert "all.csv: s3://bucket/b.jpg: a table holds paths of local files" in mistake("manifest", tmp_path)
-
-
-def test_names_in_capitals(tmp_path: Path) -> None:
-    (tmp_path / "TRAIN.CSV").write_text("path,label\na,x\nb,y\n")
-    (tmp_path / "Val.TSV").write_text("path\tlabel\nc\ty\n")
-    assert {split: len(source) for split, source in opened("auto", tmp_path).items()} == {"train": 2, "val": 1}
-
-
-def test_brackets_of_the_root_are_no_pattern(tmp_path: Path) -> None:
-    root = tmp_path / "set [1]{1..2}"
-    root.mkdir()
-    for name in ("a-train.csv", "b-val.csv"):
-        (root / name).write_text("path,label\na,x\n")
-    splits = opened("manifest", root, train="a-*.csv", val="b-*.csv")
-    assert set(splits) == {"train", "val"}
-
-
-@pytest.mark.parametrize("kind", ["folder", "packed", "cifar"])
-def test_splits_that_cannot_be_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be classes: `training_set` and `holdout`."""
-    for folder in ("training_set/cat", "training_set/dog", "holdout/cat", "holdout/dog"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "0.png").write_bytes(CONTENT["train"][0].data)
-    if kind != "folder":
-        monkeypatch.setattr("pycls_fast.data.sources.opening.recognise", lambda root: (kind,))
-    says = mistake("auto", tmp_path, train="training_set", val="holdout")
-    assert says.startswith(f"data.train: {tmp_path} is read as data.source={kind}, whose folders of splits have fixed")
-
-
-def test_a_table_elsewhere_of_images_in_class_folders(tmp_path: Path) -> None:
-    root, table = tmp_path / "images", tmp_path / "my.csv"
-    for name in ("cat", "dog"):
-        (root / name).mkdir(parents=True)
-        (root / name / "0.png").write_bytes(CONTENT["train"][0].data)
-    table.write_text("path,label\n" + "".join("cat/0.png,a\ndog/0.png,b\n" for _ in range(5)))
-    assert mistake("auto", root, train=str(table)).endswith(f", or read {table} with data.source=manifest")
-    source = opened("manifest", root, train=str(table), val=str(table))["train"]
-    assert (source.classes, source.name(0)) == (("a", "b"), str(root / "cat/0.png"))
-    # Without it, there is no table.
-    assert "is not a dataset for data.source=manifest; use data.source=folder" in mistake("manifest", root)
-
-
 def test_folds_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("path,label\n" + "".join(f"{n}.jpg,x\n" for n in range(9)))
     held_out = []
@@ -313,16 +217,6 @@ def test_a_class_that_training_does_not_have(tmp_path: Path) -> None:
     assert "no images of the class dog in train" in mistake("manifest", tmp_path)
 
 
-def test_names_that_are_numbers_in_one_split_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\nb.jpg,5\nc.jpg,x\n")
-    (tmp_path / "val.csv").write_text("path,label\nd.jpg,5\ne.jpg,1\n")
-    splits = opened("manifest", tmp_path)
-    assert splits["val"].classes == splits["train"].classes == ("1", "5", "x")
-    assert splits["val"].labels.tolist() == [1, 0]  # type: ignore[attr-defined]
-    (tmp_path / "val.csv").write_text("path,label\nd.jpg,4\n")
-    assert "no images of the class 4 in train" in mistake("manifest", tmp_path)
-
-
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
     options = {"cache": CachePolicy(str(tmp_path / "index"), smallest=0), "val_fraction": 0.5}
     (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\n")
@@ -333,271 +227,6 @@ def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> Non
     assert kept.stat().st_ino == inode
     (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\nc.jpg,x\nd.jpg,x\n")
     assert len(opened("manifest", tmp_path / "list.csv", **options)["train"]) == 2
-
-
-# Parquet
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "as datasets writes it": {},
-    "one row group": {"row_group_size": 1000},
-    "small pages": {"row_group_size": 1000, "write_batch_size": 1, "data_page_size": 600},
-    "pages of version 2": {"data_page_version": "2.0"},
-    "with checksums": {"write_page_checksum": True},
-    "with a page index": {"write_page_index": True},
-    "snappy": {"compression": "snappy"},
-    "zstd": {"compression": "zstd"},
-    "dictionary": {"use_dictionary": True},
-    "another encoding": {"column_encoding": {"image.bytes": "DELTA_LENGTH_BYTE_ARRAY"}},
-}
-IN_PLACE = {"as datasets writes it", "one row group", "small pages", "pages of version 2", "with checksums"}
-IN_PLACE |= {"with a page index"}
-
-
-@pytest.mark.parametrize("how", sorted(LAYOUTS))
-def test_parquet_however_it_was_written(tmp_path: Path, how: str) -> None:
-    splits = opened("parquet", write_hub_parquet(tmp_path, CONTENT, **LAYOUTS[how]))
-    for split, samples in CONTENT.items():
-        source = splits[split]
-        assert isinstance(source, ParquetSource)
-        assert bool((source._places[:, 0] >= 0).all()) == (how in IN_PLACE), "read where they lie"
-        assert samples_of(source) == expected(samples)
-        # In any order.
-        for index in (5, 0, 3, 1, 5):
-            assert source.read(index) == (samples[index].data, samples[index].label)
-    assert splits["train"].name(8) == f"{tmp_path}/data/train-00001-of-00002.parquet[0]"
-    if how == "as datasets writes it":
-        assert block_ends(splits["train"]).tolist() == [3, 6, 8, 11, 14, 16]  # type: ignore[union-attr]
-
-
-def test_parquet_that_datasets_wrote(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
-    for split, samples in CONTENT.items():
-        rows = {
-            "image": [{"bytes": s.data, "path": None} for s in samples],
-            "label": [s.label for s in samples],
-        }
-        made = datasets.Dataset.from_dict(rows, features=kinds)
-        made.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
-    splits = opened("auto", tmp_path)
-    for split, samples in CONTENT.items():
-        assert samples_of(splits[split]) == expected(samples)
-
-
-def test_missing_values(tmp_path: Path) -> None:
-    write_hub_parquet(tmp_path, CONTENT, shards=1)
-    path = tmp_path / "data/train-00000-of-00001.parquet"
-    table = pyarrow.parquet.read_table(path)
-    rows = table.to_pylist()
-    rows[2]["image"] = None
-    rows[4]["image"]["bytes"] = None
-    changed = pyarrow.Table.from_pylist(rows, schema=table.schema)
-    pyarrow.parquet.write_table(changed, path, compression="none", use_dictionary=False, row_group_size=4)
-    source = opened("parquet", tmp_path)["train"]
-    for index, sample in enumerate(CONTENT["train"]):
-        if index in (2, 4):
-            with pytest.raises(OSError, match="no bytes in this row"):
-                source.read(index)
-        else:
-            assert source.read(index) == (sample.data, sample.label)
-
-
-def write(path: Path, columns: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
-    data = [sample.data for sample in CONTENT["train"][:4]]
-    write(tmp_path / "train.parquet", {"jpeg": data, "kind": ["b", "a", "b", "a"]})
-    write(tmp_path / "test.parquet", {"jpeg": data[:1], "kind": ["b"]})
-    splits = opened("parquet", tmp_path, label_column="kind")
-    assert samples_of(splits["train"]) == list(zip(data, ["b", "a", "b", "a"], strict=True))
-    assert samples_of(splits["val"]) == [(data[0], "b")]
-
-
-@pytest.mark.parametrize(
-    ("columns", "options", "says"),
-    [
-        ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),
-        ({"path": ["a"], "label": [1]}, {}, "no column holds images"),
-        ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "x, z all hold images; choose one with data.image_column=NAME"),
-        ({"x": [b"1"], "label": [1]}, {"image_column": "y"}, "has no column 'y'; it has label, x"),
-        ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "the column label holds no images"),
-        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "rows without a label"),
-        ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "labels must be whole numbers or names"),
-        ({"x": pyarrow.array([], pyarrow.binary()), "label": pyarrow.array([], pyarrow.int64())}, {}, "no rows"),
-    ],
-)
-def test_parquet_with_mistakes(tmp_path: Path, columns: dict[str, Any], options: dict[str, str], says: str) -> None:
-    write(tmp_path / "train.parquet", columns)
-    assert says in mistake("parquet", tmp_path, **options)
-
-
-def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
-    write_hub_parquet(tmp_path, CONTENT, shards=3)
-    first, second = sorted((tmp_path / "data").glob("train-*"))[:2]
-    first.unlink()
-    assert f"{first}: missing, of 3 files; download the rest" in mistake("parquet", tmp_path)
-    first.write_bytes(second.read_bytes()[:-30])
-    assert f"{first} cannot be read as Parquet" in mistake("parquet", tmp_path)
-
-
-@pytest.mark.parametrize("header", [b"\xff" * 12, b"\x00" * 12, b"\x1c" * 12])
-def test_a_damaged_page_header(tmp_path: Path, header: bytes) -> None:
-    """Of the images' column: they are then read by pyarrow, which says what is wrong."""
-    path = tmp_path / "train.parquet"
-    pyarrow.parquet.write_table(
-        pyarrow.table({"x": [b"1", b"2"] * 4, "label": [1, 0] * 4}), path, compression="none", use_dictionary=False
-    )
-    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(header)
-    source = opened("parquet", tmp_path)["train"]
-    with pytest.raises(OSError, match="page header"):
-        source.read(0)
-
-
-@pytest.mark.parametrize("labels", [{}, {"label": [-1, -1]}, {"label": pyarrow.array([None, None], pyarrow.int64())}])
-def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str, Any]) -> None:
-    write_hub_parquet(tmp_path, CONTENT)
-    images = [{"bytes": sample.data, "path": None} for sample in CONTENT["val"][:2]]
-    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images, **labels})
-    assert set(opened("parquet", tmp_path)) == {"train", "val"}
-    for file in (tmp_path / "data").glob("validation*"):
-        file.unlink()
-    assert sum(map(len, opened("parquet", tmp_path).values())) == len(CONTENT["train"])
-
-
-def test_shards_with_fingerprints_in_their_names(tmp_path: Path) -> None:
-    """As `datasets` before 2.14 pushed them."""
-    write_hub_parquet(tmp_path, CONTENT, shards=2)
-    for number, path in enumerate(sorted((tmp_path / "data").iterdir())):
-        path.rename(path.with_stem(f"{path.stem}-{number:016x}"))
-    splits = opened("parquet", tmp_path)
-    for split, samples in CONTENT.items():
-        assert samples_of(splits[split]) == expected(samples)
-    (tmp_path / f"data/train-00001-of-00002-{1:016x}.parquet").unlink()
-    missing = tmp_path / "data/train-00001-of-00002-*.parquet"
-    assert f"{missing}: missing, of 2 files; download the rest" in mistake("parquet", tmp_path)
-
-
-@pytest.mark.parametrize("linked", [("train", "validation"), ("validation",)])
-def test_folders_that_are_links(tmp_path: Path, linked: tuple[str, ...]) -> None:
-    write_hub_parquet(tmp_path / "set", CONTENT)
-    for split in ("train", "validation"):
-        place = tmp_path / ("disk" if split in linked else "set") / split
-        place.mkdir(parents=True)
-        for file in (tmp_path / "set/data").glob(f"{split}-*"):
-            file.rename(place / file.name.removeprefix(f"{split}-"))
-        if split in linked:
-            (tmp_path / "set" / split).symlink_to(place)
-    # One that leads back, and one to itself.
-    (tmp_path / "set/train/above").symlink_to(tmp_path / "set")
-    (tmp_path / "set/own").symlink_to("own")
-    splits = opened("auto", tmp_path / "set")
-    for split, samples in CONTENT.items():
-        assert samples_of(splits[split]) == expected(samples)
-
-
-def test_class_names_that_differ_between_files(tmp_path: Path) -> None:
-    write_hub_parquet(tmp_path, CONTENT, shards=2)
-    path = tmp_path / "data/train-00001-of-00002.parquet"
-    table = pyarrow.parquet.read_table(path)
-    pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
-    assert "class names differ from those in" in mistake("parquet", tmp_path)
-
-
-# The hub
-
-
-def test_a_saved_dataset_without_validation_is_split(tmp_path: Path) -> None:
-    import datasets
-
-    write_hub(tmp_path / "both", CONTENT)
-    datasets.load_from_disk(str(tmp_path / "both"))["train"].save_to_disk(str(tmp_path / "one"))
-    splits = opened("auto", tmp_path / "one", val_fraction=0.25)
-    assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
-
-
-def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> None:
-    import datasets
-
-    saved = datasets.load_from_disk(write_hub(tmp_path / "hub", CONTENT))
-    unlabelled = saved["validation"].map(lambda row: {"label": -1})
-    train = {"train": saved["train"]}
-    count = len(CONTENT["train"])
-    for number, test in enumerate((unlabelled, saved["validation"].remove_columns("label"))):
-        root = tmp_path / str(number)
-        datasets.DatasetDict({**train, "test": test}).save_to_disk(str(root))
-        assert sum(map(len, opened("auto", root).values())) == count
-    datasets.DatasetDict({**train, "validation": unlabelled}).save_to_disk(str(tmp_path / "val"))
-    assert "if this split has none, choose others with data.train=NAME" in mistake("auto", tmp_path / "val")
-    assert sum(map(len, opened("auto", tmp_path / "val", train="train").values())) == count
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"train": "training"}, "data.train: {root} has no split training; it has train, validation"),
-        ({"label_column": "kind"}, "has no column 'kind'; it has image, label"),
-        ({"image_column": "label"}, "has no column 'label'; it has image"),
-    ],
-)
-def test_datasets_with_mistakes(tmp_path: Path, options: dict[str, str], says: str) -> None:
-    root = write_hub(tmp_path / "hub", CONTENT)
-    assert says.format(root=root) in mistake("hub", root, **options)
-
-
-def test_a_dataset_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def offline(*arguments: object, **options: object) -> None:
-        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (offline)")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    assert "nobody/nothing cannot be loaded by datasets (ConnectionError: Couldn't reach" in mistake(
-        "hub", "nobody/nothing"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert "use data.source=hub" in mistake("auto", "nobody/nothing")
-
-
-def test_a_revision_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    saved, asked = datasets.load_from_disk(write_hub(tmp_path / "me/cats", CONTENT)), []
-
-    def load(name: str, config: str | None, *, revision: str | None) -> object:
-        asked.append((name, config, revision))
-        return saved
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    for root in ("me/cats", "me/cats@v1"):
-        assert opened("hub", root, hub_config="small").keys() == {"train", "val"}
-    assert asked == [("me/cats", "small", None), ("me/cats", "small", "v1")]
-    # A folder of such a name is a folder.
-    opened("hub", (tmp_path / "me/cats").rename(tmp_path / "cats@v1"))
-    assert len(asked) == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "package", "extra"), [("parquet", "pyarrow.parquet", "parquet"), ("hub", "datasets", "hub")]
-)
-def test_packages_that_are_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str, extra: str
-) -> None:
-    write_hub_parquet(tmp_path, CONTENT)
-    monkeypatch.setitem(__import__("sys").modules, package, None)
-    assert f"pip install -e '.[{extra}]'" in mistake(kind, tmp_path / "data" if kind == "parquet" else "a/b")
-
-
-def test_files_named_for_two_splits(tmp_path: Path) -> None:
-    write(tmp_path / "train_and_val.parquet", {"x": [b"1"], "label": [1]})
-    assert "the name says train and val" in mistake("parquet", tmp_path)
 
 
 def test_every_source_has_its_row() -> None:

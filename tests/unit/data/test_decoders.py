@@ -14,10 +14,9 @@ import sklearn.datasets
 from PIL import Image
 
 from pycls_fast.data import DamagedImage, EvalTransform, TrainTransform, native
-from pycls_fast.data.augment import Augmented
-from pycls_fast.data.pictures import (
+from pycls_fast.data.decoders import (
     DECODERS,
-    Cut,
+    Crop,
     Picture,
     RegionPicture,
     Upright,
@@ -27,6 +26,7 @@ from pycls_fast.data.pictures import (
     open_with_pillow,
     open_with_simplejpeg,
 )
+from pycls_fast.data.transforms import Augmented
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import LimitPixels
 
@@ -79,7 +79,7 @@ def files(photo: Image.Image) -> dict[str, bytes]:
     return variants(photo)
 
 
-def random_cuts(size: tuple[int, int], count: int, seed: int) -> Iterator[Cut]:
+def random_cuts(size: tuple[int, int], count: int, seed: int) -> Iterator[Crop]:
     """Boxes of every size and place, the corners among them, grown and shrunk, with windows and mirrors."""
     draw = random.Random(seed)
     height, width = size
@@ -92,7 +92,7 @@ def random_cuts(size: tuple[int, int], count: int, seed: int) -> Iterator[Cut]:
         window = (draw.randint(0, resized[0] - out_height), draw.randint(0, resized[1] - out_width))
         if number % 3 == 0:
             window, out_height, out_width = (0, 0), *resized
-        yield Cut(
+        yield Crop(
             (top, left, box_height, box_width),
             resized,
             (*window, out_height, out_width),
@@ -101,15 +101,15 @@ def random_cuts(size: tuple[int, int], count: int, seed: int) -> Iterator[Cut]:
         )
 
 
-def rows_then_columns(image: Image.Image, cut: Cut) -> np.ndarray:
+def rows_then_columns(image: Image.Image, crop: Crop) -> np.ndarray:
     """Pillow's decoding and resizing, one axis after the other: Pillow itself chooses the order since version 13."""
-    top, left, height, width = cut.box
+    top, left, height, width = crop.box
     image = image.crop((left, top, left + width, top + height))
-    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[cut.interpolation]
-    image = image.resize((cut.resized[1], height), filter_).resize(cut.resized[::-1], filter_)
-    top, left, height, width = cut.window
+    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[crop.interpolation]
+    image = image.resize((crop.resized[1], height), filter_).resize(crop.resized[::-1], filter_)
+    top, left, height, width = crop.view
     pixels = np.asarray(image)[top : top + height, left : left + width]
-    return pixels[:, ::-1] if cut.mirror else pixels
+    return pixels[:, ::-1] if crop.mirror else pixels
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,29 +118,29 @@ def test_region_decodes_and_resizes_to_the_bit(name: str, files: dict[str, bytes
     assert isinstance(picture, RegionPicture)
     whole = Image.open(io.BytesIO(files[name])).convert("RGB")
     assert picture.size == whole.size[::-1]
-    for cut in random_cuts(picture.size, 60, seed=len(name)):
-        np.testing.assert_array_equal(picture.cut(cut), rows_then_columns(whole, cut), err_msg=str(cut))
+    for crop in random_cuts(picture.size, 60, seed=len(name)):
+        np.testing.assert_array_equal(picture.crop(crop), rows_then_columns(whole, crop), err_msg=str(crop))
 
 
-def drafted(data: bytes, cut: Cut) -> np.ndarray:
+def drafted(data: bytes, crop: Crop) -> np.ndarray:
     """Pillow's draft mode: decoded at a part of its size, then the box, its edges between pixels, resized."""
-    part = divisor(cut)
+    part = divisor(crop)
     image = Image.open(io.BytesIO(data))
     if part > 1:
         image.draft("RGB" if image.mode == "RGB" else "L", (image.width // part, image.height // part))
     image = image.convert("RGB")
-    top, left, height, width = cut.box
+    top, left, height, width = crop.box
     # Whole pixels that the box touches: what lies beyond has no say.
     first_x, first_y = left // part, top // part
     image = image.crop((first_x, first_y, -(-(left + width) // part), -(-(top + height) // part)))
     box = (left / part - first_x, top / part - first_y)
-    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[cut.interpolation]
+    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[crop.interpolation]
     image = image.resize(
-        (cut.resized[1], image.height), filter_, (box[0], 0, box[0] + width / part, image.height)
-    ).resize(cut.resized[::-1], filter_, (0, box[1], cut.resized[1], box[1] + height / part))
-    top, left, height, width = cut.window
+        (crop.resized[1], image.height), filter_, (box[0], 0, box[0] + width / part, image.height)
+    ).resize(crop.resized[::-1], filter_, (0, box[1], crop.resized[1], box[1] + height / part))
+    top, left, height, width = crop.view
     pixels = np.asarray(image)[top : top + height, left : left + width]
-    return pixels[:, ::-1] if cut.mirror else pixels
+    return pixels[:, ::-1] if crop.mirror else pixels
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,9 +149,9 @@ def test_scaled_it_is_pillow_s_draft_to_the_bit(name: str, files: dict[str, byte
     assert isinstance(picture, RegionPicture)
     cuts = list(random_cuts(picture.size, 80, seed=len(name)))
     if name == "as it comes":
-        assert {divisor(cut) for cut in cuts} == {1, 2, 4, 8}
-    for cut in cuts:
-        np.testing.assert_array_equal(picture.cut(cut), drafted(files[name], cut), err_msg=str(cut))
+        assert {divisor(crop) for crop in cuts} == {1, 2, 4, 8}
+    for crop in cuts:
+        np.testing.assert_array_equal(picture.crop(crop), drafted(files[name], crop), err_msg=str(crop))
 
 
 def test_scaled_where_it_shrinks_twice_at_least() -> None:
@@ -164,7 +164,7 @@ def test_scaled_where_it_shrinks_twice_at_least() -> None:
         ((0, 0, 4000, 4000), (32, 32), 8),
         ((0, 0, 10, 10), (224, 224), 1),
     ]:
-        assert divisor(Cut(box, resized, (0, 0, *resized), "bilinear")) == part
+        assert divisor(Crop(box, resized, (0, 0, *resized), "bilinear")) == part
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -214,17 +214,17 @@ def test_what_is_no_plain_jpeg_gives_the_pixels_of_an_array(photo: Image.Image) 
     for data in unusual:
         pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
         for decoder in DECODERS.values():
-            for cut in random_cuts((40, 60), 20, seed=2):
-                expected = decoder(pixels).cut(cut)
-                np.testing.assert_array_equal(decoder(data).cut(cut), expected)
-                np.testing.assert_array_equal(Upright(decoder)(data).cut(cut), expected)
+            for crop in random_cuts((40, 60), 20, seed=2):
+                expected = decoder(pixels).crop(crop)
+                np.testing.assert_array_equal(decoder(data).crop(crop), expected)
+                np.testing.assert_array_equal(Upright(decoder)(data).crop(crop), expected)
 
 
 def test_decoded_arrays(photo: Image.Image) -> None:
     """What raw sources hand out; Pillow's result up to the order of the two passes of the resize."""
     pixels = np.asarray(photo)
-    for cut in random_cuts(pixels.shape[:2], 60, seed=1):  # type: ignore[arg-type]
-        np.testing.assert_array_equal(open_region(pixels).cut(cut), rows_then_columns(photo, cut))
+    for crop in random_cuts(pixels.shape[:2], 60, seed=1):  # type: ignore[arg-type]
+        np.testing.assert_array_equal(open_region(pixels).crop(crop), rows_then_columns(photo, crop))
     transform = TrainTransform(image_size=56)
     for seed in range(20):
         reference = transform(open_with_pillow(pixels), seed).image_HWC.astype(int)
@@ -304,24 +304,9 @@ class TestCompiling:
         monkeypatch.setattr(native, "_compile", None)
         assert native.jpeg_size(encode(photo)) == (213, 320)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("content", [b"", b"of another libjpeg"])
-    def test_a_home_shared_with_another_system(
-        self, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, photo: Image.Image
-    ) -> None:
-        folder = tmp_path / "cache" / "pycls_fast"
-        folder.mkdir(parents=True)
-        theirs = folder / f"jpeg_region-{native._fingerprint()}.so"
-        theirs.write_bytes(content)
-        assert native.jpeg_size(encode(photo)) == (213, 320)
-        assert theirs.read_bytes() == content
-        native.library.cache_clear()
-        monkeypatch.setattr(native, "_compile", None)
-        assert native.jpeg_size(encode(photo)) == (213, 320)
-
     def test_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CC", "no-such-compiler")
-        with pytest.raises(UserError, match=r"^speed\.decode: .*no compiler no-such-compiler; install .*simplejpeg$"):
+        with pytest.raises(UserError, match=r"^speed\.decode: .*no-such-compiler.*; install .*simplejpeg$"):
             native.library()
         assert not native.available()
 
@@ -337,5 +322,5 @@ class TestCompiling:
     def test_where_nothing_can_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); set XDG_CACHE_HOME"):
+        with pytest.raises(UserError, match=r"cannot be compiled here \(.*Not a directory.*\); install"):
             native.library()

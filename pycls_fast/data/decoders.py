@@ -1,6 +1,6 @@
 """Lazily decoded images: the size is known at once, pixels are decoded when it is known which are needed.
 
-A transform asks for a `Cut`; how it is decoded is the choice of `speed.decode`:
+A transform asks for a `Crop`; how it is decoded is the choice of `speed.decode`:
 
 | decoder       | JPEG                                                             | crop and resize       |
 |---------------|------------------------------------------------------------------|-----------------------|
@@ -26,8 +26,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import MAX_PIXELS, checked_array, decode
-from pycls_fast.data.orientation import jpeg_orientation
+from pycls_fast.data.decode import MAX_PIXELS, checked_array, decode, jpeg_orientation
 
 Interpolation = Literal["bilinear", "bicubic"]
 Box = tuple[int, int, int, int]
@@ -37,13 +36,13 @@ _JPEG = b"\xff\xd8"
 PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
-class Cut(NamedTuple):
-    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `window`, mirror."""
+class Crop(NamedTuple):
+    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `view`, mirror."""
 
     box: Box
     resized: tuple[int, int]
     """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
-    window: Box
+    view: Box
     """The part of the resized box that is kept."""
     interpolation: Interpolation
     mirror: bool = False
@@ -57,8 +56,8 @@ class Picture(Protocol):
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
 
-    def cut(self, cut: Cut) -> np.ndarray:
-        """uint8 (height, width, 3) of the window.
+    def crop(self, crop: Crop) -> np.ndarray:
+        """uint8 (height, width, 3) of the view.
 
         Raises:
             DamagedImage: the pixels cannot be decoded.
@@ -72,17 +71,17 @@ class PillowPicture:
         self._image = image
         self.size = (image.height, image.width)
 
-    def cut(self, cut: Cut) -> np.ndarray:
-        top, left, height, width = cut.box
+    def crop(self, crop: Crop) -> np.ndarray:
+        top, left, height, width = crop.box
         image = self._image
-        if cut.box != (0, 0, *self.size):
+        if crop.box != (0, 0, *self.size):
             image = image.crop((left, top, left + width, top + height))
-        if cut.resized != (height, width):
-            image = image.resize(cut.resized[::-1], PILLOW_FILTERS[cut.interpolation])
-        top, left, height, width = cut.window
-        if cut.window != (0, 0, *cut.resized):
+        if crop.resized != (height, width):
+            image = image.resize(crop.resized[::-1], PILLOW_FILTERS[crop.interpolation])
+        top, left, height, width = crop.view
+        if crop.view != (0, 0, *crop.resized):
             image = image.crop((left, top, left + width, top + height))
-        if cut.mirror:
+        if crop.mirror:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(image)
 
@@ -94,16 +93,16 @@ class TensorPicture:
         self._image_CHW = image_CHW
         self.size = (image_CHW.shape[1], image_CHW.shape[2])
 
-    def cut(self, cut: Cut) -> np.ndarray:
-        top, left, height, width = cut.box
+    def crop(self, crop: Crop) -> np.ndarray:
+        top, left, height, width = crop.box
         image_CHW = self._image_CHW[:, top : top + height, left : left + width]
-        if cut.resized != (height, width):
+        if crop.resized != (height, width):
             image_CHW = torch.nn.functional.interpolate(
-                image_CHW[None], cut.resized, mode=cut.interpolation, antialias=True
+                image_CHW[None], crop.resized, mode=crop.interpolation, antialias=True
             )[0]
-        top, left, height, width = cut.window
+        top, left, height, width = crop.view
         image_HWC = image_CHW[:, top : top + height, left : left + width].permute(1, 2, 0).numpy()
-        return image_HWC[:, ::-1] if cut.mirror else image_HWC
+        return image_HWC[:, ::-1] if crop.mirror else image_HWC
 
 
 class RegionPicture:
@@ -112,7 +111,7 @@ class RegionPicture:
     Args:
         data: the file.
         size: (height, width).
-        scaled: decode large images at a fraction of their size, but no smaller than the cut resizes its box to.
+        scaled: decode large images at a fraction of their size, but no smaller than the crop resizes its box to.
     """
 
     def __init__(self, data: bytes, size: tuple[int, int], *, scaled: bool = False) -> None:
@@ -120,24 +119,24 @@ class RegionPicture:
         self._scaled = scaled
         self.size = size
 
-    def cut(self, cut: Cut) -> np.ndarray:
+    def crop(self, crop: Crop) -> np.ndarray:
         image_HWC = native.jpeg_region(
             self._data,
-            cut.box,
-            cut.resized,
-            cut.window,
-            bicubic=cut.interpolation == "bicubic",
-            mirror=cut.mirror,
-            divisor=divisor(cut) if self._scaled else 1,
+            crop.box,
+            crop.resized,
+            crop.view,
+            bicubic=crop.interpolation == "bicubic",
+            mirror=crop.mirror,
+            divisor=divisor(crop) if self._scaled else 1,
         )
         if image_HWC is None:
-            return PillowRegionPicture(decode(self._data)).cut(cut)
+            return PillowRegionPicture(decode(self._data)).crop(crop)
         return image_HWC
 
 
-def divisor(cut: Cut) -> int:
+def divisor(crop: Crop) -> int:
     """The largest of libjpeg's 1, 2, 4 and 8 that leaves at least as many pixels as the box is resized to."""
-    least = min(cut.box[2] / cut.resized[0], cut.box[3] / cut.resized[1])
+    least = min(crop.box[2] / crop.resized[0], crop.box[3] / crop.resized[1])
     return next(part for part in (8, 4, 2, 1) if least >= part or part == 1)
 
 
@@ -148,14 +147,14 @@ class ArrayPicture:
         self._image_HWC = np.ascontiguousarray(image_HWC)
         self.size = (image_HWC.shape[0], image_HWC.shape[1])
 
-    def cut(self, cut: Cut) -> np.ndarray:
+    def crop(self, crop: Crop) -> np.ndarray:
         return native.array_region(
             self._image_HWC,
-            cut.box,
-            cut.resized,
-            cut.window,
-            bicubic=cut.interpolation == "bicubic",
-            mirror=cut.mirror,
+            crop.box,
+            crop.resized,
+            crop.view,
+            bicubic=crop.interpolation == "bicubic",
+            mirror=crop.mirror,
         )
 
 
@@ -166,11 +165,11 @@ class PillowRegionPicture:
         self._image = image
         self.size = (image.height, image.width)
 
-    def cut(self, cut: Cut) -> np.ndarray:
-        top, left, height, width = cut.box
+    def crop(self, crop: Crop) -> np.ndarray:
+        top, left, height, width = crop.box
         # Only the box is copied out of Pillow's memory.
         box = np.asarray(self._image.crop((left, top, left + width, top + height)))
-        return ArrayPicture(box).cut(cut._replace(box=(0, 0, height, width)))
+        return ArrayPicture(box).crop(crop._replace(box=(0, 0, height, width)))
 
 
 class Decoder(Protocol):
@@ -241,7 +240,7 @@ open_with_pillow = ImageDecoder(_no_picture, PillowPicture, _pillow_array)
 open_with_simplejpeg = ImageDecoder(_simplejpeg, _tensor_picture, _tensor_picture)
 """Decodes a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
 open_region = ImageDecoder(partial(_region, scaled=False), PillowRegionPicture, ArrayPicture)
-"""Reads a JPEG's header; a cut decodes only the pixels that it needs."""
+"""Reads a JPEG's header; a crop decodes only the pixels that it needs."""
 open_scaled_region = ImageDecoder(partial(_region, scaled=True), PillowRegionPicture, ArrayPicture)
 """`open_region`, with large JPEGs decoded at a fraction of their size."""
 

@@ -16,10 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from pycls_fast.data.ahead import fetch_ahead
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import Key
+from pycls_fast.data.sources import copied_shards
+from pycls_fast.data.sources.shards import fetch_ahead
 from pycls_fast.errors import UserError
 
 
@@ -84,11 +85,9 @@ class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        source = getattr(self.dataset, "source", None)
-        in_flight = max(self.num_workers * (self.prefetch_factor or 0), 1)
-        # Starts before the workers: they fetch the shards that nobody else does.
-        ahead = fetch_ahead(source, self.batch_sampler, in_flight=in_flight)  # type: ignore[arg-type]  # never None here
-        with ahead as count_batch:
+        source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
+        sampler: Any = self.batch_sampler
+        with fetch_ahead(copied_shards(source), sampler, len(source)) as count_batch:
             yield from self._batches(count_batch)
 
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:

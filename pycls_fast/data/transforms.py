@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from pycls_fast.data.decoders import Box, Crop, Interpolation, Picture
 from pycls_fast.data.draws import seeded_torch
-from pycls_fast.data.pictures import Box, Cut, Interpolation, Picture
 from pycls_fast.data.policies import Step
 
-Crop = Literal["random_resized", "pad", "none"]
+CropMode = Literal["random_resized", "pad", "none"]
 EvalCrop = Literal["center", "squash", "border"]
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
@@ -59,7 +59,7 @@ class TrainTransform:
         self,
         *,
         image_size: int,
-        crop: Crop = "random_resized",
+        crop: CropMode = "random_resized",
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         pad: int = 4,
@@ -128,12 +128,12 @@ class TrainTransform:
         if self._random_resized is not None:
             drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
             box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
-            cut = Cut(box, (size, size), (0, 0, size, size), self._interpolation, mirror=_draw_flip(self._hflip))
-            return picture.cut(cut)
-        cut = _fit(picture.size, size, size, self._interpolation)
+            crop = Crop(box, (size, size), (0, 0, size, size), self._interpolation, mirror=_draw_flip(self._hflip))
+            return picture.crop(crop)
+        crop = _fit(picture.size, size, size, self._interpolation)
         if self._padded is None:
-            return picture.cut(cut._replace(mirror=_draw_flip(self._hflip)))
-        whole = picture.cut(cut._replace(window=(0, 0, *cut.resized)))
+            return picture.crop(crop._replace(mirror=_draw_flip(self._hflip)))
+        whole = picture.crop(crop._replace(view=(0, 0, *crop.resized)))
         image_HWC = np.asarray(self._padded(Image.fromarray(whole)))
         return image_HWC[:, ::-1] if _draw_flip(self._hflip) else image_HWC
 
@@ -211,11 +211,11 @@ class EvalTransform:
         return self
 
     def __call__(self, picture: Picture, seed: int) -> Augmented:
-        """Cut one RGB image; `seed` is not used."""
-        image_HWC = picture.cut(self._cut(picture.size))
+        """Crop one RGB image; `seed` is not used."""
+        image_HWC = picture.crop(self._cut(picture.size))
         return Augmented(_with_border(image_HWC, self.image_size, self._fill), NO_BOX)
 
-    def _cut(self, picture_size: tuple[int, int]) -> Cut:
+    def _cut(self, picture_size: tuple[int, int]) -> Crop:
         side, size = self._resized_side, self.image_size
         if self._crop == "center":
             return _fit(picture_size, side, size, self._interpolation)
@@ -224,8 +224,8 @@ class EvalTransform:
             ratio = max(picture_size) / side
             height, width = (max(round(pixels / ratio), 1) for pixels in picture_size)
             resized = (height, width)
-        window = _centre(*resized, *(min(pixels, size) for pixels in resized))
-        return Cut((0, 0, *picture_size), resized, window, self._interpolation)
+        view = _centre(*resized, *(min(pixels, size) for pixels in resized))
+        return Crop((0, 0, *picture_size), resized, view, self._interpolation)
 
 
 def _with_border(image_HWC: np.ndarray, size: int, fill: tuple[int, int, int]) -> np.ndarray:
@@ -239,7 +239,7 @@ def _with_border(image_HWC: np.ndarray, size: int, fill: tuple[int, int, int]) -
     return square_HWC
 
 
-def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolation: Interpolation) -> Cut:
+def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolation: Interpolation) -> Crop:
     """Resize the short side, keep the proportions, cut out the centre square: torchvision's Resize and CenterCrop."""
     height, width = picture_size
     box = (0, 0, height, width)
@@ -252,7 +252,7 @@ def _fit(picture_size: tuple[int, int], short_side: int, size: int, interpolatio
         resized = (int(short_side * height / width), short_side)
     else:
         resized = (short_side, int(short_side * width / height))
-    return Cut(box, resized, _centre(*resized, size, size), interpolation)
+    return Crop(box, resized, _centre(*resized, size, size), interpolation)
 
 
 def _centre(height: int, width: int, crop_height: int, crop_width: int) -> Box:

@@ -38,7 +38,7 @@ from pycls_fast.data.policies import rand_augment
 from pycls_fast.data.sampling import Key
 from pycls_fast.data.sources import scan_classes
 from pycls_fast.errors import UserError
-from tests.unit.data.conftest import LimitPixels, WriteTree
+from tests.unit.data.conftest import WriteTree
 
 # torch's warning about more workers than cores, on small machines.
 TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="bilinear"),), erase_probability=0.5)
@@ -103,14 +103,6 @@ def test_any_number_of_workers(damaged_folder: FileSource) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == random_state
     assert len({batch.images_BHWC.numpy().tobytes() for batch in batches}) == 7
-
-
-def test_there_are_no_more_workers_than_batches() -> None:
-    source = SyntheticSource(20, 20, 3, seed=0)
-    assert [train_loader(source, number, total_steps=2).num_workers for number in (0, 1, 2, 9)] == [0, 1, 2, 2]
-    dataset = ImageDataset(source, EVAL, training=False)
-    counts = [make_loader(dataset, EvalSampler(count, batch_size=4), num_workers=9).num_workers for count in (0, 3, 9)]
-    assert counts == [1, 1, 3]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -229,20 +221,6 @@ def test_broken_as_a_whole(tmp_path: Path, write_tree: WriteTree, num_workers: i
     assert all(line.endswith("the file is empty (0 bytes)") for line in lines)
 
 
-def test_a_small_broken_source_is_tried_once_round(tmp_path: Path, write_tree: WriteTree) -> None:
-    source = scan_classes(write_tree(tmp_path, {"a": 2}))
-    for path in (tmp_path / "a").iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match="2 images in a row"):
-        ImageDataset(source, TRAIN, training=True)[(0, 1)]
-
-
-def test_limit_of_pixels_is_one_of_files(limit_pixels: LimitPixels) -> None:
-    limit_pixels(100)
-    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)
-    assert dataset[(0, 0)].damaged == (), "arrays are not decoded"
-
-
 def test_the_machines_own_limits_are_no_damage() -> None:
     def no_more_files(index: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -270,20 +248,6 @@ def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch, trai
     assert (own.index, own.label, own.damaged) == (2, whole.label, ())
     np.testing.assert_array_equal(own.image_HWC, whole.image_HWC)  # type: ignore[arg-type]
     assert paused == [0.5, 2.0, 8.0]
-
-
-@pytest.mark.parametrize(("number", "reads"), [(errno.EIO, 4), (errno.ENOENT, 1), (errno.EACCES, 1)])
-def test_an_error_that_stays_is_damage(monkeypatch: pytest.MonkeyPatch, number: int, reads: int) -> None:
-    asked: list[int] = []
-
-    def broken(index: int) -> None:
-        asked.append(index)
-        raise OSError(number, "broken")
-
-    monkeypatch.setattr(dataset.time, "sleep", lambda seconds: None)
-    sample = ImageDataset(HookedSource(20, broken), EVAL, training=False)[(0, 2)]
-    assert [reason for _, reason in sample.damaged] == ["cannot be read: broken"]
-    assert asked == [2] * reads
 
 
 def test_a_disk_that_stays_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,14 +443,6 @@ def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileSource) ->
     image_HWC = dataset[(1, 3)].image_HWC
     assert image_HWC is not None
     np.testing.assert_array_equal(copy[(1, 3)].image_HWC, image_HWC)
-
-
-def test_iteration_can_be_left_early() -> None:
-    loader = train_loader(SyntheticSource(20, 20, 3, seed=1), 2)
-    iterator: Iterator[Batch] = iter(loader)
-    next(iterator)
-    del iterator
-    assert len(list(loader)) == 7
 
 
 def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:

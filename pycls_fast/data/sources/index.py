@@ -7,20 +7,16 @@ says. It is never inside the dataset's folder: other programs take every folder 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,6 @@ from pycls_fast.paths import cache_folder, user_path
 _FORMAT = 5
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
-_UNUSED_DAYS = 30
 _DAY = 24 * 3600
 
 Stamp = Mapping[str, Any]
@@ -126,9 +121,6 @@ def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | 
     for place in places:
         index = _load(place)
         if index is not None and is_fresh(index.stamp):
-            # Its time tells when it was last used. Another user's can only be read.
-            with suppress(OSError):
-                os.utime(place / _ABOUT)
             return index
     return None
 
@@ -156,8 +148,6 @@ def _save_first(index: Index, places: list[Path]) -> None:
         except OSError as error:
             reasons.append(f"{place}: {error.strerror or error}")
         else:
-            if cache_folder() in place.parents:
-                _remove_unused(cache_folder())
             return
     _say(f"the index could not be saved, so the next start rebuilds it ({'; '.join(reasons)}); see data.index_cache")
 
@@ -196,56 +186,22 @@ def _remove_left(place: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove the indexes in the user's cache that no process has loaded for `_UNUSED_DAYS`."""
-    oldest = time.time() - _UNUSED_DAYS * _DAY
-    for root in folder.iterdir():
-        if re.fullmatch(r"[0-9a-f]{16}", root.name):
-            # Other processes remove them too.
-            with suppress(OSError):
-                for index in root.iterdir():
-                    if max(index.stat().st_mtime, _time_of_use(index)) < oldest:
-                        shutil.rmtree(index, ignore_errors=True)
-                root.rmdir()
-
-
-def _time_of_use(index: Path) -> float:
-    about = index / _ABOUT
-    return about.stat().st_mtime if about.is_file() else 0.0
-
-
 @contextmanager
 def _lock(what: str) -> Iterator[None]:
-    """Admit one process of this user and machine at a time; released whenever the process ends.
+    """Admit one process of this user at a time; released whenever the process ends.
 
-    Without a folder for locks there is none: several processes may then build the same index.
+    If the user's cache cannot be written there is none: several processes may then build the same index.
     """
-    descriptor = None
-    try:
-        descriptor = _open_lock(what)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        _say(f"an index is built without a lock ({error})")
-    try:
+    with ExitStack() as stack:
+        try:
+            folder = cache_folder() / "locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
+            file = stack.enter_context((folder / _digest(what)[:2]).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            _say(f"an index is built without a lock ({error})")
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _open_lock(what: str) -> int:
-    """A descriptor of the lock's file.
-
-    Raises:
-        OSError: the folder cannot be made, or is not this user's: anyone can make a folder or link of that name.
-    """
-    folder = Path(tempfile.gettempdir()) / f"pycls_fast-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
-    # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
-    return os.open(folder / _digest(what)[:2], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _say(text: str) -> None:

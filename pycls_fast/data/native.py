@@ -1,7 +1,7 @@
 """The only part in C: decodes the region of a JPEG that a crop needs. Compiled on first use, kept in the user's cache.
 
-It needs a C compiler and libjpeg-turbo with its header. Nothing else of the package does, so it is not built when the
-package is installed.
+It needs a C compiler and libjpeg-turbo with its header. Nothing else of the package does, and it is compiled for the
+processor of this machine, so it is not built when the package is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,13 +24,7 @@ _SOURCE = Path(__file__).with_name("jpeg_region.c")
 # No fused multiply-adds: the coefficients must match Pillow's to the bit.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 _LIBRARIES = ("-ljpeg", "-lm")
-_BUILD_SECONDS = 120
 _OK, _NO_MEMORY = 0, 2
-
-_INSTALL = (
-    "install libjpeg-turbo's header (Debian, Ubuntu: libjpeg-turbo8-dev or libjpeg62-turbo-dev; Fedora: "
-    "libjpeg-turbo-devel; conda: libjpeg-turbo) and a C compiler, or use speed.decode=simplejpeg"
-)
 
 
 @functools.cache
@@ -41,32 +34,50 @@ def library() -> ctypes.CDLL:
     Raises:
         UserError: it cannot be compiled here; says what is missing.
     """
-    path = cache_folder() / f"jpeg_region-{_fingerprint()}.so"
     try:
-        loaded = _load(path)
-    except OSError as error:
-        # Compiled by a machine or container with the same home, but another version of libjpeg or of the C library.
-        own = path.with_stem(f"{path.stem}-{hashlib.sha256(str(error).encode()).hexdigest()[:8]}")
-        try:
-            loaded = _load(own)
-        except OSError as again:
-            raise UserError(f"speed.decode: region: {own} cannot be loaded ({again}); remove the file") from again
+        path = _path()
+        if not path.exists():
+            _compile(path)
+        if not path.is_absolute() and path.stat().st_uid != os.getuid():
+            # A user without a home has the cache in the working folder, where others may write.
+            raise OSError(f"{path} belongs to another user, whose code is not run; remove it, or set XDG_CACHE_HOME")
+        loaded = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f"speed.decode: region cannot be compiled here ({error}); install a C compiler and libjpeg-turbo's header "
+            "(Debian, Ubuntu: libjpeg62-turbo-dev or libjpeg-turbo8-dev), or use speed.decode=simplejpeg"
+        ) from error
     loaded.jpeg_size.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     loaded.jpeg_region.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     loaded.array_region.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
     return loaded
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        _compile(path)
-    if not path.is_absolute() and path.stat().st_uid != os.getuid():
-        # A user without a home has the cache in the working folder, where others may write.
-        raise UserError(
-            f"speed.decode: region: {path} belongs to another user, whose code is not run; remove it, or set "
-            "XDG_CACHE_HOME to a folder of your own"
-        )
-    return ctypes.CDLL(str(path))
+def _path() -> Path:
+    """The library of this code, compiler, system and processor: home folders are shared between machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_bytes().splitlines() if cpuinfo.exists() else []
+    parts = [line for line in lines if line.startswith((b"flags", b"Features"))][:1]
+    about = f"{_compiler()} {_FLAGS} {platform.machine()} {platform.libc_ver()}"
+    digest = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), about.encode(), *parts])).hexdigest()[:16]
+    return cache_folder() / f"jpeg_region-{digest}.so"
+
+
+def _compiler() -> list[str]:
+    return (os.environ.get("CC") or "cc").split()
+
+
+def _compile(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [*_compiler(), *_FLAGS, str(_SOURCE), "-o", str(made), *_LIBRARIES]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+        if result.returncode:
+            problems = [line.strip() for line in result.stderr.splitlines() if "error" in line]
+            raise OSError(problems[0] if problems else "no message")
+        # Ranks may compile at the same time: each makes its own file, the last one wins.
+        made.replace(path)
 
 
 def available() -> bool:
@@ -132,47 +143,3 @@ def array_region(
     if library().array_region(image_HWC.ctypes.data, image_HWC.shape[1], numbers, cut_HWC.ctypes.data) != _OK:
         raise MemoryError("resizing an image")
     return cut_HWC
-
-
-def _fingerprint() -> str:
-    """Hash of the code and of the processor it is compiled for: home folders are shared between machines."""
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _compiler().encode()]
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        parts += [line for line in cpuinfo.read_bytes().splitlines() if line.startswith((b"flags", b"Features"))][:1]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _compiler() -> str:
-    return os.environ.get("CC") or "cc"
-
-
-def _compile(path: Path) -> None:
-    command = _compiler().split()
-    if shutil.which(command[0]) is None:
-        raise UserError(f"speed.decode: region needs a C compiler, and there is no compiler {command[0]}; {_INSTALL}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=path.parent)
-    except OSError as error:
-        raise UserError(
-            f"speed.decode: region is compiled into {path.parent}, which cannot be written ({error.strerror}); set "
-            "XDG_CACHE_HOME or use speed.decode=simplejpeg"
-        ) from error
-    with folder:
-        made = Path(folder.name) / path.name
-        try:
-            result = subprocess.run(
-                [*command, *_FLAGS, str(_SOURCE), "-o", str(made), *_LIBRARIES],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_BUILD_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise UserError(f"speed.decode: region: {command[0]} took over {_BUILD_SECONDS} s") from error
-        if result.returncode:
-            problem = next((line for line in result.stderr.splitlines() if "error" in line), "no message").strip()
-            raise UserError(f"speed.decode: region cannot be compiled here ({problem}); {_INSTALL}")
-        # Ranks may compile at the same time: each makes its own file, the last one wins.
-        made.replace(path)

@@ -1,0 +1,167 @@
+"""Parquet files, and datasets of the hub, through `datasets`."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.unit.data.layouts import (
+    CLASSES,
+    expected,
+    make_content,
+    mistake,
+    opened,
+    samples_of,
+    write_hub,
+    write_hub_parquet,
+)
+
+CONTENT = make_content()
+datasets.disable_progress_bars()
+
+
+def write(path: Path, columns: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "zstd", "use_dictionary": True}])
+def test_parquet_however_it_was_written(tmp_path: Path, how: dict[str, Any]) -> None:
+    root = tmp_path / "a [set]*"
+    splits = opened("parquet", write_hub_parquet(root, CONTENT, **how))
+    for split, samples in CONTENT.items():
+        assert samples_of(splits[split]) == expected(samples)
+    source = pickle.loads(pickle.dumps(splits["train"]))
+    # In any order.
+    for index in (5, 0, 3, 1, 5):
+        assert source.read(index) == (CONTENT["train"][index].data, CONTENT["train"][index].label)
+    assert source.name(8) == f"{root} (train)[8]"
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    write(tmp_path / "train.parquet", {"x": [b"1", b"2"] * 2, "label": [1, 0] * 2})
+    assert len(opened("parquet", tmp_path, whole=True)["all"]) == 4
+    write(tmp_path / "train.parquet", {"x": [b"3", b"4"] * 3, "label": [1, 0] * 3})
+    source = opened("parquet", tmp_path, whole=True)["all"]
+    assert [source.read(index) for index in range(2)] == [(b"3", 1), (b"4", 0)]
+    assert len(source) == 6
+
+
+def test_a_row_without_an_image(tmp_path: Path) -> None:
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    (tmp_path / "own.jpg").write_bytes(b"own")
+    images = [None, {"bytes": None, "path": None}, {"bytes": None, "path": str(tmp_path / "own.jpg")}]
+    write(tmp_path / "train.parquet", {"image": pyarrow.array(images, kind), "label": [0, 0, 0]})
+    source = opened("parquet", tmp_path, whole=True)["all"]
+    for index in (0, 1):
+        with pytest.raises(OSError, match="no image in this row"):
+            source.read(index)
+    assert source.read(2) == (b"own", 0)
+
+
+def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
+    data = [sample.data for sample in CONTENT["train"][:4]]
+    write(tmp_path / "train.parquet", {"jpeg": data, "kind": ["b", "a", "b", "a"]})
+    write(tmp_path / "test.parquet", {"jpeg": data[:1], "kind": ["b"]})
+    splits = opened("parquet", tmp_path, label_column="kind")
+    assert samples_of(splits["train"]) == list(zip(data, ["b", "a", "b", "a"], strict=True))
+    assert samples_of(splits["val"]) == [(data[0], "b")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "says"),
+    [
+        ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),
+        ({"path": ["a"], "label": [1]}, {}, "expected one column of images"),
+        ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "got x, z"),
+        ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "label is none of x"),
+        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "rows without a label"),
+        ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "labels must be whole numbers or names"),
+    ],
+)
+def test_parquet_with_mistakes(tmp_path: Path, columns: dict[str, Any], options: dict[str, str], says: str) -> None:
+    write(tmp_path / "train.parquet", columns)
+    assert says in mistake("parquet", tmp_path, **options)
+
+
+def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
+    write_hub_parquet(tmp_path, CONTENT, shards=3)
+    first, second = sorted((tmp_path / "data").glob("train-*"))[:2]
+    first.unlink()
+    assert f"{first.with_suffix('')}: missing, of 3 files; download the rest" in mistake("parquet", tmp_path)
+    first.write_bytes(second.read_bytes()[:-30])
+    assert f"{tmp_path} cannot be loaded by datasets" in mistake("parquet", tmp_path)
+
+
+@pytest.mark.parametrize("labels", [{}, {"label": [-1, -1]}, {"label": pyarrow.array([None, None], pyarrow.int64())}])
+def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str, Any]) -> None:
+    write_hub_parquet(tmp_path, CONTENT)
+    images = [{"bytes": sample.data, "path": None} for sample in CONTENT["val"][:2]]
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images, **labels})
+    assert set(opened("parquet", tmp_path)) == {"train", "val"}
+    for file in (tmp_path / "data").glob("validation*"):
+        file.unlink()
+    assert sum(map(len, opened("parquet", tmp_path).values())) == len(CONTENT["train"])
+
+
+def test_a_saved_dataset_of_picked_rows_is_split(tmp_path: Path) -> None:
+    """Rows in another order than on disk."""
+    saved = datasets.load_from_disk(write_hub(tmp_path / "both", CONTENT))["train"]
+    saved.select(range(len(saved) - 1, -1, -1)).save_to_disk(str(tmp_path / "one"))
+    source = opened("hub", tmp_path / "one", whole=True)["all"]
+    assert samples_of(source) == expected(CONTENT["train"][::-1])
+    splits = opened("hub", tmp_path / "one", val_fraction=0.25)
+    assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
+
+
+def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> None:
+    saved = datasets.load_from_disk(write_hub(tmp_path / "hub", CONTENT))
+    unlabelled = saved["validation"].map(lambda row: {"label": -1})
+    train = {"train": saved["train"]}
+    for number, test in enumerate((unlabelled, saved["validation"].remove_columns("label"))):
+        root = tmp_path / str(number)
+        datasets.DatasetDict({**train, "test": test}).save_to_disk(str(root))
+        assert sum(map(len, opened("hub", root).values())) == len(CONTENT["train"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"train": "training"}, "data.train: {root} has no split training; it has train, validation"),
+        ({"label_column": "kind"}, "has no column 'kind'; it has image, label"),
+    ],
+)
+def test_datasets_with_mistakes(tmp_path: Path, options: dict[str, str], says: str) -> None:
+    root = write_hub(tmp_path / "hub", CONTENT)
+    assert says.format(root=root) in mistake("hub", root, **options)
+
+
+def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, asked = datasets.load_from_disk(write_hub(tmp_path / "me/cats", CONTENT)), []
+
+    def load(name: str, config: str | None, *, revision: str | None) -> object:
+        asked.append((name, config, revision))
+        if name == "nobody/nothing":
+            raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (offline)")
+        return saved
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for root in ("me/cats", "me/cats@v1"):
+        assert opened("hub", root, hub_config="small")["val"].classes == CLASSES
+    assert asked == [("me/cats", "small", None), ("me/cats", "small", "v1")]
+    assert "nobody/nothing cannot be loaded by datasets (ConnectionError: Couldn't reach" in mistake(
+        "hub", "nobody/nothing"
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hub"])
+def test_datasets_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    write_hub_parquet(tmp_path, CONTENT)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert "pip install -e '.[hub]'" in mistake(kind, tmp_path)

@@ -1,0 +1,108 @@
+"""Which layout a folder has, and which files its splits have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pycls_fast.data.sources.find import find_files
+from pycls_fast.data.sources.opening import recognise
+from pycls_fast.errors import UserError
+from tests.unit.data.layouts import LAYOUTS, make_content, mistake, opened, write_cifar10, write_folder, write_tars
+
+CONTENT = make_content()
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    return root
+
+
+def test_layouts_that_are_recognised(tmp_path: Path) -> None:
+    for kind in ("folder", "packed"):
+        assert recognise(LAYOUTS[kind](tmp_path / kind, CONTENT)) == kind
+    cifar = write_cifar10(tmp_path / "cifar", np.zeros((12, 32, 32, 3), np.uint8), [0] * 12, ["a"])
+    assert recognise(cifar) == "cifar"
+    # Kaggle's own tables, and archives that were left where they were unpacked.
+    touch(tmp_path / "folder", "LOC_val_solution.csv", "ILSVRC2012_img_train.tar", ".hidden.csv")
+    assert recognise(str(tmp_path / "folder")) == "folder"
+
+
+def test_a_table_beside_folders_is_asked_about(tmp_path: Path) -> None:
+    root = touch(Path(write_folder(tmp_path, CONTENT)), "labels.csv")
+    assert "holds labels.csv; choose data.source=manifest, or data.source=folder" in mistake("auto", root)
+    assert len(opened("folder", root)["train"]) == 16
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar", "hub"])
+def test_did_you_mean(tmp_path: Path, kind: str) -> None:
+    root = LAYOUTS[kind](tmp_path / kind, CONTENT)
+    assert mistake("auto", root).endswith(f"; did you mean data.source={kind}?")
+
+
+def test_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no dataset folder" in mistake("auto", tmp_path / "nowhere")
+    assert "holds no class folders" in mistake("auto", tmp_path)
+    assert "is a file, not a folder" in mistake("auto", touch(tmp_path, "file.zip") / "file.zip")
+    monkeypatch.chdir(tmp_path)
+    assert mistake("auto", "nobody/nothing").endswith("did you mean data.source=hub?")
+    assert mistake("auto", "s3://bucket").endswith("did you mean data.source=tar?")
+    assert "data.train: data.source=folder has folders of fixed names" in mistake("folder", tmp_path, train="a")
+
+
+def found(root: Path, **options: str) -> dict[str, list[str]]:
+    files = find_files(str(root), (".tar",), **options)  # type: ignore[arg-type]
+    return {split: [str(Path(file).relative_to(root)) for file in own] for split, own in files.items()}
+
+
+def test_splits_by_names_and_folders(tmp_path: Path) -> None:
+    touch(tmp_path, "test/train-0.tar", "a/validation/0.tar", "a/Training-1.TAR", "dev/.hidden.tar", "lost+found/x.tar")
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "a/above").symlink_to(tmp_path)
+    assert found(tmp_path) == {"train": ["a/Training-1.TAR", "test/train-0.tar"], "val": ["a/validation/0.tar"]}
+    assert set(found(touch(tmp_path / "one", "x.tar"))) == {"all"}
+
+
+def test_files_that_are_named(tmp_path: Path) -> None:
+    root = touch(tmp_path / "set [1]{1..2}", *(f"x-{n:03d}.tar" for n in range(4)))
+    assert found(root, train="x-{000..002}.tar", val="*3.tar") == {
+        "train": ["x-000.tar", "x-001.tar", "x-002.tar"],
+        "val": ["x-003.tar"],
+    }
+    with pytest.raises(UserError, match=r"data.train: there is no file .*/y.tar"):
+        found(root, train="y.tar")
+    with pytest.raises(UserError, match="give both"):
+        found(root, val="x")
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["train_and_val.tar"], "the name says train and val; use data.train and data.val"),
+        (["train.tar", "x.tar"], "no name or folder says that .*/x.tar is train, val or test"),
+        (["val.tar"], "no name or folder says that .*/val.tar is train"),
+        (["train-00000-of-00003.tar"], "train-00001-of-00003, .*train-00002-of-00003: missing, of 3 files"),
+        # A clone of a hub repository has a folder for each configuration, with the same images.
+        (["160px/train/0.tar", "full/train/0.tar"], "0.tar is in 2 folders; choose one of them as data.root"),
+        ([], "there are no .tar files"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, names: list[str], says: str) -> None:
+    touch(tmp_path, *names)
+    with pytest.raises(UserError, match=says):
+        found(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(write_tars(tmp_path, CONTENT))
+
+    def refuse(path: Path, **options: bool) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    for kind in ("tar", "folder"):
+        assert mistake(kind, root) == f"{root} cannot be read ({root}: Permission denied)"

@@ -1,0 +1,381 @@
+"""Remote shards: read image by image or from copies, which a process fetches ahead within a limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from pycls_fast.data import (
+    Batch,
+    EvalSampler,
+    EvalTransform,
+    ImageDataset,
+    ImageLoader,
+    Source,
+    TrainSampler,
+    make_loader,
+    prefers_blocks,
+)
+from pycls_fast.data.sources import CachePolicy, ShardCache, copied_shards, remote, shards
+from pycls_fast.data.sources.shards import CopiedShards, Fetcher, Window, fetch_ahead
+from pycls_fast.data.sources.splits import Relabelled, Subset
+from pycls_fast.errors import UserError
+from tests.unit.data.layouts import CLASSES, expected, make_content, opened, samples_of, write_tars
+
+CONTENT = make_content()
+IMAGES = [sample.data for sample in CONTENT["train"]]
+SHARDS = 4
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four shards of four images."""
+    return f"file://{write_tars(tmp_path_factory.mktemp('remote'), CONTENT, shards=SHARDS)}"
+
+
+@pytest.fixture(autouse=True)
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are in use for an hour after they were read."""
+    monkeypatch.setattr(shards, "_IN_USE_SECONDS", 3600.0)
+
+
+def source_of(address: str, folder: Path, *, room: float | None = None) -> Source:
+    """The training split with copies in a folder, which has room for so many shards."""
+    sizes = [path.stat().st_size for path in Path(address.removeprefix("file://")).glob("*train*")]
+    limit = None if room is None else int(room * max(sizes))
+    return opened("tar", address, shard_cache=ShardCache(folder, limit))["train"]
+
+
+def copied(source: Source) -> CopiedShards:
+    found = copied_shards(source)
+    assert found is not None
+    return found
+
+
+def place(source: Source, number: int) -> Path:
+    found = copied(source)
+    return found.cache.place(found.addresses[number], found.versions[number])
+
+
+def there(source: Source) -> list[int]:
+    return [number for number in range(SHARDS) if place(source, number).exists()]
+
+
+def drafts(source: Source) -> list[Path]:
+    return list(copied(source).cache.folder.glob(".*.part"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def fetch(source: Source, *batches: tuple[int, ...], consumed: int = 0) -> Fetcher:
+    """A fetcher that has copied all that it can."""
+    fetcher = Fetcher(copied(source), iter(batches))
+    step(fetcher, consumed)
+    return fetcher
+
+
+def step(fetcher: Fetcher, consumed: int) -> None:
+    fetcher.step(consumed)
+    while fetcher._running:
+        wait(fetcher._running.values())
+        fetcher.step(consumed)
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The names of the fetched files, from all processes."""
+    real, log = LocalFileSystem.get_file, tmp_path / "log"
+    log.touch()
+
+    def get_file(self: LocalFileSystem, path: str, draft: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{path}\n")
+        real(self, path, draft)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    return lambda: log.read_text().split()
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads that do not end."""
+
+    def get_file(self: object, path: str, draft: str) -> None:
+        Path(draft).write_bytes(b"half")
+        time.sleep(30)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+
+
+# Reading
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[str]:
+    """The shards at an address."""
+    files = fsspec.filesystem("memory")
+    for path in Path(write_tars(tmp_path / "local", CONTENT)).glob("*.tar"):
+        files.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    yield "memory://bucket"
+    files.rm("/bucket", recursive=True)
+
+
+def test_remote_shards(tmp_path: Path, memory: str) -> None:
+    policy = CachePolicy(str(tmp_path / "index"))
+    splits = opened("tar", memory, cache=policy)
+    plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
+    assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
+    assert prefers_blocks(splits["train"])
+    assert copied_shards(splits["train"]) is None
+    # The index is kept however small it is, and made anew when a shard changes.
+    assert len(list((tmp_path / "index").rglob("about.json"))) == 2
+    fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
+    with pytest.raises(UserError, match="is damaged"):
+        opened("tar", memory, cache=policy)
+
+
+def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = opened("tar", memory)["train"]
+    files = type(remote.file_system(memory)[0])
+    real, calls = files.cat_file, []
+
+    def flaky(self: object, *arguments: object, **options: object) -> bytes:
+        calls.append(1)
+        if len(calls) % 3:
+            raise ConnectionError("reset by peer")
+        return real(self, *arguments, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(files, "cat_file", flaky)
+    assert source.read(0)[0] == IMAGES[0]
+    assert len(calls) == 3
+    monkeypatch.setattr(files, "cat_file", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("reset by peer")))
+    # No image is damaged by that: the run stops.
+    with pytest.raises(UserError, match=r"reading memory://.* failed 4 times: reset by peer"):
+        source.read(0)
+
+
+def test_addresses_that_are_nowhere(memory: str) -> None:
+    with pytest.raises(UserError, match=r"there are no .tar files in memory://nowhere"):
+        opened("tar", "memory://nowhere")
+    with pytest.raises(UserError, match=r"there is no file memory://bucket/x-000001.tar"):
+        opened("tar", memory, train="x-{000001..000002}.tar", val="x-000003.tar")
+    with pytest.raises(UserError, match=r"fsspec cannot read nonsense://"):
+        opened("tar", "nonsense://bucket")
+
+
+def test_two_servers_are_two_file_systems() -> None:
+    first, second = (remote.file_system(f"memory://{host}/x.tar")[0] for host in "ab")
+    assert first is not second
+    assert remote.file_system("memory://a/y.tar")[0] is first
+
+
+# Copies
+
+
+def test_images_come_from_whole_copies_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of(address, tmp_path)
+    assert source.read(0)[0] == IMAGES[0]
+    assert there(source) == [], "who reads does not fetch"
+    fetch(source, (0,))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "read_range", lambda *arguments: pytest.fail("over the network"))
+        assert source.read(0)[0] == IMAGES[0]
+        # Another user's copy.
+        patch.setattr(os, "utime", lambda *a, **k: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
+        assert source.read(0)[0] == IMAGES[0]
+    os.truncate(place(source, 0), 700)
+    assert source.read(0)[0] == IMAGES[0]
+    fetch(source, (0,))
+    assert place(source, 0).stat().st_size == copied(source).sizes[0]
+
+
+def test_a_shard_that_changed_is_fetched_anew(tmp_path: Path) -> None:
+    root = tmp_path / "remote"
+    for content in (CONTENT, make_content(train=(5, 6, 5))):
+        source = source_of(f"file://{write_tars(root, content, shards=SHARDS)}", tmp_path)
+        fetch(source, (0,))
+        assert source.read(0)[0] == content["train"][0].data
+    assert len(list(copied(source).cache.folder.glob("*.tar"))) == 2
+
+
+def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path, room=2.5)
+    folder = copied(source).cache.folder
+    # The folder may be one that people use for other things, too.
+    mine = [place / name for place in (tmp_path, folder) for name in ("thesis.tex", "0a-old.tar")]
+    for file in mine:
+        file.write_text("mine")
+        os.utime(file, (1, 1))
+    # A copy that another version left, a draft of a process that was killed.
+    old, draft = folder / f"{'0' * 16}-old.tar", folder / f".{'0' * 16}-x.tar.9.part"
+    for file in (old, draft):
+        file.write_bytes(bytes(12_000))
+        os.utime(file, (1, 1))
+    fetch(source, (0, 1))
+    assert there(source) == [0, 1]
+    assert not old.exists()
+    assert not draft.exists()
+    fetch(source, (2,))
+    assert there(source) == [0, 1], "both were used just now"
+    os.utime(place(source, 1), (2, 2))
+    fetch(source, (2,))
+    assert there(source) == [0, 2]
+    assert [file.read_text() for file in mine] == ["mine"] * 4
+
+
+def test_partial_copies_of_other_processes_count(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path, room=1.5)
+    draft = copied(source).cache.begin(place(source, 3), copied(source).sizes[3] or 0)
+    assert draft is not None
+    fetch(source, (0,))
+    assert there(source) == []
+    draft.close()
+    fetch(source, (0,))
+    assert there(source) == [0]
+
+
+def test_downloads_that_fail_are_told_once(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half(self: object, path: str, draft: str) -> None:
+        Path(draft).write_bytes(b"half")
+
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(LocalFileSystem, "get_file", half)
+    source = source_of(address, tmp_path)
+    fetcher = fetch(source, (0, 1), (2,))
+    assert there(source) == drafts(source) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: data.shard_cache: file:///")
+    assert "4 bytes arrived instead of" in line
+    assert source.read(0)[0] == IMAGES[0]
+    monkeypatch.undo()
+    step(fetcher, 1)
+    assert there(source) == []
+
+
+def test_a_folder_that_cannot_be_written(address: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(UserError, match=r"^data.shard_cache: .* cannot be written"):
+        source_of(address, tmp_path / "file")
+
+
+# What comes next
+
+
+def test_the_window_holds_what_has_room_from_the_next_batch_on() -> None:
+    batches = [(0, 1), (1, 2), (3,), (0, 4), (5,)]
+    window = Window(iter(batches), [10] * 6, budget=30)
+    assert window.move(0) == [0, 1, 2]
+    assert window.move(1) == [1, 2, 3]
+    assert window.move(2) == [3, 0, 4]
+    # Twice as far at once; then the end.
+    assert window.move(4) == [5]
+    assert window.move(9) == []
+    # The next batch is in it whatever it takes; sizes may be unknown.
+    assert Window(iter(batches), [10] * 6, budget=5).move(0) == [0, 1]
+    assert Window(iter(batches), [None] * 6, budget=5).move(0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_each_lane_has_its_next_shard_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hardly more, however much room there is."""
+    monkeypatch.setattr(shards, "_BATCHES_OF_LANES", 4)
+    monkeypatch.setattr(shards, "_THREADS", 1)
+    batches = (tuple(100 * lane + step // 10 for lane in range(3)) for step in range(1000))
+    window = Window(batches, [1] * 1000, budget=float("inf"))
+    assert window.move(0) == [0, 100, 200, 1, 101, 201]
+
+
+def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: Callable[[], list[str]]) -> None:
+    source = source_of(address, tmp_path)
+    first, second = (Fetcher(copied(source), iter([(0, 1, 2, 3)])) for _ in range(2))
+    first.step(0)
+    step(second, 0)
+    step(first, 0)
+    assert there(source) == [0, 1, 2, 3]
+    assert len(downloads()) == len(set(downloads())) == SHARDS
+
+
+def loader_of(source: Source, workers: int) -> ImageLoader:
+    dataset = ImageDataset(source, EvalTransform(image_size=16), training=True, repeats=2)
+    sampler = TrainSampler(len(source), seed=1, global_batch_size=4, total_steps=9, repeats=2)
+    return make_loader(dataset, sampler, num_workers=workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_any_other_source(
+    address: str, tmp_path: Path, workers: int, downloads: Callable[[], list[str]]
+) -> None:
+    plain = list(loader_of(opened("tar", address)["train"], 0))
+    source = source_of(address, tmp_path)
+    for _ in range(2):
+        for batch, other in zip(loader_of(source, workers), plain, strict=True):
+            # Otherwise the end of a short loader would interrupt downloads.
+            until(lambda: len(there(source)) == SHARDS)
+            assert isinstance(batch, Batch)
+            assert torch.equal(batch.images_BHWC, other.images_BHWC)
+            assert torch.equal(batch.indices_B, other.indices_B)
+        assert not multiprocessing.active_children()
+    assert len(downloads()) == len(set(downloads())) == SHARDS
+    assert drafts(source) == []
+
+
+def test_shards_are_fetched_before_anybody_reads(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path)
+    # The images of the first and the last shard; both are labelled anew.
+    part = Relabelled(Subset(source, np.array([0, 1, 14, 15])), CLASSES, np.arange(3))  # type: ignore[arg-type]
+    with fetch_ahead(copied(part), EvalSampler(4, batch_size=2), 4) as count:
+        until(lambda: there(source) == [0, SHARDS - 1])
+        (process,) = multiprocessing.active_children()
+        # A launcher sends these to all processes.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(process.pid or 0, number)
+        count()
+        assert process.is_alive()
+    assert not process.is_alive()
+
+
+@pytest.mark.usefixtures("endless")
+def test_the_end_of_a_loader_ends_downloads(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path)
+    batches = iter(loader_of(source, 1))
+    # The workers do not wait for them either.
+    assert len(next(batches).labels_B) == 4
+    until(lambda: len(drafts(source)) == SHARDS)
+    batches.close()  # type: ignore[attr-defined]  # a generator
+    assert not multiprocessing.active_children()
+    assert drafts(source) == []
+
+
+def _hold(source: Source) -> None:
+    with fetch_ahead(copied(source), EvalSampler(len(source), batch_size=4), len(source)):
+        time.sleep(30)
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_killed_run_leaves_nothing(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path)
+    killed = multiprocessing.Process(target=_hold, args=(source,))
+    killed.start()
+    until(lambda: len(drafts(source)) == SHARDS)
+    killed.kill()
+    killed.join()
+    until(lambda: not drafts(source))
