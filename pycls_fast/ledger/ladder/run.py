@@ -63,23 +63,16 @@ def run_ladder(
     Raises:
         UserError: a plan that cannot be carried out.
     """
-    flags, typed = base
+    typed = _checked(config, ladder, settings, base[1])
     display = Display(speaks=True, mode=config.runtime.progress)
-    _check(config, ladder, settings, typed)
-    if config.runtime.tracker != "none":
-        # The trainings are measurements. Only if one is set: a variant's older checkout may not know the key.
-        typed = [*typed, "runtime.tracker=none"]
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(pick(ladder, switches), config)
-    trees = _trees(chosen, settings.mode)
-    code = partial(code_digest, tools, configs, trees)
+    code = partial(code_digest, tools, configs, _trees(chosen, settings.mode))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
-    ledger = Ledger(chosen, settings, flags, typed, device, place, tools, say=display.note)
+    ledger = Ledger(chosen, settings, base[0], typed, device, place, tools, say=display.note)
     # Before any timing: variants that are known to fail, even if only in training.
     refused = ledger.selection.rule_out(lambda variant: refusal(variant, compose, torch.device(device)))
-    if device == "cuda" and settings.seeds and settings.jobs > 1:
-        ledger.cuda_devices = visible_devices(torch.cuda.device_count())
-        _check_jobs(ledger)
+    _divide_devices(ledger)
     ledger.conditions = conditions(config, device)
     if dry_run:
         ledger.check_folder()
@@ -95,11 +88,11 @@ def run_ladder(
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
     # The report exists, but a script that asked for accuracies must not take it for complete.
-    return FAULT if ledger.selection.variants()[0].name in ledger.untrained else DONE
+    return FAULT if record.reference.ended else DONE
 
 
-def _check(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> None:
-    """Check what no measurement would notice, or only the last one.
+def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> Sequence[str]:
+    """The overrides for the tools, after checks of what no measurement would notice, or only the last one.
 
     Raises:
         UserError: it cannot be carried out.
@@ -117,14 +110,19 @@ def _check(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: S
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
+    # The trainings are measurements. Only if one is set: a variant's older checkout may not know the key.
+    return typed if config.runtime.tracker == "none" else [*typed, "runtime.tracker=none"]
 
 
-def _check_jobs(ledger: Ledger) -> None:
-    """Check that concurrent training runs need not share CUDA devices.
+def _divide_devices(ledger: Ledger) -> None:
+    """Give each of several training runs at a time CUDA devices of its own.
 
     Raises:
         UserError: there are too few devices.
     """
+    if ledger.device != "cuda" or not ledger.settings.seeds or ledger.settings.jobs == 1:
+        return
+    ledger.cuda_devices = visible_devices(torch.cuda.device_count())
     jobs, ranks = ledger.settings.jobs, min(variant.ranks or 1 for variant in ledger.selection.runnable())
     slots = len(ledger.cuda_devices) // ranks
     if jobs > slots:

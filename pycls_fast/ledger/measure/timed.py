@@ -112,6 +112,20 @@ def build_variant(
         classes=classes,
         memory=DeviceMemory(world.device),
     )
+    _build_parts(variant, parts, microbatch, world, order, others, matmul_size)
+    return variant
+
+
+def _build_parts(
+    variant: TimedVariant,
+    parts: Sequence[PartName],
+    microbatch: int,
+    world: World,
+    order: StepRange,
+    others: Sequence[TimedVariant],
+    matmul_size: int | None,
+) -> None:
+    config, switches, train = variant.config, variant.switches, variant.sources["train"]
     if {"train", "inference", "both"} & set(parts):
         peaks = (other.matmul for other in others if _products(other.config) == _products(config))
         variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
@@ -124,7 +138,6 @@ def build_variant(
     if "both" in parts:
         assert variant.trainer is not None
         variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
-    return variant
 
 
 def _products(config: RunConfig) -> tuple[torch.dtype, bool]:

@@ -82,12 +82,7 @@ def time_variants(
                 variant.stages = measure_stages(
                     variant.config, train, world, variant.switches, start=first, repeats=repeats
                 )
-        for variant in built:
-            if variant.skipped_steps:
-                display.warn(
-                    f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
-                    "if loss scaling skips them, they take less time than full steps"
-                )
+        _warn_of_skipped_steps(built, display)
         if not world.is_main:
             return DONE
         settings = {
@@ -98,6 +93,15 @@ def time_variants(
         print_record(display, record)
         display.note(f"written to {file}")
         return DONE
+
+
+def _warn_of_skipped_steps(variants: Sequence[TimedVariant], display: Display) -> None:
+    for variant in variants:
+        if variant.skipped_steps:
+            display.warn(
+                f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
+                "if loss scaling skips them, they take less time than full steps"
+            )
 
 
 def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
