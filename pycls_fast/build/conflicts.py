@@ -19,7 +19,7 @@ def conflicts(config: RunConfig, chosen: Switches, device: Device) -> Iterator[s
     mode = chosen[SwitchName.COMPILE_MODE]
     if mode != "default" and chosen[SwitchName.COMPILE] == "off":
         yield f"speed.compile_mode: {mode} does nothing with speed.compile=off; use speed.compile=blocks"
-    if mode in ("reduce-overhead", "max-autotune") and config.optim.accumulation_steps > 1:
+    if mode in ("reduce-overhead", "max-autotune") and config.optim.microbatches > 1:
         yield (
             f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
             "; use optim.accumulation_steps=1 or speed.compile_mode=max-autotune-no-cudagraphs"
@@ -129,7 +129,7 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
             f"speed.optimizer=fused; got optim.name={config.optim.name} with {implementation}; use "
             "speed.cuda_graphs=off"
         )
-    if config.optim.accumulation_steps > 1:
+    if config.optim.microbatches > 1:
         yield (
             "speed.cuda_graphs: on records one microbatch a step, and the host draws for each; use "
             "optim.accumulation_steps=1 or speed.cuda_graphs=off"

@@ -49,7 +49,7 @@ def _memory(record: Record) -> str:
     what = (
         "the highest of the device during training steps"
         if record["device"] != "cpu"
-        else "the highest of the process, with its libraries"
+        else "the highest of the tensors alive in a step (of compiled rungs and several ranks: of the process)"
     )
     return f"Memory: {what}, per rank; in brackets the difference from '{record['reference']}'."
 

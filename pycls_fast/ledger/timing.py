@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
-from pycls_fast.ledger.parts import PartName, StepRange, slowest
+from pycls_fast.ledger.parts import PartName, StepRange, TrainPart, slowest
 from pycls_fast.ledger.records import speed_comparison
 from pycls_fast.ledger.stages import measure_stages
 from pycls_fast.ledger.timing_table import print_record
@@ -155,6 +155,9 @@ def _measure(
             variant.turns[name].append(slowest(turn, world))
     for variant in variants:
         variant.skipped_steps += _read_metrics(variant, world)
+        part = variant.parts[name]
+        if isinstance(part, TrainPart) and part.memory.counted is not None:
+            variant.memory.peaks[name] = part.memory.counted
         if world.device.type == "cpu" and variant.process_peak is None:
             variant.process_peak = max(world.gather(memory_peak_bytes(world.device)))
         elif world.device.type == "cuda":

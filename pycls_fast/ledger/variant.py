@@ -91,12 +91,12 @@ def build_variant(
     same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
     sources = same_data[0] if same_data else build.sources(config, world)
     train = sources["train"]
-    config = build.resolve_auto(config, len(train), world)
+    classes = build.num_classes(config, train)
+    config = build.resolve_auto(config, len(train), world, classes=classes)
     microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts):
         # Only these parts read images, and need at least one global batch.
         build.steps_per_epoch(config, len(train))
-    classes = build.num_classes(config, train)
     counted = {
         size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
         for size in {config.data.image_size, config.data.training_image_sizes[0]}
@@ -149,7 +149,7 @@ def _build_model_parts(variant: Variant, parts: Sequence[PartName], microbatch: 
             device=world.device,
             host=host,
         )
-        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.accumulation_steps, world)
+        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.microbatches, world)
     if "inference" in parts:
         batch = synthetic_batch(
             config.data.eval_batch_size or microbatch,

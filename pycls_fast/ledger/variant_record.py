@@ -45,7 +45,7 @@ def variant_record(variant: Variant, *, alone: bool) -> dict[str, Any]:
         "num_classes": variant.classes,
         "data": variant.sources["train"].describe(),
         "global_batch_size": config.data.global_batch_size,
-        "accumulation_steps": config.optim.accumulation_steps,
+        "accumulation_steps": config.optim.microbatches,
         "steps_per_run": _steps_per_run(variant),
         "evaluated_images_per_run": _evaluated_images_per_run(variant),
         "num_workers": build.num_workers(config),

@@ -65,7 +65,7 @@ def train_steps(run: Run, *, save: bool) -> dict[str, Any]:
     )
     with closing(to_device(loader, world.device, mode="blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
-            run.step(step, list(islice(batches, config.optim.accumulation_steps)), metrics)
+            run.step(step, list(islice(batches, config.optim.microbatches)), metrics)
             numbers = metrics.read(world)
             losses.append(numbers["loss"])
             norms.append(numbers["grad_norm"])
